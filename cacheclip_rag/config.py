@@ -23,7 +23,6 @@ from .checks import (
 from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
-from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 
 if TYPE_CHECKING:
     from .methods.base import Method
@@ -42,9 +41,9 @@ SHADOW_MODES = ("background", "inline")
 class EngineConfig:
     """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
-    primary: str = DEFAULT_PRIMARY
-    """Model that answers: local folder (a string or a ``Path``), packaged name or hub id."""
-    auxiliary: str | None = DEFAULT_AUXILIARY
+    primary: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Model that answers: hub id, local folder (a string or a ``Path``), or ``packaged:NAME``."""
+    auxiliary: str | None = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """Small model that scores tokens; None for methods that need none."""
     store: str | PathLike[str] | None = None
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
@@ -70,12 +69,11 @@ class EngineConfig:
     heads: str | PathLike[str] = "auto"
     """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
     calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
-    chunk_context: str = "auto"
-    """What chunks are precomputed after: ``prefix`` (the shared prefix), ``passages`` (the shared prefix and a few
-    neutral paragraphs), ``trained`` (the shared prefix and KV that ``cacheclip train-context`` learned for the primary)
-    or ``auto`` (``trained`` if the primary has a trained context, else ``passages``). After more than the prefix, a
-    chunk's KV is closer to its KV in the middle of a prompt, but a chunk right after the prefix is not exact. Some
-    methods set their own chunk context. Chunks stored with one context are not found with another."""
+    chunk_context: str = "passages"
+    """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
+    neutral paragraphs). After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right
+    after the prefix is not exact. Some methods set their own chunk context. Chunks stored with one context are not
+    found with another."""
     system_prompt: str | None = None
     """System prompt of the shared prefix; None: the chat template's default."""
     dtype: str = "float32"

@@ -12,12 +12,10 @@ from typing import Any, cast
 import torch
 
 from .chunks.caches import ChunkCaches
-from .chunks.captured import CapturedChunks
-from .chunks.context import AUTO, CONTEXTS, ChunkContext
+from .chunks.context import CONTEXTS, ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
 from .chunks.sources import Sources
-from .chunks.trained import TrainedContext, find_trained_context, no_trained_context
 from .config import EngineConfig
 from .errors import ConfigurationError, ModelError
 from .guards.certificate import (
@@ -67,8 +65,6 @@ class Parts:
         """
         self.config = config
         self._load_primary = load_primary
-        self.captured = CapturedChunks()
-        """Chunk caches captured from answered prompts, in memory, for methods that use them."""
         self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
@@ -78,7 +74,6 @@ class Parts:
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
         self._heads: tuple[HeadSet | None] | None = None
-        self._trained: tuple[TrainedContext | None] | None = None
         self._named_heads: dict[str, HeadSet] = {}
         self._controllers: dict[str, Controller | None] = {}
         self._confidences: dict[tuple[str, bool], float] = {}
@@ -139,7 +134,6 @@ class Parts:
         if self._tenant is not None:
             self._tenant.close()
         self.prefixes.clear()
-        self.captured.clear()
 
     # -- models -------------------------------------------------------------------------------------------------
 
@@ -227,46 +221,15 @@ class Parts:
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
             codec=(config.codec or config.dtype) if name == config.primary else config.auxiliary_codec,
             context=context,
-            trained=self._trained_with(context.trained) if context.trained else None,
         )
 
-    # -- chunk contexts -----------------------------------------------------------------------------------------
-
-    @property
-    def trained_context(self) -> TrainedContext | None:
-        """The primary's trained context, read once: a file that changes later has no effect. None if there is none, or
-        if the primary's KV cannot be reused. Loads the model."""
-        with self._lock:
-            if self._trained is None:
-                primary = self.prefix_caches.runtime
-                self._trained = (find_trained_context(primary) if primary.can_reuse else None,)
-            return self._trained[0]
-
-    def context(self, given: ChunkContext | str | None = None) -> ChunkContext:
+    def context(self, given: ChunkContext | None = None) -> ChunkContext:
         """The chunk context of a method.
 
         Args:
             given: the method's :attr:`~cacheclip_rag.methods.base.Method.context`; None: the engine's setting.
-
-        Raises:
-            ModelError: the trained context is wanted and missing, or cannot be read.
         """
-        given = given or self.config.chunk_context
-        if isinstance(given, ChunkContext):
-            return given
-        if given in CONTEXTS:
-            return CONTEXTS[given]
-        if (trained := self.trained_context) is not None:
-            return ChunkContext(trained=trained.sha256)
-        primary = self.prefix_caches.runtime
-        if given == AUTO or not primary.can_reuse:
-            return CONTEXTS["passages"]
-        raise no_trained_context(primary)
-
-    def _trained_with(self, sha256: str) -> TrainedContext | None:
-        """The trained context if it has this digest. Chunks after an earlier one can be found, but not computed."""
-        trained = self.trained_context
-        return trained if trained is not None and trained.sha256 == sha256 else None
+        return given or CONTEXTS[self.config.chunk_context]
 
     # -- head sets ----------------------------------------------------------------------------------------------
 
@@ -338,28 +301,25 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    def scorer_of(self, method: Method | None) -> AuxiliaryScorer | None:
+    def scorer_of(self, method: Method) -> AuxiliaryScorer | None:
         """The auxiliary model with the method's head sets; None if the method needs no auxiliary model."""
-        if method is None or not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
+        if not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
             return None
         return AuxiliaryScorer(auxiliary, self.head_set, self.named_heads(method.head_sets))
 
-    def sources(self, method: Method | None) -> Sources:
+    def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
-        wants: Hashable = None
-        if method is not None:
-            wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
+        wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
                 self._sources[wants] = self._make_sources(method)
             return self._sources[wants]
 
-    def _make_sources(self, method: Method | None) -> Sources:
+    def _make_sources(self, method: Method) -> Sources:
         return Sources(
-            primary=self.primary(self.context(method.context if method is not None else None)),
+            primary=self.primary(self.context(method.context)),
             prefix=self.prefix_caches,
             auxiliary=self.scorer_of(method),
-            captured=self.captured if method is not None and method.captures else None,
             prefixes=self.prefixes,
         )
 

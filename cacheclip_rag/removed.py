@@ -9,10 +9,28 @@ from .errors import ConfigurationError
 
 __all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
 
-METHODS: dict[str, str] = {}
+_VARIANTS = "is a variant of the laboratory: pass --variants benchmarks/variants.toml to eval, bench or certify"
+_CHAINS = "use the chain of this name in LangChain or LlamaIndex, with our LLM"
+METHODS: dict[str, str] = {
+    "direct_gapped": "direct_gapped is gone: use direct.",
+    "turborag": "turborag is gone: use block, with the checkpoint's special tokens in the chunks' texts.",
+    "link": "link is gone: use cacheclip or anchored.",
+    "cachecraft": "cachecraft is gone: use cacheclip or anchored, with stored chunks.",
+    "prophetkv": "prophetkv is gone: use query_attention.",
+    "qcfuse": "qcfuse is gone: use query_attention.",
+    "infoflow": "infoflow is gone: use query_attention.",
+    "map_reduce": f"map_reduce is gone: {_CHAINS}.",
+    "map_rerank": f"map_rerank is gone: {_CHAINS}.",
+    "epic-paper": f"epic-paper {_VARIANTS}.",
+    "cacheblend-equal-charge": f"cacheblend-equal-charge {_VARIANTS}.",
+    "random": f"random {_VARIANTS}.",
+    "oracle": f"oracle {_VARIANTS}.",
+}
 """Presets, by name."""
 
 SETTINGS: dict[str, str] = {
+    "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
+    "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
     "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
     "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
     "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
@@ -21,9 +39,14 @@ SETTINGS: dict[str, str] = {
     "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
     "transformers itself.",
 }
-"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
+"""Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
+    "train-context": "train-context is gone: chunk_context is passages or prefix.",
+    "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
+    "--rank": "--rank is gone: finetune chooses heads and weights only.",
+    "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
+    "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let calibrate or finetune write it, which cacheclip finds by itself.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
@@ -35,7 +58,6 @@ OPTIONS: dict[str, str] = {
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
-    "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
 }

@@ -1,4 +1,4 @@
-"""Small files of tensors with a header, written atomically: head sets, trained contexts, results of training."""
+"""Small files of tensors with a header, written atomically: head sets, results of training."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .call_options import CallOptions
     from .methods.base import Method
     from .prompt.layout import Layout, Span
     from .prompt.segments import Segment
     from .prompt.tools import ToolCall
-    from .sampling import SamplingParams
 
 __all__ = [
     "PHASES",
@@ -48,24 +48,13 @@ others: only the time in which the request waits for it counts."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to an engine. The fields are arguments of :meth:`CacheClipEngine.generate`."""
+    """One question to an engine."""
 
     prompt: Prompt | Sequence[Segment]
-    params: SamplingParams
-    method: Method | None
-    """None: the cheapest exact method, for intermediate prompts of composing methods."""
-    question: str | None = None
-    """Text that scores the chunks; None: the text after the last chunk."""
-    documents: Documents = ()
-    trace: bool = False
-    finish: str = "none"
-    """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of tools that the model may call."""
-    auto_ratio: bool = False
-    """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.plan.controller`)."""
-    max_ttft_s: float | None = None
-    """Seconds after which the first token should be there; used with ``auto_ratio`` only."""
+    method: Method
+    """The method of ``options`` and the engine's settings."""
+    options: CallOptions
+    """What the caller said, with the engine's settings for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +102,6 @@ class Plan:
     """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
     fallback: str | None = None
     """Why nothing is reused although the method reuses chunks; None otherwise."""
-    captures: bool = False
-    """True: plain prefill that captures the prompt's chunk caches for later prompts (Cache-Craft)."""
     obstructed: bool = False
     """True: the model or the prompt does not allow exact reuse; ``fallback`` says why."""
     question: str | None = None
@@ -125,8 +112,6 @@ class Plan:
     auxiliary model's KV."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
-    is_step: bool = False
-    """Whether this is one of the prompts by which a composing method answers. Each of them is answered exactly."""
     bypass: str | None = None
     """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
     prediction: Prediction | None = None
@@ -263,8 +248,7 @@ class FusionStats:
     """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
     ``gated``, the prediction is of the reusing pass alone."""
     queued_s: float = 0.0
-    """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
-    several prompts are added up."""
+    """Seconds of ``ttft_s`` in which the request waited for others that came before it."""
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
     reading_s: float = 0.0

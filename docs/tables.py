@@ -12,7 +12,7 @@ from typing import Any
 from cacheclip_rag.methods import PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PREFIX
 
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
@@ -36,31 +36,23 @@ def _needs(method: Method) -> str:
     wanted = (
         (method.needs_auxiliary, "an auxiliary model"),
         (method.learns, "earlier prompts"),
-        (_is_trained(method), "a checkpoint trained for it"),
+        (method.name == "block", "a checkpoint trained for it"),
     )
     return ", ".join(text for is_wanted, text in wanted if is_wanted)
 
 
-def _is_trained(method: Method) -> bool:
-    return ".trained." in type(method).__module__
-
-
 def _exact(method: Method) -> str:
-    if method.composes:
-        return "each of its prompts does"
     if not method.reuses_chunks:
         return "always"
-    if _is_trained(method):
+    if method.name == "block":
         return "under its own mask"
-    if method.captures:
-        return "when a prompt comes again from its start"
     return "at ratio 1.0" if method.has_ratio and method.exact_at_one else "never with several chunks"
 
 
 def packaged_models_table() -> str:
     """One row a packaged model."""
     rows = [
-        (f"`{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
+        (f"`{PREFIX}{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
         for m in PACKAGED_MODELS.values()
     ]
     return _table(("name", "model", "download", "context, tokens", "licence"), rows)

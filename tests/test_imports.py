@@ -21,7 +21,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
     ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "removed", "sampling", "tensor_files"),
-    ("fusion_plan", "handoff"),
+    ("fusion_plan",),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
@@ -31,10 +31,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("chunks",),
     ("selection", "fusion.correction"),
     ("methods",),
-    ("config",),
+    ("config", "call_options"),
     ("fusion",),
     ("runtime.transformers.model", "runtime.transformers.planning", "runtime.prefill"),
-    ("models", "runtime.transformers.plain"),
+    ("models",),
     ("plan", "guards"),
     ("parts",),
     ("answering",),

@@ -9,11 +9,10 @@ from functools import lru_cache, partial
 import torch
 
 from ..errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
-from ..runtime.base import DTYPES, Runtime, TokenizedText
+from ..runtime.base import DTYPES, Runtime
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .behind import WriteBehind
 from .context import ChunkContext
-from .trained import TrainedContext
 
 __all__ = ["ChunkCaches"]
 
@@ -34,37 +33,16 @@ class ChunkCaches:
         prefix_ids: Sequence[int],
         codec: str,
         context: ChunkContext,
-        trained: TrainedContext | None = None,
     ) -> None:
-        """
-        Args:
-            trained: the trained context of which ``context`` has the digest. Without it, keys can be made and stored KV
-                can be read, but no chunk can be computed.
-        """
-        assert trained is None or trained.sha256 == context.trained, "this is another trained context"
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self.codec = codec
         self.context = context
-        self._trained = trained
         self._prefix: torch.Tensor | None = None
-        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self.runtime.tokenize)
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
-
-    def _tokenize(self, text: str) -> TokenizedText:
-        """Tokens of a chunk, including the chunk context's special tokens, which cover no character of the text."""
-        tokens = self.runtime.tokenize(text)
-        if not self.context.before and not self.context.after:
-            return tokens
-        opening, closing = (
-            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self.context.before, self.context.after)
-        )
-        nowhere = ((0, 0),)
-        return TokenizedText(
-            (*opening, *tokens.ids, *closing), (*nowhere * len(opening), *tokens.offsets, *nowhere * len(closing))
-        )
 
     @property
     def can_reuse(self) -> bool:
@@ -97,7 +75,7 @@ class ChunkCaches:
         """KV before every chunk, computed or read once: of the shared prefix and of the chunk context. Its
         ``num_tokens`` is :attr:`num_prefix`."""
         if self._prefix is None:
-            self._prefix = self._with_trained(self._read_or_encode_prefix())
+            self._prefix = self._read_or_encode_prefix()
         return self._prefix
 
     @property
@@ -107,8 +85,8 @@ class ChunkCaches:
 
     @property
     def num_prefix(self) -> int:
-        """Positions before every chunk: those of :attr:`prefix_ids`, and of the trained context if there is one."""
-        return len(self.prefix_ids) + (self._trained.num_tokens if self._trained is not None else 0)
+        """Positions before every chunk."""
+        return len(self.prefix_ids)
 
     @property
     def prefix_key(self) -> str:
@@ -133,11 +111,11 @@ class ChunkCaches:
 
     def encode_prefix(self) -> torch.Tensor:
         """:attr:`prefix`, computed without the store."""
-        return self._with_trained(self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv())
+        return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
 
     def _key_of(self, text: str) -> str:
         """Store key of a chunk's text."""
-        return self._key(self.prefix_ids, self.tokenize(text).ids, self.context.trained)
+        return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored with at least the precision of this engine's codec."""
@@ -259,31 +237,21 @@ class ChunkCaches:
         if self.can_reuse and len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
-                f"after {'the shared prefix' if not self.context.trained else 'shared prefix and trained context'}. "
-                "Split the document into smaller chunks."
+                "after the shared prefix. Split the document into smaller chunks."
             )
 
-    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int], trained: str = "") -> str:
+    def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:
         return chunk_key(
             model_fingerprint=self.runtime.fingerprint,
             prefix_ids=prefix_ids,
             chunk_ids=ids,
             rope_pin=self.runtime.rope_pin,
             namespace=self._store.namespace,
-            context_sha256=trained,
         )
 
     def _no_kv(self) -> torch.Tensor:
         runtime = self.runtime
         return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
-
-    def _with_trained(self, prefix: torch.Tensor) -> torch.Tensor:
-        """The prefix's KV and the trained context's. The latter is in its own file: the store neither holds nor
-        quantises it."""
-        if not self.context.trained:
-            return prefix
-        assert self._trained is not None, "chunks after a trained context need its KV"
-        return torch.cat((prefix, self._trained.kv.to(prefix.device, prefix.dtype)), dim=3)
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
         runtime = self.runtime

@@ -1,8 +1,7 @@
 """Chunk contexts: the text after which a chunk is precomputed.
 
 The KV of a chunk at the start of a prompt differs from its KV in the middle of a prompt, mostly by an offset that
-hardly depends on the text before it. So any passages can stand for that text. The passages below are invented. A
-trained context (:mod:`cacheclip_rag.chunks.trained`) is KV in their place, learned for one model.
+hardly depends on the text before it. So any passages can stand for that text. The passages below are invented.
 """
 
 from __future__ import annotations
@@ -12,36 +11,29 @@ import json
 from dataclasses import asdict, dataclass
 
 from ..checks import check_choice
+from ..removed import SETTINGS, refuse_removed
 
-__all__ = ["AUTO", "CONTEXTS", "CONTEXT_NAMES", "TRAINED", "ChunkContext", "check_chunk_context", "context_name"]
+__all__ = ["CONTEXTS", "ChunkContext", "check_chunk_context", "context_name"]
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """Text and special tokens around a chunk while it is precomputed. It is part of the chunk's store key."""
+    """Text before a chunk while it is precomputed. It is part of the chunk's store key."""
 
     isolated: bool = False
     """True: nothing comes before the chunk; False: the shared prefix does."""
     text: str = ""
     """Text between the shared prefix and the chunk. It stands for the text that precedes the chunk in a prompt."""
-    before: str = ""
-    """Special tokens that open every chunk."""
-    after: str = ""
-    """Special tokens that close every chunk."""
-    trained: str = ""
-    """SHA-256 of the trained context whose KV follows the shared prefix; empty for none."""
 
     @property
     def is_exact_after_prefix(self) -> bool:
         """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
-        return not self.isolated and not self.text and not self.trained
+        return not self.isolated and not self.text
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all fields, for certificate identities. An empty ``trained`` does not count, so that the digests
-        of contexts without it stay what they were."""
-        fields = {name: value for name, value in asdict(self).items() if name != "trained" or value}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of all fields, for certificate identities."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 _PASSAGES = (
@@ -55,22 +47,15 @@ CONTEXTS: dict[str, ChunkContext] = {
     "prefix": ChunkContext(),
     "passages": ChunkContext(text="\n\n".join(_PASSAGES) + "\n\n"),
 }
-"""Chunk contexts that are the same for every model: the shared prefix only, or the prefix and passages."""
-
-TRAINED = "trained"
-AUTO = "auto"
-CONTEXT_NAMES = (*CONTEXTS, TRAINED, AUTO)
-"""Values of the setting ``chunk_context``. ``trained`` is the primary's trained context; ``auto`` is the same if there
-is one, else ``passages``."""
+"""Values of the setting ``chunk_context``: the shared prefix only, or the prefix and passages."""
 
 
 def check_chunk_context(name: object) -> None:
     """Raise ConfigurationError unless ``name`` is a chunk context's name."""
-    check_choice("chunk_context", name, CONTEXT_NAMES)
+    refuse_removed([f"chunk_context={name}"], SETTINGS)
+    check_choice("chunk_context", name, CONTEXTS)
 
 
 def context_name(context: ChunkContext) -> str:
     """Value of the setting ``chunk_context`` that means this context; ``own`` if a method made it."""
-    if context.trained:
-        return TRAINED
     return next((name for name, known in CONTEXTS.items() if known == context), "own")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigurationError
-from .common import JsonOption, VariantsOption, print_json
+from .common import JsonOption, VariantsOption, print_json, print_tables
 from .options import CommandSettings, engine_options
 from .tables import EvalTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..lab.evaluation.lab import PlannedRun
-    from ..lab.evaluation.records import Record, Skipped
+    from ..lab.evaluation.records import Record, SkippedRecord
 
 _PER_TASK = 20
 """Questions of a RULER task."""
@@ -28,7 +28,7 @@ class Questions:
 
     name: str
     records: list[Record]
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedRecord, ...] = ()
     """Records that cannot be read."""
 
 
@@ -51,8 +51,8 @@ def evaluate(
         str,
         typer.Option(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
-            "block, turborag and link (for specially trained checkpoints) and, without an auxiliary model, presets "
-            "that need one. 'full-again' is full prefill with its sums in another order: what rounding alone changes."
+            "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
+            "'full-again' is full prefill with its sums in another order: what rounding alone changes."
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,
@@ -77,8 +77,9 @@ def evaluate(
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
     from ..lab.evaluation.lab import Lab
     from ..lab.evaluation.questions import INSTRUCTION
-    from ..lab.evaluation.report import summarise, to_markdown, write_report
+    from ..lab.evaluation.report import summarise, write_report
     from ..lab.evaluation.scores import check_metric
+    from ..lab.evaluation.tables import console_tables, notes
     from ..lab.variants import read_variants
 
     # check options before weights are loaded
@@ -101,12 +102,15 @@ def evaluate(
     comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
     summary = summarise(comparison, against=against)
     if out is not None:
-        write_report(comparison, out, overwrite=True, summary=summary)
+        write_report(comparison, summary, out)
     _tell_skipped(summary)
     if as_json:
         print_json(summary)
     else:
-        typer.echo(to_markdown(summary))
+        from rich.markup import escape
+
+        tables = {escape(title): rows for title, rows in console_tables(summary).items()}
+        print_tables(tables, *map(escape, notes(summary)))
 
 
 def _check_source(

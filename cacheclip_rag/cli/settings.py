@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
+from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
-from ..models.packaged.catalogue import DEFAULT_EMBEDDING
 
 __all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings"]
 

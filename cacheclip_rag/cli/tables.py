@@ -111,8 +111,6 @@ class CalibrateTable(Table):
 class FinetuneTable(Table):
     """``[finetune]``"""
 
-    heads: str | None = None
-    """Head set to start from; None: the heads nearest to the training targets."""
     data_limit: int = 40
     """Most questions to take from ``--data``."""
     samples: int = 96
@@ -123,14 +121,8 @@ class FinetuneTable(Table):
     """Synthetic test questions."""
     prompts: int = 12
     """Test questions that the primary answers."""
-    epochs: int = 60
-    """Most epochs."""
-    rank: int = 8
-    """Rank of the updates."""
-    learning_rate: float = 1e-3
-    """Learning rate of AdamW, above 0."""
     seed: int = 0
-    """Seed of the synthetic questions and of training."""
+    """Seed of the synthetic questions."""
 
 
 TABLES: dict[str, type[Table]] = {

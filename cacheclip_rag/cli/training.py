@@ -69,15 +69,15 @@ def finetune(
     settings: CommandSettings,
     data: DataOption = None,
     out: OutOption = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.md and report.html.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.md.")] = None,
     work: WorkOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the auxiliary model to find tokens that the primary attends to and that are stale. An interrupted run
-    continues where it stopped."""
+    """Fit the heads of the auxiliary model to the tokens that the primary attends to and that are stale. An interrupted
+    run continues where it stopped."""
     from ..lab.evaluation.questions import INSTRUCTION
-    from ..lab.training.calibrate import SINKS
+    from ..lab.training.calibrate import open_engine
     from ..lab.training.finetune import finetune as run
     from ..lab.training.report import (
         finetuning_json,
@@ -86,34 +86,28 @@ def finetune(
         finetuning_verdict,
         write_report,
     )
-    from ..lab.training.tuning import TuningSettings
-    from ..selection.heads import HeadSet, shipped_path
+    from ..selection.heads import HeadSet, shipped_set
 
     check_folder(report, "the report")
     check_folder(work, "working files")
     table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
-    begin = HeadSet.load(Path(table.heads)) if table.heads else None
-    tuning = TuningSettings(
-        rank=table.rank, learning_rate=table.learning_rate, epochs=table.epochs, sinks=SINKS, seed=table.seed
-    )
     path = _target(config, out, overwrite, instead_of="calibrate")
     rival = HeadSet.load(path) if path.exists() and not overwrite else None
     with stoppable():
         given = _given(config, data, table.data_limit, table.seed, work)
         found = run(
             config,
-            tuning,
-            heads=begin,
             num_samples=table.samples,
             num_targets=table.targets,
             num_tests=table.tests,
             num_prompts=table.prompts,
             given=given.samples if given else (),
             given_from=given.files if given else (),
+            seed=table.seed,
             folder=work,
             rival=rival,
         )
-    in_use = path.exists() or (out is None and shipped_path(found.heads.auxiliary_sha256).is_file())
+    in_use = path.exists() or bool(out is None and shipped_set(open_engine(config).auxiliary))
     kept = in_use and not overwrite and not found.is_accepted
     if kept:
         current = f"the head set in {path}" if path.exists() else "the head set that comes with the package"
@@ -124,7 +118,7 @@ def finetune(
         )
     else:
         found.heads.save(path)
-    reports = [str(each) for each in write_report(found, report)] if report else []
+    reports = [str(write_report(found, report))] if report else []
     if as_json:
         print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
     else:

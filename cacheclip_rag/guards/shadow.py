@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..runtime.decoding import is_greedy
+from ..runtime.sampler import is_greedy
 from ..types import FusionStats
 from .base import Answered, Observer
 from .fidelity import kl_divergence, read_along
@@ -70,7 +70,7 @@ class ShadowChecker(Observer):
     def on_answer(self, answered: Answered) -> None:
         """Record every answer that was verified, and offer every other answer that reused KV."""
         stats = answered.answer.stats
-        if answered.plan is None or answered.logits is None or stats.method == "full":
+        if stats.method == "full":
             return
         if answered.verified is not None:
             self._record_verified(answered, answered.verified)
@@ -135,7 +135,6 @@ class ShadowChecker(Observer):
 
     def _record_verified(self, answered: Answered, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""
-        assert answered.logits is not None
         kl = float(kl_divergence(verified.logits, answered.logits.to(verified.logits.device)))
         equal = [given == choice for given, choice in zip(verified.given, verified.choices, strict=True)]
         agreement = sum(equal) / len(equal) if is_greedy(answered.params) else None

@@ -315,7 +315,6 @@ def _record(
 ) -> None:
     vectors = embedder.embed(passages)
     library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
-    library.add_context(engine.context_of())
     unused = library.replace(str(item.path), item.digest, passages, vectors)
     report.released += engine.release(unused)
     report.added += item.is_new

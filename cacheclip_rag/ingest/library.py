@@ -14,14 +14,14 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..chunks.context import CONTEXTS, ChunkContext
 from ..errors import ConfigurationError, MissingExtraError, StoreError
+from ..models.packaged.catalogue import packaged_name
 from ..store.database import Database, may_be_whole
 from .embedding import Vectors
 
@@ -64,6 +64,11 @@ class LibrarySettings:
     codec: str | None = None
     """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`. ``int8`` means the
     auxiliary's too."""
+
+
+def _same_model(value: Any) -> Any:
+    """A packaged model without ``packaged:``, which older stores do not write; any other setting as it is."""
+    return (packaged_name(value) if isinstance(value, str) else None) or value
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +163,10 @@ class Library:
                 f"the settings in {self.folder / FILE_NAME} are damaged. Run: cacheclip store repair --store "
                 f"{self.folder}, then ingest the documents again."
             )
-        return LibrarySettings(**json.loads(value))
+        fields = json.loads(value)
+        if fields["chunk_context"] == "auto":  # the default of earlier versions
+            fields["chunk_context"] = "passages"
+        return LibrarySettings(**fields)
 
     def check_settings(self, settings: LibrarySettings) -> None:
         """Raise ConfigurationError, naming each difference, if the library was made with other settings."""
@@ -166,7 +174,8 @@ class Library:
         if known is None:
             return
         mine, theirs = asdict(settings), asdict(known)
-        differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
+        names = [name for name in mine if _same_model(mine[name]) != _same_model(theirs[name])]
+        differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in names]
         if differences:
             raise ConfigurationError(
                 f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to use this "
@@ -181,38 +190,6 @@ class Library:
             (value, _digest_of_settings(value)),
         )
         self.check_settings(settings)
-
-    def change_chunk_context(self, name: str) -> None:
-        """Record another chunk context in the settings. The caller encodes the passages again."""
-        settings = self.settings
-        if settings is None or settings.chunk_context == name:
-            return
-        value = json.dumps(asdict(replace(settings, chunk_context=name)))
-        sql = "INSERT OR REPLACE INTO meta SELECT 'settings', ? UNION ALL SELECT 'settings_digest', ?"
-        self._database.execute(sql, (value, _digest_of_settings(value)))
-
-    def contexts(self) -> list[ChunkContext]:
-        """Chunk contexts after which passages of this library were encoded, as far as they are known. Their entries
-        may have been evicted since."""
-        rows = self._database.query("SELECT value FROM meta WHERE name = 'contexts'")
-        if rows:
-            try:
-                return [ChunkContext(**fields) for fields in json.loads(rows[0][0])]
-            except (TypeError, ValueError):  # damaged: what is not known stays in the store until it is evicted
-                return []
-        settings = self.settings  # an earlier version did not record them
-        return [CONTEXTS[settings.chunk_context]] if settings and settings.chunk_context in CONTEXTS else []
-
-    def set_contexts(self, contexts: Iterable[ChunkContext]) -> None:
-        """Record the chunk contexts after which passages are encoded."""
-        value = json.dumps([asdict(context) for context in contexts])
-        self._database.execute("INSERT OR REPLACE INTO meta VALUES ('contexts', ?)", (value,))
-
-    def add_context(self, context: ChunkContext) -> None:
-        """Record that passages are encoded after ``context`` too."""
-        known = self.contexts()
-        if context not in known or not self._database.query("SELECT 1 FROM meta WHERE name = 'contexts'"):
-            self.set_contexts(dict.fromkeys([*known, context]))
 
     # -- documents ----------------------------------------------------------------------------------------------
 

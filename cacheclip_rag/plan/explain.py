@@ -156,13 +156,6 @@ def _obstacle(plan: Plan) -> str | None:
             f"the text is in the prompt and known, but method {method.name!r} reuses no chunk. Choose another method, "
             "such as 'auto'."
         )
-    if method.composes and not plan.layout.is_exact(plan.layout.chunks[0]):
-        return (
-            f"method {method.name!r} answers each chunk's prompt exactly. Stored KV is exact only with "
-            "chunk_context='prefix', for chunks right after the shared prefix (no text before the first chunk)."
-        )
-    if plan.captures:
-        return f"method {method.name!r} keeps chunk caches of answered prompts, in memory: {plan.fallback}."
     if plan.bypass is not None:
         return f"the text is stored, but not used: {plan.bypass} (recompute_ratio 'auto', max_ttft_s)."
     return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None
@@ -203,7 +196,7 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
         return "other_settings", (
             f"the text was precomputed with chunk_context={context_name(others[0])!r}, but this engine reads chunks "
             f"with chunk_context={context_name(engine.context_of())!r}. Use the same setting, or precompute the text "
-            "again ('cacheclip ingest --upgrade' does so for the documents of a store)."
+            "again."
         )
     if engine.parts.primary(engine.context_of()).is_known(chunk):
         return "other_settings", (
@@ -221,9 +214,7 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
 
 def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
     """Chunk contexts of the primary that the engine's method does not use."""
-    trained = engine.parts.trained_context
-    known = [*CONTEXTS.values(), *([ChunkContext(trained=trained.sha256)] if trained is not None else [])]
-    return [context for context in known if context != engine.context_of()]
+    return [context for context in CONTEXTS.values() if context != engine.context_of()]
 
 
 def _escaped(chunk: str, written: str) -> str | None:

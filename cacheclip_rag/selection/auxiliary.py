@@ -2,8 +2,8 @@
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The question reads each chunk separately, after the shared prefix.
 The score is the last layer's attention on the chunk's tokens, averaged over the question's tokens. The paper does not
-name its head reduction; we take the mean. Our additions: one softmax over all chunks, single heads with weights and
-low-rank updates (:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
+name its head reduction; we take the mean. Our additions: one softmax over all chunks, single heads with weights
+(:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import torch
 
 from ..runtime.transformers.attention_plan import AttentionPlan, Geometry, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.rotary import Tables, rotate, unrotate
 from ..store import KV
-from .heads import HeadSet, LowRank
+from .heads import HeadSet
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["PackedChunks", "pack_chunks", "score_chunks", "updated", "without_sinks"]
+__all__ = ["PackedChunks", "pack_chunks", "score_chunks"]
 
 _WIDER = 1.5
 """Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
 as tokens."""
-Adjust = Callable[[int, int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.inference_mode()
@@ -103,8 +101,6 @@ def score_chunks(
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
     if isinstance(heads, HeadSet):
         probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
-        if heads.is_updated:
-            probe.adjust = _updating(heads, packed, auxiliary)
     packed.run(auxiliary, probe, before_layer, after_layer)
     return list(scores.cpu().split(packed.lengths))
 
@@ -148,10 +144,6 @@ class PackedChunks:
         plan = AttentionPlan(self.blocks, probe, before_layer=fill)
         auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
 
-    def tables(self, auxiliary: ModelRuntime, layer: int) -> Tables | None:
-        """Rotary tables of a layer for all positions in use, from 0 on."""
-        return auxiliary.rotary_tables(0, self.num_prefix + max(self.lengths) + self.num_question)[layer]
-
     def lengths_of(self, number: int) -> list[int]:
         """Tokens of the chunks of a block."""
         start = sum(block.count for block in self.blocks[:number])
@@ -174,15 +166,6 @@ class PackedChunks:
         """
         firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
         return torch.from_numpy(np.concatenate(firsts))
-
-    def positions_of_rows(self, number: int) -> torch.Tensor:
-        """``(num_all_rows,)`` positions of a block's rows."""
-        return self.positions[self.blocks[number].rows]
-
-    def positions_of_keys(self, number: int) -> torch.Tensor:
-        """``(num_slots,)`` positions of a block's keys; 0 for padding."""
-        block = self.blocks[number]
-        return (torch.arange(block.width) - block.padding[:, None]).clamp_min(0).flatten()
 
 
 def pack_chunks(
@@ -250,38 +233,3 @@ def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
             stop += 1
         yield first, stop
         first = stop
-
-
-def without_sinks(logits: torch.Tensor, sinks: int) -> torch.Tensor:
-    """Logits of one chunk's tokens, ``(..., num_tokens)``, with the first ``sinks`` set to minus infinity. A chunk
-    without other tokens is returned unchanged."""
-    num_tokens = logits.shape[-1]
-    if num_tokens <= sinks:
-        return logits
-    return logits.masked_fill(torch.arange(num_tokens, device=logits.device) < sinks, float("-inf"))
-
-
-def _updating(heads: HeadSet, packed: PackedChunks, auxiliary: ModelRuntime) -> Adjust:
-    """Function that applies the head set's low-rank updates to queries and keys of its last layer."""
-    last = heads.layers[-1]
-    # before the pass, because a pass inside a pass may wait forever
-    of_rows, of_keys = (
-        [auxiliary.rotary_tables_at(positions(number))[last] for number in range(len(packed.blocks))]
-        for positions in (packed.positions_of_rows, packed.positions_of_keys)
-    )
-
-    def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer != last:
-            return query, key
-        return updated(query, heads.queries, of_rows[number]), updated(key, heads.keys, of_keys[number])
-
-    return adjust
-
-
-def updated(heads: torch.Tensor, update: LowRank | None, tables: Tables | None) -> torch.Tensor:
-    """Queries or keys ``(num_heads, num_tokens, head_dim)`` after RoPE, with a low-rank update applied before RoPE.
-
-    Args:
-        tables: rotary tables of the tokens; None for a layer without RoPE.
-    """
-    return heads if update is None else rotate(update(unrotate(heads, tables)), tables)

@@ -12,7 +12,6 @@ import torch
 from ..checks import check_flag, check_ratio, check_share, check_whole_number
 from ..errors import ConfigurationError
 from .grouping import Grouping, Windows
-from .sentences import sentence_numbers
 from .views import PromptView
 
 __all__ = ["Budget", "FixedStarts", "TokenBudget"]
@@ -103,7 +102,6 @@ class Budget(TokenBudget):
             min(count, sum(lengths)),
             first=_first_tokens(lengths, [num_first if begins else 0 for begins in starts]),
             among=among,
-            sentences=_sentences(view) if self.grouping.needs_sentences else None,
         )
 
     def num_skipped(self, view: PromptView) -> int:
@@ -163,8 +161,3 @@ def _num_skipped(view: PromptView) -> int:
     end = next((number for number, span in enumerate(chunks) if number and not span.continues), len(chunks))
     first = {span.start for span in chunks[:end]}
     return sum(span.start in first for span in view.spans)
-
-
-def _sentences(view: PromptView) -> list[torch.Tensor]:
-    """Per span ``(num_tokens,)`` int64: number of each token's sentence."""
-    return [sentence_numbers(span.segment.text, span.tokens.offsets) for span in view.spans]

@@ -1,17 +1,17 @@
 """Groupings: from token scores to the set of tokens to recompute.
 
 Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper does not say
-whether dropped tokens are replaced, nor whether windows may start anywhere; the three groupings with windows are three
-readings. Whole sentences are ours. All groupings are deterministic, ties go to the lower index, and no grouping exceeds
+whether dropped tokens are replaced, nor whether windows may start anywhere; the two groupings with windows are two
+readings. All groupings are deterministic, ties go to the lower index, and no grouping exceeds
 its budget.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from ..checks import check_whole_number
 from ..errors import ConfigurationError
 
-__all__ = ["AlignedWindows", "Grouping", "Sentences", "Tokens", "Votes", "Windows"]
+__all__ = ["AlignedWindows", "Grouping", "Tokens", "Windows"]
 
 Scores = Sequence[torch.Tensor]
 """Per chunk ``(num_tokens,)`` float scores; tokens with higher scores are recomputed first."""
@@ -31,9 +31,6 @@ Masks = list[torch.Tensor]
 class Grouping(ABC):
     """How scores become spans."""
 
-    needs_sentences: ClassVar[bool] = False
-    """Whether :meth:`take` uses ``sentences``."""
-
     def take(
         self,
         scores: Scores,
@@ -41,7 +38,6 @@ class Grouping(ABC):
         *,
         first: Scores | None = None,
         among: Scores | None = None,
-        sentences: Scores | None = None,
     ) -> Masks:
         """At most ``count`` tokens of all chunks.
 
@@ -49,28 +45,22 @@ class Grouping(ABC):
             first: per chunk a bool mask of tokens that are taken before all others, within ``count``.
             among: per chunk a bool mask of candidates, default all. Other tokens are removed before windows are formed,
                 so that the tokens on both sides of them become neighbours.
-            sentences: per chunk ``(num_tokens,)`` int64, increasing: number of the token's sentence within the chunk.
         """
         if not among:
-            return self._take(scores, count, first, sentences)
-        chosen = self._take(
-            _only(scores, among),
-            count,
-            None if first is None else _only(first, among),
-            None if sentences is None else _only(sentences, among),
-        )
+            return self._take(scores, count, first)
+        chosen = self._take(_only(scores, among), count, None if first is None else _only(first, among))
         kept = _joined(among)
         return list(torch.zeros_like(kept).masked_scatter(kept, _joined(chosen)).split([len(a) for a in among]))
 
     @abstractmethod
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks: ...
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Grouping):
     """Single tokens by their own score; the budget is spent exactly."""
 
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
         return _top_tokens(scores, count, first)
 
 
@@ -89,34 +79,8 @@ class Windows(Grouping):
     def __post_init__(self) -> None:
         check_whole_number("size", self.size, least=1, of="tokens")
 
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
         return _take_first(scores, _ahead(_best_window_rank(scores, self.size), first), count)
-
-
-@dataclass(frozen=True, slots=True)
-class Votes(Grouping):
-    """Windows at any offset that contain more than ``threshold`` of the top tokens, cut to the budget.
-
-    Our reading of the sliding grouping in version 2 of the CacheClip paper. Spends at most the budget.
-    """
-
-    size: int = 8
-    """Tokens of a window."""
-    threshold: int = 5
-    """A window is taken if more than this many of its tokens are among the top tokens."""
-
-    def __post_init__(self) -> None:
-        _check_threshold(self.size, self.threshold)
-
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
-        top = _joined(_top_tokens(scores, count, first)).float()
-
-        def qualifying(runs: _Runs) -> torch.Tensor:
-            return runs.reduce(top, lambda values: values.sum(-1)) > self.threshold
-
-        rank = _ahead(_best_window_rank(scores, self.size, qualifying), first)
-        covered = int((rank < _NEVER).sum())
-        return _take_first(scores, rank, min(count, covered))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +97,15 @@ class AlignedWindows(Grouping):
     """A window is kept if more than this many of its tokens are among the top tokens."""
 
     def __post_init__(self) -> None:
-        _check_threshold(self.size, self.threshold)
+        check_whole_number("size", self.size, least=1, of="tokens")
+        check_whole_number("threshold", self.threshold, of="tokens")
+        if self.threshold >= self.size:
+            raise ConfigurationError(
+                f"threshold must be below the window size, got threshold={self.threshold} and size={self.size}. Lower "
+                f"it: a window cannot contain more than {self.size} chosen tokens."
+            )
 
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
         masks = _top_tokens(scores, count, first)
         for number, mask in enumerate(masks):
             for start in range(0, len(mask), self.size):
@@ -143,33 +113,6 @@ class AlignedWindows(Grouping):
                 if int(part.sum()) <= self.threshold:
                     part &= first[number][start : start + self.size] if first else False
         return masks
-
-
-@dataclass(frozen=True, slots=True)
-class Sentences(Grouping):
-    """Whole sentences by the score of their best token; the budget is spent exactly.
-
-    The best token decides, because a question often attends to only one or two words of the answering sentence. In the
-    last sentence, which may exceed the budget, the tokens with the highest scores are taken. Without ``sentences`` each
-    chunk counts as one sentence.
-    """
-
-    needs_sentences: ClassVar[bool] = True
-
-    def _take(self, scores: Scores, count: int, first: Scores | None, sentences: Scores | None) -> Masks:
-        if sentences is None:
-            sentences = [torch.zeros(len(s), dtype=torch.int64) for s in scores]
-        return _take_first(scores, _ahead(_sentence_rank(scores, sentences), first), count)
-
-
-def _check_threshold(size: int, threshold: int) -> None:
-    check_whole_number("size", size, least=1, of="tokens")
-    check_whole_number("threshold", threshold, of="tokens")
-    if threshold >= size:
-        raise ConfigurationError(
-            f"threshold must be below the window size, got threshold={threshold} and size={size}. Lower it: "
-            f"a window cannot contain more than {size} chosen tokens."
-        )
 
 
 def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
@@ -206,18 +149,18 @@ class _Runs:
         self._first = starts.repeat(counts) + within  # token at which each window begins, in order
         self._is_long = (lengths >= size).repeat(counts)
 
-    def reduce(self, flat: torch.Tensor, by: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """``(num_windows,)``, in order of chunks and tokens.
+    def means(self, flat: torch.Tensor) -> torch.Tensor:
+        """``(num_windows,)`` mean values, in order of chunks and tokens.
 
         Args:
             flat: ``(num_tokens,)`` values.
-            by: from ``(num_windows, window)`` values to one for each window.
         """
         found: torch.Tensor | None = None
         if self._is_long.any():
-            found = by(flat.unfold(0, self._size, 1))[torch.from_numpy(np.where(self._is_long, self._first, 0))]
+            means = flat.unfold(0, self._size, 1).mean(-1)
+            found = means[torch.from_numpy(np.where(self._is_long, self._first, 0))]
         for length, starts in self._short:
-            values = by(flat[torch.from_numpy(starts[:, None] + np.arange(length))])
+            values = flat[torch.from_numpy(starts[:, None] + np.arange(length))].mean(-1)
             if found is None:
                 found = values.new_zeros(len(self._first))
             found[torch.from_numpy(np.searchsorted(self._first, starts))] = values
@@ -235,33 +178,13 @@ class _Runs:
         return found
 
 
-def _best_window_rank(
-    scores: Scores, window: int, qualifying: Callable[[_Runs], torch.Tensor] | None = None
-) -> torch.Tensor:
-    """``(num_tokens,)`` int64: rank over all chunks of the best (qualifying) window that contains the token."""
+def _best_window_rank(scores: Scores, window: int) -> torch.Tensor:
+    """``(num_tokens,)`` int64: rank over all chunks of the best window that contains the token."""
     runs = _Runs(scores, window)
-    means = runs.reduce(_joined(scores), lambda values: values.mean(-1))
+    means = runs.means(_joined(scores))
     rank = torch.empty(len(means), dtype=torch.int64)
     rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
-    if qualifying is not None:
-        rank = rank.masked_fill(~qualifying(runs), _NEVER)
     return runs.smallest(rank)
-
-
-def _sentence_rank(scores: Scores, sentences: Scores) -> torch.Tensor:
-    """``(num_tokens,)`` int64: rank over all chunks of the token's sentence, by the sentence's best score."""
-    if not scores:
-        return torch.empty(0, dtype=torch.int64)
-    apart, start = [], 0
-    for numbers in sentences:
-        apart.append(numbers + start)
-        start += int(numbers.max()) + 1 if len(numbers) else 0
-    flat = torch.cat(list(scores))
-    known, of = torch.cat(apart).unique(return_inverse=True)
-    best = torch.full((len(known),), -torch.inf, dtype=torch.float64).scatter_reduce(0, of, flat.double(), "amax")
-    rank = torch.empty(len(known), dtype=torch.int64)
-    rank[best.argsort(descending=True, stable=True)] = torch.arange(len(known))
-    return rank[of]
 
 
 def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:

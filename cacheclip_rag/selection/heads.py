@@ -1,17 +1,16 @@
-"""Head sets: the heads of an auxiliary model that find evidence, their weights, and trained low-rank updates.
+"""Head sets: the heads of an auxiliary model that find evidence, and their weights.
 
 A head set takes a few kilobytes, belongs to one auxiliary model, and does not depend on the primary's tokenizer.
-Low-rank updates act on queries and keys before RoPE: ``q + up @ down @ q`` over all heads of the layer, and the same
-for keys. If the model has no norm between projection and RoPE, this equals a low-rank update of the projections. Keys
-are stored before RoPE, so that training changes no chunk cache.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,16 @@ from .question import pick_layers
 __all__ = [
     "HEADS_FILE",
     "HeadSet",
-    "LowRank",
     "check_head_set_name",
     "find_head_set",
     "head_set_path",
     "load_named",
-    "shipped_path",
+    "model_digest",
+    "shipped_set",
     "weights_digest",
 ]
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 HEADS_FILE = "cacheclip-heads.st"
@@ -41,23 +42,9 @@ HEADS_FILE = "cacheclip-heads.st"
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """``x + up @ down @ x``; x holds the vectors of all heads of a layer, concatenated."""
-
-    down: torch.Tensor
-    """``(rank, num_heads * head_dim)`` float32."""
-    up: torch.Tensor
-    """``(num_heads * head_dim, rank)`` float32."""
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Update ``heads``, ``(num_heads, num_tokens, head_dim)``; returns the same shape in float32."""
-        flat = heads.float().transpose(0, 1).flatten(1)
-        changed = flat + flat @ self.down.to(flat.device).T @ self.up.to(flat.device).T
-        by_head: torch.Tensor = changed.unflatten(1, (heads.shape[0], heads.shape[2]))
-        return by_head.transpose(0, 1)
+_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and waits for morning."
+"""Text whose token ids tell one tokenizer from another. It has no digits, line breaks or special tokens, which the
+tokenizer of a converted GGUF file may split otherwise than the original."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +57,6 @@ class HeadSet:
     """``(layer, head)``, in increasing order."""
     weights: torch.Tensor
     """``(num_heads,)`` float32, 0 or more, sum 1."""
-    queries: LowRank | None = None
-    """Update of the queries of the last layer in use; None for none."""
-    keys: LowRank | None = None
-    """Update of the keys of that layer; None for none."""
     sinks: int = 0
     """First tokens of each chunk that score 0. They were also left out when the heads were chosen."""
     about: dict[str, Any] = field(default_factory=dict)
@@ -95,10 +78,6 @@ class HeadSet:
     def layers(self) -> tuple[int, ...]:
         """Layers in use, in increasing order."""
         return tuple(sorted({layer for layer, _ in self.heads}))
-
-    @property
-    def is_updated(self) -> bool:
-        return self.queries is not None or self.keys is not None
 
     def numbers_of(self, layer: int) -> list[int]:
         """Numbers of the heads in use of a layer."""
@@ -126,31 +105,17 @@ class HeadSet:
         numbers = [head for _, head in self.heads]
         fits = self.layers[0] >= 0 and self.layers[-1] < auxiliary.num_layers
         fits = fits and min(numbers) >= 0 and max(numbers) < num_heads
-        for update, of in ((self.queries, num_heads), (self.keys, auxiliary.num_kv_heads)):
-            if update is not None:
-                width, rank = update.up.shape
-                fits = fits and width == of * auxiliary.head_dim and tuple(update.down.shape) == (rank, width)
         if not fits:
             raise ModelError(f"{called} names heads that model {auxiliary.name!r} does not have. Make it again.")
-        if not all(bool(tensor.isfinite().all()) for tensor in self._tensors().values()) or bool(
-            (self.weights < 0).any()
-        ):
+        if not bool(self.weights.isfinite().all()) or bool((self.weights < 0).any()):
             raise ModelError(f"{called} holds invalid weights. Make it again.")
 
     def digest(self) -> str:
         """SHA-256 of everything that affects scores."""
         found = hashlib.sha256(json.dumps([FORMAT_VERSION, self.auxiliary_sha256, self.heads, self.sinks]).encode())
-        for name, tensor in sorted(self._tensors().items()):
-            found.update(name.encode())
-            found.update(tensor.contiguous().numpy().tobytes())
+        found.update(b"weights")
+        found.update(self.weights.float().contiguous().numpy().tobytes())
         return found.hexdigest()
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        found = {"weights": self.weights}
-        for name, update in (("queries", self.queries), ("keys", self.keys)):
-            if update is not None:
-                found |= {f"{name}.down": update.down, f"{name}.up": update.up}
-        return {name: tensor.float().contiguous() for name, tensor in found.items()}
 
     # -- files --------------------------------------------------------------------------------------------------
 
@@ -164,7 +129,7 @@ class HeadSet:
             "about": json.dumps(self.about, sort_keys=True),
             "sha256": self.digest(),
         }
-        write_tensors(path, self._tensors(), header)
+        write_tensors(path, {"weights": self.weights.float().contiguous()}, header)
 
     @classmethod
     def load(cls, path: Path) -> HeadSet:
@@ -176,12 +141,10 @@ class HeadSet:
         try:
             tensors, header = read_tensors(path, version=FORMAT_VERSION)
             heads = tuple((int(layer), int(head)) for layer, head in json.loads(header["heads"]))
-            queries, keys = (
-                LowRank(tensors[f"{name}.down"], tensors[f"{name}.up"]) if f"{name}.down" in tensors else None
-                for name in ("queries", "keys")
-            )
+            if set(tensors) != {"weights"}:
+                raise ValueError("it holds low-rank updates, which earlier versions trained")
             sinks, about = int(header["sinks"]), json.loads(header["about"])
-            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], queries, keys, sinks, about)
+            found = cls(header["auxiliary_sha256"], heads, tensors["weights"], sinks, about)
             if found.digest() != header["sha256"]:
                 raise ValueError("it is damaged: its digest does not match")
             return found
@@ -199,7 +162,7 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
     Args:
         setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
             ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for this pair of models; :data:`HEADS_FILE` in the
-            auxiliary's folder; the head set that this package ships for the auxiliary; none.
+            auxiliary's folder; the head set that this package ships for models like the auxiliary; none.
         auxiliary: runtime of the auxiliary model.
 
     Raises:
@@ -213,13 +176,13 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
         return found
     sha256 = weights_digest(auxiliary.fingerprint)
     of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
-    own, shipped = Path(auxiliary.name).expanduser(), shipped_path(sha256)
-    for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else []), shipped):
+    own = Path(auxiliary.name).expanduser()
+    for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else [])):
         if path.is_file():
             found = HeadSet.load(path)
             found.check(auxiliary)
             return found
-    return None
+    return shipped_set(auxiliary)
 
 
 def check_head_set_name(heads: str) -> None:
@@ -261,6 +224,50 @@ def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
 
 
-def shipped_path(auxiliary_sha256: str) -> Path:
-    """Path of the head set that this package ships for an auxiliary model; the file may not exist."""
-    return _SHIPPED / f"{auxiliary_sha256[:16]}.safetensors"
+def shipped_set(auxiliary: Any) -> HeadSet | None:
+    """The head set that this package ships for models of the auxiliary's architecture, sizes and tokenizer, whatever
+    their weights; None if there is none. With other weights than those it was made from, it is bound to the
+    auxiliary's, and the first use is logged.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    path = _SHIPPED / f"{model_digest(auxiliary)[:16]}.safetensors"
+    if not path.is_file():
+        return None
+    found, sha256 = HeadSet.load(path), weights_digest(auxiliary.fingerprint)
+    if found.auxiliary_sha256 != sha256:
+        _log_other_weights(auxiliary.name, str(found.about.get("weights", found.auxiliary_sha256[:12])))
+        found = replace(found, auxiliary_sha256=sha256)
+    found.check(auxiliary)
+    return found
+
+
+def model_digest(runtime: Any) -> str:
+    """SHA-256 of a model's architecture, sizes, rotary base and tokenizer: the same for a checkpoint, its fine-tuned or
+    quantised versions, and a conversion of its GGUF file. The tokenizer counts by the token ids of a fixed text."""
+    config = runtime.model.config
+    rope_theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    identity = {
+        "model_type": config.model_type,
+        "num_layers": runtime.num_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": runtime.num_kv_heads,
+        "head_dim": runtime.head_dim,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        # the first SmolLM differs from SmolLM2 in nothing else
+        "rope_theta": None if rope_theta is None else float(rope_theta),
+        "probe_ids": list(runtime.tokenize(_PROBE).ids),
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _log_other_weights(name: str, made_from: str) -> None:
+    """Once per model and process."""
+    logger.info(
+        "the head set of auxiliary model %r was made from %s weights; used with other weights of the same architecture",
+        name,
+        made_from,
+    )

@@ -19,7 +19,6 @@ from .auxiliary import score_chunks
 from .heads import HeadSet
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
-from .sentences import sentence_numbers
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 MAX_QUESTION_TOKENS = 96
 """If the question is longer, only its last tokens score the chunks. Each token is one row in the auxiliary model."""
-_MAX_SENTENCE_TOKENS = 64
-"""Most tokens of a sentence put before the question; of a longer sentence, the best-scoring part is taken."""
 _LEAST_QUESTION_TOKENS = 16
 """Least room for the question, in tokens. Chunks that leave the auxiliary model less room are not scored."""
 
@@ -87,16 +84,8 @@ class AuxiliaryScorer:
         heads, layers = self._head_set(scorer), self._layers(scorer)
         read = [chosen[number].text for number in _by_length(chosen)]
         num_layers = max(layers if heads is None else heads.layers) + 1
-        once = scorer.passes == 1
-        with caches.read_ahead(read, num_layers=num_layers, once=once, then=then) as reading:
+        with caches.read_ahead(read, num_layers=num_layers, once=True, then=then) as reading:
             raw = self._scores(chosen, asked, scorer, clock, reading)
-            if scorer.passes > 1:
-                between = Question.of(runtime, "\n")
-                longer = asked.after(between.after(self._best_sentence(chosen, raw)))
-                longer = longer.last(min(room[span] for span in scorable))
-                if len(longer.ids) > len(asked.ids):  # otherwise there is no room for the sentence
-                    again = self._scores(chosen, longer, scorer, clock, reading)
-                    raw = [torch.maximum(one, other) for one, other in zip(raw, again, strict=True)]
             clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
@@ -166,24 +155,6 @@ class AuxiliaryScorer:
             return None
         return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
 
-    def _best_sentence(self, pieces: Sequence[_Piece], scores: Sequence[torch.Tensor]) -> Question:
-        """The sentence with the highest mean score, as the chunk's own tokens; of a long sentence, the best part.
-
-        The mean decides, because in an untrained model single tokens score high for every question."""
-        best, found = -1.0, Question(())
-        for piece, score in zip(pieces, scores, strict=True):
-            tokens = piece.tokens
-            numbers = sentence_numbers(piece.text, tokens.offsets)
-            for number in numbers.unique().tolist():
-                inside = (numbers == number).nonzero().flatten()
-                mean = float(score[inside].mean())
-                if mean > best:
-                    means = score[inside].unfold(0, min(len(inside), _MAX_SENTENCE_TOKENS), 1).mean(-1)
-                    start = int(inside[0]) + int(means.argmax())
-                    stop = min(int(inside[-1]) + 1, start + _MAX_SENTENCE_TOKENS)
-                    best, found = mean, Question(tokens.ids[start:stop])
-        return found
-
 
 def _by_length(pieces: Sequence[_Piece]) -> list[int]:
     """Numbers of the pieces, shortest first, because chunks of similar length are computed together."""
@@ -224,10 +195,6 @@ class Question:
 
     def last(self, count: int) -> Question:
         return Question(self.ids[-count:])
-
-    def after(self, other: Question) -> Question:
-        """Token ids of ``other`` followed by this question. Both are tokenised separately."""
-        return Question(other.ids + self.ids)
 
 
 def _mapped(

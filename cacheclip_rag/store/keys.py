@@ -18,14 +18,10 @@ def chunk_key(
     chunk_ids: Sequence[int],
     rope_pin: str,
     namespace: str,
-    context_sha256: str = "",
 ) -> str:
     """Key of a chunk cache: 64 hexadecimal digits, safe as a file name.
 
     Every field is preceded by its length, so that two different inputs never give the same byte string.
-
-    Args:
-        context_sha256: digest of KV before the chunk that no tokens have; empty if there is none.
     """
     digest = hashlib.sha256()
     fields = (
@@ -35,7 +31,6 @@ def chunk_key(
         ",".join(map(str, chunk_ids)).encode(),
         rope_pin.encode(),
         namespace.encode("utf-8", "surrogatepass"),
-        *([context_sha256.encode()] if context_sha256 else []),
     )
     for content in fields:
         digest.update(len(content).to_bytes(8, "little"))

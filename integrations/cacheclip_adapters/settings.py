@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from cacheclip_rag.call_options import CallOptions
 from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.frontend.tools import with_tool_choice
-from cacheclip_rag.sampling import SamplingParams, merge_call_options
+from cacheclip_rag.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Self
@@ -50,7 +51,7 @@ class EngineFields(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     primary: Annotated[str, BeforeValidator(path_as_text)] = _ENGINE.primary
-    """Model that answers: local folder, packaged name or hub id. Also ``model`` or ``model_name``."""
+    """Model that answers: hub id, local folder, or ``packaged:NAME``. Also ``model`` or ``model_name``."""
     auxiliary: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.auxiliary
     """Small model that scores tokens; None for methods that need none. Also ``auxiliary_model_name``."""
     store: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.store  # type: ignore[assignment]
@@ -193,22 +194,22 @@ class ModelFields(EngineFields):
 
     def _check(self) -> None:
         super()._check()
-        self._call_arguments({})
+        self._call_options({})
 
-    def _call_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of ``engine.stream`` for a call whose options override the fields.
+    def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+        """Options of a call, in which those of ``given`` override the fields.
 
         Raises:
             ConfigurationError: an unknown option, or a value out of range.
         """
-        options = with_tool_choice(options)
+        given = with_tool_choice(given)
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
-        called = options.get("method")
+        called = given.get("method")
         if called is not None and not isinstance(called, str):
             own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio
         elif not isinstance(called or self.method, str) and own["recompute_ratio"] != AUTO_RATIO:
             own["recompute_ratio"] = None
-        return merge_call_options(own, options)
+        return CallOptions().with_options(own).with_options(given)
 
     def profile_machine(self) -> Profile:
         """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and

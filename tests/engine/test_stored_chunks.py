@@ -22,7 +22,6 @@ from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
-WRAPPED = vary(preset("block"), {"before": "<|im_start|>"})
 
 
 class TestMisses:
@@ -87,7 +86,7 @@ class TestMisses:
 class TestChunkContexts:
     """Chunks are computed as the method that will read them needs them."""
 
-    @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
+    @pytest.mark.parametrize("method", ["full", "prefix"])
     def test_for_a_method_that_reads_none_as_the_settings_have_it(
         self, engine: CacheClipEngine, chunks: list[str], method: str
     ) -> None:
@@ -249,9 +248,7 @@ class TestStore:
             answers.append(engine.generate(rag(chunks), SHORT).token_ids)
         assert answers[0] == answers[1] == answers[2]
 
-    @pytest.mark.parametrize(
-        "method", [preset("block"), BEHIND_PASSAGES, WRAPPED], ids=["block", "passages", "wrapped"]
-    )
+    @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
     def test_release_of_every_chunk_context_loads_no_model(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: Method
     ) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.lab.evaluation import explaining
 from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.profiling import make_texts
@@ -32,21 +31,6 @@ def test_shape_of_the_result(result: dict[str, Any]) -> None:
         for ratio in ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio"):
             assert 0.0 <= row[ratio] <= 1.0
     assert result["methods"]["full"]["speedup_vs_full"] == 1.0
-    assert "explain" not in result
-
-
-def test_explanation_has_the_measured_seconds(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explaining, "_ENOUGH_S", 0.0)
-    config = EngineConfig(primary=tiny_models["llama"])
-    found = bench(config, methods=["full", "epic"], context_tokens=128, chunk_tokens=64, runs=1, explain=True)
-    assert list(found["explain"]["methods"]) == ["full", "epic"]
-    for name, phases in found["explain"]["methods"].items():
-        assert {phase: row["seconds"] for phase, row in phases.items()} == found["methods"][name]["phases_s"]
-
-
-def test_a_method_of_several_prompts_is_not_explained(tiny_models: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="map_reduce"):
-        bench(EngineConfig(primary=tiny_models["llama"]), methods=["full", "map_reduce"], explain=True)
 
 
 def test_effective_ratio_is_the_nominal_one(result: dict[str, Any]) -> None:

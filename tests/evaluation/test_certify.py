@@ -30,7 +30,6 @@ from cacheclip_rag.runtime.transformers import model as runtime_module
 from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION
-from tests.fusion.test_invariance import DENSE
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
 
@@ -86,8 +85,11 @@ class TestExactness:
         checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
         assert not checks["no_future"]["passed"]
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("primary", ["llama", "qwen2-rope-yarn", "smollm3"], indirect=True)
+    @pytest.mark.parametrize(
+        ("primary", "dtype"),
+        [("llama", "float32"), ("llama", "bfloat16"), ("qwen2-rope-yarn", "float32"), ("smollm3", "float32")],
+        indirect=["primary"],
+    )
     def test_twin_keys_moved_to_wrong_positions(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:
@@ -109,7 +111,7 @@ class TestExactness:
         checks = check_exactness(engine, PROMPT)["checks"]
         assert not checks["first_chunk"]["passed"]
 
-    @pytest.mark.parametrize("primary", ["gemma2", "mistral-sliding"], indirect=True)
+    @pytest.mark.parametrize("primary", ["gemma2"], indirect=True)
     def test_twin_window_forgotten(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -127,20 +129,15 @@ class TestExactness:
         answers = []
         while checking.is_alive():
             answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)
-        assert answers and set(answers) == {expected}
-
-    def test_leaves_the_model_as_it_was(self, tiny_models: dict[str, str]) -> None:
-        engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
-        before = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
-        check_exactness(engine, PROMPT)
+        answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)  # after the last check
+        assert len(answers) > 1 and set(answers) == {expected}
         assert engine.primary.model.config._attn_implementation == runtime_module.ATTENTION_NAME
-        assert engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids == before
 
 
 class TestHalfPrecision:
     @pytest.mark.parametrize(
         ("primary", "dtype"),
-        [*((name, "bfloat16") for name in DENSE), ("llama", "float16"), ("gemma3", "float16")],
+        [("llama", "bfloat16"), ("qwen2-sliding", "bfloat16"), ("gemma3", "bfloat16"), ("llama", "float16")],
         indirect=["primary"],
     )
     def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
@@ -222,11 +219,6 @@ class TestCertify:
         plain, gated = (replace(engine.make_method(), min_confidence=least) for least in (0.0, 0.5))
         assert engine.parts.identity(plain) == engine.parts.identity(gated)
 
-    def test_ratio_one_is_exact(self, config: EngineConfig) -> None:
-        certificate = certify(replace(config, recompute_ratio=1.0), quick=True)
-        assert certificate.ratios[-1].ratio == 1.0 and certificate.verdict == "exact"
-        assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
-
     def test_method_without_a_ratio(self, config: EngineConfig) -> None:
         certificate = certify(replace(config, method="direct"), quick=True)
         assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
@@ -264,32 +256,11 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="auxiliary"):
             certify(replace(config, auxiliary=None))
 
-    def test_what_differs_from_engine_to_engine(
-        self, config: EngineConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Nor does an engine send anyone to certify it."""
-        monkeypatch.setattr(certificates, "_warned", set())  # another test may have had the warning: it comes once
-        captured = replace(config, method="cachecraft")
-        with pytest.raises(
-            ConfigurationError, match="'cachecraft' reuses chunk caches of earlier answers.*shadow_rate"
-        ):
-            certify(captured, quick=True)
-        engine = CacheClipEngine(captured)
-        engine.library.index.add(PROMPT.chunks)
-        answers = [engine.generate(PROMPT.text, SamplingParams(max_tokens=1)) for _ in range(3)]  # the first captures
-        assert answers[1].stats.method == "cachecraft"
-        assert caplog.text.count("certificates cannot cover chunk caches") == 1
-        assert "cacheclip certify" not in caplog.text
-
     def test_chunks_encoded_in_their_own_way(self, config: EngineConfig) -> None:
         """The checks are of reuse as such; the method's figures are of the chunk caches it would use."""
-        certificate = certify(config, method=vary(preset("block"), {"tuned": True}), quick=True)
+        certificate = certify(config, method=preset("block"), quick=True)
         assert certificate.exactness["passed"] and certificate.identity.method == "block"
         assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
-
-    def test_the_ratio_is_that_of_the_method(self, config: EngineConfig) -> None:
-        certificate = certify(replace(config, method=preset("random").at(1.0)), quick=True)
-        assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path, role: str) -> None:
@@ -309,7 +280,9 @@ class TestCertify:
     def test_a_method_of_ones_own(self, config: EngineConfig) -> None:
         method = vary(preset("cacheclip"), {"budget": {"ratio": 1.0, "grouping": {"size": 4}}})
         certificate = certify(config, method=method, quick=True)
-        assert certificate.verdict == "exact" and '"size": 4' in certificate.identity.method_settings
+        assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
+        assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
+        assert '"size": 4' in certificate.identity.method_settings
 
     def test_folder_that_cannot_be_written_is_noticed_before(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

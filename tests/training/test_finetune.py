@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_rag.lab.training.lexical import lexical_scores
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.cli import app
 from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
-from cacheclip_rag.lab.evaluation.records import Passage, Record
+from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
@@ -26,12 +27,11 @@ from cacheclip_rag.lab.training.figures import IN_USE, Figures
 from cacheclip_rag.lab.training.finetune import FineTuning, finetune
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
-from cacheclip_rag.lab.training.lexical import lexical_scores
 from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.lab.training.tuning import TuningSettings
 from cacheclip_rag.selection import heads as heads_module
-from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
+from cacheclip_rag.selection.heads import HeadSet, head_set_path, model_digest, weights_digest
 from tests.conftest import CHUNKS
 from tests.training.conftest import made
 from tests.training.stopping import stopper
@@ -110,7 +110,8 @@ class TestJob:
     ) -> None:
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path)
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        other.save(tmp_path / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        digest = model_digest(CacheClipEngine(config).auxiliary)
+        other.save(tmp_path / f"{digest[:16]}.safetensors")
         found = tune(config, heads, copied(whole, tmp_path / "work"))
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == ["last layer as it comes", "comes with the package", "before"]
@@ -480,7 +481,8 @@ class TestCommands:
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path / "shipped")
-        heads.save(heads_module.shipped_path(heads.auxiliary_sha256))
+        digest = model_digest(CacheClipEngine(config).auxiliary)
+        heads.save(tmp_path / "shipped" / f"{digest[:16]}.safetensors")
         found = FineTuning(replace(heads, sinks=1), True, is_accepted, (), (), 1.0, {}, tmp_path)
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
@@ -585,8 +587,8 @@ class TestCommands:
 class TestGiven:
     def test_evidence_of_a_record_is_the_sentences_with_its_answer(self) -> None:
         chunks = (
-            Passage("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
-            Passage("", "In 18710 ships passed. Elsewhere 1871 is named too."),
+            RecordChunk("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
+            RecordChunk("", "In 18710 ships passed. Elsewhere 1871 is named too."),
         )
         sample = sample_of_record(Record("a", "t", "When was it lit?", ("1871",), chunks, {}))
         assert sample is not None
@@ -595,12 +597,12 @@ class TestGiven:
         assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
 
     def test_any_wording_of_a_record_is_right(self) -> None:
-        chunks = (Passage("", "The lamp was lit in 1871."), Passage("", "More of it."))
+        chunks = (RecordChunk("", "The lamp was lit in 1871."), RecordChunk("", "More of it."))
         sample = sample_of_record(Record("a", "t", "When?", ("in 1871", "1871", "year 71"), chunks, {}))
         assert sample is not None and sample.parts == (("in 1871", "1871", "year 71"),)
 
     def test_scripts_without_spaces(self) -> None:
-        chunks = (Passage("", "他住在巴黎多年。他喜欢那里。"), Passage("", "没有别的。"))
+        chunks = (RecordChunk("", "他住在巴黎多年。他喜欢那里。"), RecordChunk("", "没有别的。"))
         sample = sample_of_record(Record("a", "t", "他住在哪里？", ("巴黎",), chunks, {}))
         assert sample is not None and [sample.chunks[n][a:b] for n, a, b in sample.evidence] == ["他住在巴黎多年。"]
 
@@ -616,7 +618,7 @@ class TestGiven:
 
     @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
     def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
-        chunks = (Passage("", "Yes, no, x."), Passage("", "More of it."))
+        chunks = (RecordChunk("", "Yes, no, x."), RecordChunk("", "More of it."))
         assert sample_of_record(Record("a", "t", "?", (answer,), chunks, {})) is None
 
     def test_documents_are_asked_about_by_the_primary(

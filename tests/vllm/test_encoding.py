@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext
 from cacheclip_rag.errors import ConfigurationError, EncodingError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest
@@ -235,7 +235,7 @@ class TestFailures:
         engine.precompute(CHUNKS[:1])
         for path in made.folder.glob("*.safetensors"):
             path.unlink()
-        with pytest.raises(EncodingError, match="there is no handoff"):
+        with pytest.raises(EncodingError, match="the KV before the chunks"):
             engine.precompute(CHUNKS[1:3])
         assert not engine.is_stored(CHUNKS[1])
         made.encoders[-1].close()

@@ -23,19 +23,18 @@ from ...errors import (
 from ...machine import unit_name
 from ...methods.base import Method
 from ...runtime.prefill import Prefilled
-from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
-from .questions import AskedQuestion
-from .reference import Followed, Reference
+from .questions import QuestionPrompt
+from .reference import Reference, ReferenceComparison
 from .report import ItemResult
 from .scores import ALL_WANTED, METRICS
 
 __all__ = [
     "FULL",
     "NOT_THE_QUESTIONS",
-    "Answered",
-    "LeftOut",
+    "MethodAnswer",
+    "UnusableQuestion",
     "answer_of",
     "answering",
     "followed",
@@ -52,11 +51,11 @@ NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)
 """Errors that do not depend on a single question."""
 
 
-class LeftOut(Exception):
+class UnusableQuestion(Exception):
     """A question is left out for every method; the message gives the reason."""
 
 
-def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]]:
+def gold_ids_of(engine: CacheClipEngine, asked: QuestionPrompt) -> list[list[int]]:
     """Token ids of right answers right after the prompt: of the first answer, or of every answer if all are
     required."""
     last = asked.segments[-1]
@@ -70,14 +69,16 @@ def gold_ids_of(engine: CacheClipEngine, asked: AskedQuestion) -> list[list[int]
 
 
 @contextmanager
-def answering(label: str, asked: AskedQuestion) -> Iterator[None]:
+def answering(label: str, asked: QuestionPrompt) -> Iterator[None]:
     """Add the method and the question to errors. A prompt that is too long leaves the question out; other errors stop
     the run."""
     where = f"method {label!r} at question {asked.record.id!r}"
     try:
         yield
     except PromptTooLongError as error:
-        raise LeftOut(reason_of(error) if label == FULL else f"{reason_of(error)} (method {label!r})") from error
+        raise UnusableQuestion(
+            reason_of(error) if label == FULL else f"{reason_of(error)} (method {label!r})"
+        ) from error
     except CacheClipError as error:
         kind = ConfigurationError if isinstance(error, ConfigurationError) else CacheClipError
         raise kind(
@@ -96,27 +97,22 @@ def reason_of(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class MethodAnswer:
     """A method's answer and its distance from full prefill's."""
 
     text: str
     fidelity: dict[str, float]
     stats: FusionStats
-    followed: Followed | None = None
-    """None for an answer made of several prompts."""
+    followed: ReferenceComparison
 
 
 def answer_of(
     engine: CacheClipEngine,
-    asked: AskedQuestion,
+    asked: QuestionPrompt,
     method: Method,
     reference: Reference,
     gold_ids: Sequence[Sequence[int]],
-) -> Answered:
-    if method.composes:
-        params = SamplingParams(max_tokens=asked.max_tokens)
-        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return Answered(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
+) -> MethodAnswer:
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
 
 
@@ -137,7 +133,7 @@ def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> 
     return replace(full, cache=state, logits=logits, stats=stats)
 
 
-def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> Answered:
+def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequence[int]]) -> MethodAnswer:
     followed = reference.follow(prefilled, gold_ids=gold_ids)
     assert followed.answer is not None and followed.gold_logprob is not None, "both were asked for"
     fidelity = {
@@ -148,10 +144,10 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
         "equal_answer": float(followed.answer == reference.answer),
         "gold_logprob": followed.gold_logprob,
     }
-    return Answered(followed.answer, fidelity, prefilled.stats, followed)
+    return MethodAnswer(followed.answer, fidelity, prefilled.stats, followed)
 
 
-def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
+def _scores(asked: QuestionPrompt, answer: str) -> dict[str, float]:
     found, judged = {}, asked.judged(answer)
     for name in asked.metrics:
         try:
@@ -159,9 +155,9 @@ def _scores(asked: AskedQuestion, answer: str) -> dict[str, float]:
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # a metric may raise any error
-            raise LeftOut(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
+            raise UnusableQuestion(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
         if not math.isfinite(value):
-            raise LeftOut(f"metric {name!r} must give a finite number, got {value}.")
+            raise UnusableQuestion(f"metric {name!r} must give a finite number, got {value}.")
         found[name] = value
     return found
 
@@ -172,10 +168,10 @@ def measured_on(engine: CacheClipEngine) -> str:
     return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
 
 
-def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) -> ItemResult:
+def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: str) -> ItemResult:
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
-            raise LeftOut(f"{name} of method {label!r} is {value}.")
+            raise UnusableQuestion(f"{name} of method {label!r} is {value}.")
     stats, followed = answered.stats, answered.followed
     return ItemResult(
         id=asked.record.id,
@@ -192,6 +188,6 @@ def item_of(asked: AskedQuestion, label: str, answered: Answered, where: str) ->
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
         confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
-        later_confidence=None if followed is None else followed.later_confidence,
-        confidence_to_difference=None if followed is None else followed.confidence_to_difference,
+        later_confidence=followed.later_confidence,
+        confidence_to_difference=followed.confidence_to_difference,
     )

@@ -24,8 +24,7 @@ from ...progress import progress_bar
 from ...sampling import SamplingParams
 from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
-from ...types import PHASES, FusionStats, Request
-from .explaining import explain as explain_phases
+from ...types import PHASES, FusionStats
 
 __all__ = ["bench"]
 
@@ -39,7 +38,6 @@ def bench(
     chunk_tokens: int = 512,
     runs: int = 3,
     keep_page_cache: bool = False,
-    explain: bool = False,
 ) -> dict[str, Any]:
     """Measure; returns the object that ``cacheclip bench --json`` prints.
 
@@ -47,17 +45,12 @@ def bench(
         methods: names of presets and variants.
         variants: methods of your own by name, at their own ratios
             (:func:`cacheclip_rag.lab.variants.read_variants`); presets are measured at that of ``config``.
-        explain: the result also has ``explain``, the work and the floor of each phase
-            (:func:`~cacheclip_rag.lab.evaluation.explaining.explain`).
 
     Raises:
-        ConfigurationError: unknown method, numbers that make no sense, or ``explain`` for a method that answers by
-            several prompts.
+        ConfigurationError: unknown method, or numbers that make no sense.
     """
     _check(methods, context_tokens, chunk_tokens, runs)
     made = _made(config, methods, variants or {})
-    if explain:
-        _check_explained(made)
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(config, prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
@@ -73,8 +66,6 @@ def bench(
                 advance(number)
         prompt = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
         results = _measure(engine, texts, prompt, made, runs, keep_page_cache)
-        summaries = _summaries(results)
-        explained = _explained(engine, prompt, made, summaries, keep_page_cache) if explain else {}
     return {
         "primary": config.primary,
         "auxiliary": config.auxiliary,
@@ -84,8 +75,7 @@ def bench(
         "ratio": Budget().ratio if config.fixed_ratio is None else config.fixed_ratio,
         "runs": runs,
         "page_cache": "kept" if keep_page_cache or not CAN_DROP_PAGE_CACHE else "dropped",
-        "methods": summaries,
-        **explained,
+        "methods": _summaries(results),
     }
 
 
@@ -134,34 +124,6 @@ def _measure(
                 done += 1
                 advance(done)
     return results
-
-
-def _check_explained(methods: Mapping[str, Method]) -> None:
-    for name, method in methods.items():
-        if method.composes:
-            raise ConfigurationError(
-                f"method {name!r} answers by several prompts, whose phases cannot be explained. Leave it out, or "
-                "measure without explain."
-            )
-
-
-def _explained(
-    engine: CacheClipEngine,
-    prompt: str,
-    methods: Mapping[str, Method],
-    summaries: Mapping[str, Mapping[str, Any]],
-    keep_page_cache: bool,
-) -> dict[str, Any]:
-    requests = {
-        name: Request(prompt, SamplingParams(max_tokens=1), method, QUESTION) for name, method in methods.items()
-    }
-    phases_s = {name: summary["phases_s"] for name, summary in summaries.items()}
-
-    def before_read() -> None:
-        if not keep_page_cache:
-            _drop_page_cache(engine)
-
-    return {"explain": explain_phases(engine, requests, phases_s, before_read=before_read)}
 
 
 def _summaries(results: Mapping[str, list[tuple[FusionStats, int]]]) -> dict[str, dict[str, Any]]:

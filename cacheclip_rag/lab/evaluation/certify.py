@@ -38,7 +38,7 @@ from .reference import Reference
 __all__ = [
     "ANSWER_TOKENS",
     "RATIOS",
-    "Outcome",
+    "PromptOutcome",
     "at_ratios",
     "certify",
     "check_method",
@@ -57,7 +57,7 @@ _SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptOutcome:
     """Result for one prompt at one ratio."""
 
     fidelity: Fidelity
@@ -97,7 +97,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
             raise UnsupportedModelError(each.unsupported)
     prompts = prompts_of(quick)
     methods = at_ratios(given)
-    outcomes: dict[float, list[Outcome]] = {ratio: [] for ratio in methods}
+    outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         # the checks are of reuse itself, whatever the method
@@ -131,7 +131,7 @@ def certificate_of(
     identity: Identity,
     exactness: dict[str, Any],
     found_by_full: Sequence[bool | None],
-    outcomes: Mapping[float, Sequence[Outcome]],
+    outcomes: Mapping[float, Sequence[PromptOutcome]],
     *,
     gates: Mapping[float, Sequence[GateFigures]] | None = None,
     quick: bool,
@@ -179,14 +179,8 @@ def prompts_of(quick: bool) -> list[EvaluationPrompt]:
 
 def check_method(method: Method) -> None:
     """Raise ConfigurationError for methods that cannot be certified."""
-    if not method.reuses_chunks or method.composes:
+    if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
-    if method.captures:
-        raise ConfigurationError(
-            f"method {method.name!r} reuses chunk caches of earlier answers, which differ from engine to engine: no "
-            "certificate can cover it. Certify another method, or compare a share of the answers with full prefill "
-            "(shadow_rate)."
-        )
 
 
 def at_ratios(given: Method) -> dict[float, Method]:
@@ -197,12 +191,12 @@ def at_ratios(given: Method) -> dict[float, Method]:
     return {ratio: given.at(ratio) for ratio in ratios}
 
 
-def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> Outcome:
+def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> PromptOutcome:
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     followed = reference.follow(prefilled, answers=prompt.needle is not None)
     stats, found = prefilled.stats, finds(prompt, followed.answer or "")
     assert stats.confidence is not None, "every prefill says how sure it is"
-    return Outcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
+    return PromptOutcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
 
 
 def finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
@@ -211,7 +205,7 @@ def finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
 
 
 def figures_of(
-    ratio: float, outcomes: Sequence[Outcome], needles_of_full: float, exactness: Mapping[str, Any]
+    ratio: float, outcomes: Sequence[PromptOutcome], needles_of_full: float, exactness: Mapping[str, Any]
 ) -> RatioFigures:
     """Figures of one ratio and its verdict. ``needles_of_full``: share that full prefill finds."""
     first_token_kl = _spread(outcomes, lambda f: f.first_token_kl)
@@ -244,7 +238,7 @@ def figures_of(
 
 
 def _gate(
-    ratio: float, outcomes: Sequence[Outcome], found_by_full: Sequence[bool | None], exactness: Mapping[str, Any]
+    ratio: float, outcomes: Sequence[PromptOutcome], found_by_full: Sequence[bool | None], exactness: Mapping[str, Any]
 ) -> list[GateFigures]:
     """What each value of ``min_confidence`` would have done."""
     needles = statistics.mean(found for found in found_by_full if found is not None)
@@ -268,11 +262,11 @@ def _gate(
     return gates
 
 
-def _in_full(outcome: Outcome, finds_needle: bool | None) -> Outcome:
+def _in_full(outcome: PromptOutcome, finds_needle: bool | None) -> PromptOutcome:
     """The outcome of a prompt that is prefilled in full after all."""
     return replace(outcome, fidelity=_SAME, charged_ratio=outcome.charged_ratio + 1.0, finds_needle=finds_needle)
 
 
-def _spread(outcomes: Sequence[Outcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
+def _spread(outcomes: Sequence[PromptOutcome], of: Callable[[Fidelity], float]) -> dict[str, float]:
     values = [of(outcome.fidelity) for outcome in outcomes]
     return {"mean": statistics.mean(values), "median": statistics.median(values), "max": max(values)}

@@ -1,9 +1,9 @@
 """The laboratory: compares methods on the same questions, with quality and time to the first token in one run.
 
 Every question's chunks are precomputed once and shared by all methods. Full prefill answers first. Each method is
-compared with it along full prefill's answer, and then gives its own answer. The prefix cache and captured chunks are
-cleared between methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same
-question with its chunks in reverse order. Every answer is written at once, so that a killed run can continue.
+compared with it along full prefill's answer, and then gives its own answer. The prefix cache is cleared between
+methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same question with its
+chunks in reverse order. Every answer is written at once, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from ... import __version__
 from ...chunks.context import CONTEXTS, context_name
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, PromptTooLongError
+from ...errors import ConfigurationError
 from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
 from ...methods.settings import describe
 from ...progress import progress_bar
-from ...prompt.segments import Chunk, Fresh, Segment
-from ...sampling import SamplingParams
+from ...prompt.segments import Chunk
 from ...selection.heads import load_named
 from ..variants import AGAIN
 from .answering import (
     FULL,
     NOT_THE_QUESTIONS,
-    LeftOut,
+    UnusableQuestion,
     answer_of,
     answering,
     followed,
@@ -44,25 +43,16 @@ from .answering import (
     reason_of,
 )
 from .journal import Journal, open_journal
-from .questions import AskedQuestion, ask
-from .records import Record, Skipped, first_few
+from .questions import QuestionPrompt, ask
+from .records import Record, SkippedRecord, first_few
 from .reference import Reference
-from .report import Comparison, ItemResult, Question, Run
+from .report import Comparison, ItemResult, Run
 from .scores import check_metric
 from .tables import number_text
 
 __all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
 
 logger = logging.getLogger(__name__)
-
-_REHEARSAL: list[Segment] = [
-    Chunk("The harbour was finished in the year after the great flood, and the lighthouse stands beside it."),
-    Chunk("Its keeper counts the ships that pass, and writes their names into a book that nobody else may read."),
-    Chunk("Every spring the book goes to the town hall, where the clerks compare it with their own."),
-    Fresh("\n\nWhere does the book go every spring?"),
-]
-_REHEARSAL_RATIO = 0.5
-"""A prompt to test methods' settings. It has several chunks, because without a choice methods ignore their settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +145,6 @@ class Lab:
         wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
         with open_journal(self.folder, self._settings(engine), self.records) as journal:
             self.date = journal.settings["date"]
-            self._rehearse(engine, journal)
             done = len(wanted & journal.items.keys())
             with progress_bar("asking", len(wanted), "answers", done=done) as advance:
                 for record in self.records:
@@ -173,35 +162,17 @@ class Lab:
     # -- one question -------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _rehearse(self, engine: CacheClipEngine, journal: Journal) -> None:
-        """Run every needed method on a few sentences, so that a method that does not fit these models fails before a
-        long run, not during it."""
-        texts = [segment.text for segment in _REHEARSAL if isinstance(segment, Chunk)]
-        new = {
-            planned.run.method: planned.method
-            for planned in self.runs
-            if not all((record.id, planned.run.label) in journal.items for record in self.records)
-        }
-        try:
-            for name, method in new.items():
-                _clear_kept(engine)
-                _rehearse(engine, name, method.at(_REHEARSAL_RATIO) if method.has_ratio else method, texts)
-        finally:
-            engine.release(texts)
-            _clear_kept(engine)
-
-    @torch.inference_mode()
     def _ask(self, engine: CacheClipEngine, record: Record, runs: Sequence[PlannedRun]) -> Iterator[ItemResult]:
         """Answers of these runs."""
         if not runs:
             return
         try:
             yield from self._answers(engine, *self._asked(engine, record), runs)
-        except LeftOut as reason:
+        except UnusableQuestion as reason:
             self.skipped[record.id] = str(reason)
             logger.info("question %s is left out", record.id, exc_info=reason)
 
-    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[AskedQuestion, list[list[int]]]:
+    def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[QuestionPrompt, list[list[int]]]:
         """The question, and its right answers in tokens."""
         try:
             asked = ask(engine, record, self.metrics, date=self.date)
@@ -209,10 +180,10 @@ class Lab:
         except NOT_THE_QUESTIONS:
             raise
         except Exception as error:  # records may hold anything
-            raise LeftOut(reason_of(error)) from error
+            raise UnusableQuestion(reason_of(error)) from error
 
     def _answers(
-        self, engine: CacheClipEngine, asked: AskedQuestion, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
+        self, engine: CacheClipEngine, asked: QuestionPrompt, gold_ids: list[list[int]], runs: Sequence[PlannedRun]
     ) -> Iterator[ItemResult]:
         try:
             _clear_kept(engine)
@@ -244,8 +215,6 @@ class Lab:
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
         named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
-        contexts = [engine.parts.context(own) for own in (None, *(planned.method.context for planned in self.runs))]
-        used = {context_name(context): context for context in contexts if context.trained}
         return {
             "dataset": self.name,
             "primary": config.primary,
@@ -269,7 +238,7 @@ class Lab:
             "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
-            "chunk_contexts_sha256": {name: context.sha256 for name, context in {**CONTEXTS, **used}.items()},
+            "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
@@ -279,45 +248,22 @@ class Lab:
             primary=self.config.primary,
             auxiliary=engine.config.auxiliary,
             runs=[planned.run for planned in self.runs],
-            questions=[
-                Question(record.id, record.question, list(record.answers), record.task)
-                for record in self.records
-                if record.id not in self.skipped
-            ],
+            questions=[record for record in self.records if record.id not in self.skipped],
             items=[item for (id_, label), item in journal.items.items() if label in labels and id_ not in self.skipped],
             settings=journal.settings,
             skipped=self._skipped(),
         )
 
-    def _skipped(self) -> list[Skipped]:
-        return [Skipped(f"question {id_}", reason) for id_, reason in self.skipped.items()]
-
-
-def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:
-    try:
-        engine.precompute(texts, method=method)
-        if method.composes:
-            engine.generate(_REHEARSAL, SamplingParams(max_tokens=1), method=method)
-        else:
-            engine.prefill(_REHEARSAL, method=method)
-    except PromptTooLongError:
-        pass  # the questions may still fit
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"method {name!r} cannot run here: {reason_of(error)} Correct its settings, or leave it out."
-        ) from error
-    except Exception as error:
-        error.add_note(f"while trying method {name!r}, before the first question")
-        raise
+    def _skipped(self) -> list[SkippedRecord]:
+        return [SkippedRecord(f"question {id_}", reason) for id_, reason in self.skipped.items()]
 
 
 def _clear_kept(engine: CacheClipEngine) -> None:
     """Clear KV of earlier prompts, which would make the next prompt faster or exact."""
     engine.prefixes.clear()
-    engine.captured.clear()
 
 
-def _answer_first(engine: CacheClipEngine, asked: AskedQuestion, method: Method) -> None:
+def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method) -> None:
     """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order.
 
     If this is the same prompt, it is skipped, because nothing would be left to compute.

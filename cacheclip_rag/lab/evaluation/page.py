@@ -1,4 +1,4 @@
-"""A comparison as one self-contained HTML page: no network, no external scripts or fonts.
+"""A comparison as one self-contained HTML page with its plots: no network, no external scripts or fonts.
 
 Text from models and datasets is escaped. The page's content security policy allows only the script below.
 """
@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .tables import Cell, Column, first_skipped, headline, notes, score_title, table, task_title
+from .records import Record
+from .tables import Cell, Column, first_skipped, gate_table, headline, notes, score_title, table, task_title
 
 if TYPE_CHECKING:
-    from .report import Comparison, ItemResult, Question
+    from .report import Comparison, ItemResult
 
 __all__ = ["to_html"]
 
@@ -49,31 +50,22 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 _SCRIPT = """
 const box = document.getElementById("words"), lost = document.getElementById("lost");
-const order = document.getElementById("order"), least = document.getElementById("least");
 const items = [...document.querySelectorAll("details.item")], shown = document.getElementById("shown");
-const kl = (item) => "kl" in item.dataset ? Number(item.dataset.kl) : -1;
 function filter() {
-  const words = box.value.toLowerCase(), from = least?.value ? Number(least.value) : -1;
+  const words = box.value.toLowerCase();
   for (const item of items) {
-    item.hidden = !item.textContent.toLowerCase().includes(words) || (lost?.checked && !("lost" in item.dataset))
-      || kl(item) < from;
+    item.hidden = !item.textContent.toLowerCase().includes(words) || (lost?.checked && !("lost" in item.dataset));
   }
   shown.textContent = items.filter((item) => !item.hidden).length + " of " + items.length;
 }
-function sort() {
-  const sorted = order.value === "kl" ? [...items].sort((a, b) => kl(b) - kl(a)) : items;
-  document.getElementById("items").append(...sorted);
-}
 box.addEventListener("input", filter);
 lost?.addEventListener("change", filter);
-least?.addEventListener("input", filter);
-order?.addEventListener("change", sort);
 filter();
 """
 
 
 def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | None = None) -> str:
-    """The whole page: table, picture, and all answers to each question.
+    """The whole page: tables, picture, and all answers to each question.
 
     ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``,
     ``picture`` a PNG file of its plots.
@@ -89,6 +81,7 @@ def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | No
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
         _image(picture),
+        _gate(summary),
         _tasks(summary),
         _skipped(summary),
         _settings(summary["settings"]),
@@ -118,26 +111,40 @@ def _summary_table(summary: dict[str, Any]) -> str:
 
 
 def _table(columns: list[Column], cells: dict[str, list[Cell]]) -> str:
-    body = [f'<tr><th scope="row">{escape(label)}</th>{"".join(map(_cell, row))}</tr>' for label, row in cells.items()]
-    head = _head(["Method", *(column.title for column in columns)])
-    return "\n".join([f'<div class="wide"><table>{head}<tbody>', *body, "</tbody></table></div>"])
+    body = {label: "".join(map(_cell, row)) for label, row in cells.items()}
+    return _rows(["Method", *(column.title for column in columns)], list(body.items()))
 
 
-def _tasks(summary: dict[str, Any]) -> str:
-    return "\n".join(
-        f"<h2>{escape(task_title(summary, task))}</h2>\n{_table(*table(summary, task))}" for task in summary["tasks"]
-    )
-
-
-def _head(titles: Iterable[str]) -> str:
-    cells = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    return f"<thead><tr>{cells}</tr></thead>"
+def _rows(titles: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
+    """A table of rows, each its heading and the HTML of its cells."""
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
+    body = "\n".join(f'<tr><th scope="row">{escape(heading)}</th>{cells}</tr>' for heading, cells in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
 def _cell(cell: Cell) -> str:
     best = ' class="best"' if cell.best else ""
-    note = f"<small>{escape(cell.note)}</small>" if cell.note else ""
-    return f"<td{best}>{escape(cell.text)}{note}</td>"
+    interval = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
+    return f"<td{best}>{escape(cell.text)}{interval}</td>"
+
+
+def _gate(summary: dict[str, Any]) -> str:
+    titles, rows = gate_table(summary)
+    if not rows:
+        return ""
+    cells = [(label, "".join(f"<td>{escape(text)}</td>" for text in texts)) for label, *texts in rows]
+    return (
+        "<h2>With a confidence gate</h2>\n<p>Prompts whose first token is less sure than <code>min_confidence</code> "
+        "are prefilled in full after all, and cost both. If a later token is, the exact KV is completed before it: a "
+        f"full prefill's cost, after the first token.</p>\n{_rows(titles, cells)}"
+    )
+
+
+def _tasks(summary: dict[str, Any]) -> str:
+    return "\n".join(
+        f"<h2>{escape(task_title(summary, task))}</h2>\n{_table(*table(summary, task, brief=True))}"
+        for task in summary["tasks"]
+    )
 
 
 def _skipped(summary: dict[str, Any]) -> str:
@@ -152,22 +159,20 @@ def _skipped(summary: dict[str, Any]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> str:
-    if not settings:
-        return ""
     dumped = escape(json.dumps(settings, indent=2, ensure_ascii=False))
     return f"<details><summary>Settings</summary><pre>{dumped}</pre></details>"
 
 
 def _items(comparison: Comparison, summary: dict[str, Any]) -> str:
-    answered: dict[str, dict[str, ItemResult]] = {question.id: {} for question in comparison.questions}
+    answered: dict[str, dict[str, ItemResult]] = {record.id: {} for record in comparison.questions}
     for item in comparison.items:
         answered[item.id][item.label] = item
     full = next((run.label for run in comparison.runs if run.method == "full"), None)
     order = [run.label for run in comparison.runs]
     items = [
-        _item(question, [found[label] for label in order if label in found], found.get(full or ""), summary["scores"])
-        for question in comparison.questions
-        if (found := answered[question.id])
+        _item(record, [found[label] for label in order if label in found], found.get(full or ""), summary["scores"])
+        for record in comparison.questions
+        if (found := answered[record.id])
     ]
     return "\n".join(
         [
@@ -175,46 +180,28 @@ def _items(comparison: Comparison, summary: dict[str, Any]) -> str:
             '<div class="filter"><input type="search" id="words" placeholder="Filter by words in question or answers" '
             'aria-label="Filter by words in question or answers">',
             '<label><input type="checkbox" id="lost"> only where a method scores below full</label>' if full else "",
-            _KL_CONTROLS if any(" data-kl=" in item for item in items) else "",
-            '<span id="shown" aria-live="polite"></span></div>\n<div id="items">',
+            '<span id="shown" aria-live="polite"></span></div>',
             *items,
-            "</div>",
         ]
     )
 
 
-_KL_CONTROLS = """<label>Order <select id="order"><option value="asked">as asked</option>
-<option value="kl">highest KL first</option></select></label>
-<label>KL from <input type="number" id="least" min="0" step="any" placeholder="0"></label>"""
-
-
-_RATIOS = ("Nominal ratio", "Effective ratio", "Charged ratio")
-
-
-def _item(question: Question, results: list[ItemResult], full: ItemResult | None, scores: list[str]) -> str:
+def _item(record: Record, results: list[ItemResult], full: ItemResult | None, scores: list[str]) -> str:
     main = (full or results[0]).own or ""
     found = [result.scores[main] for result in results if main in result.scores]
     lost = " data-lost" if full and main in full.scores and found and min(found) < full.scores[main] else ""
     extent = f"<span>{escape(score_title(main))} {min(found):.2f} to {max(found):.2f}</span>" if found else ""
-    divergences = [result.fidelity["answer_kl"] for result in results if "answer_kl" in result.fidelity]
-    worst = f' data-kl="{max(divergences):.6g}"' if divergences else ""
-    extent += f"<span>KL up to {max(divergences):#.3g}</span>" if divergences else ""
     columns = [name for name in scores if any(name in result.scores for result in results)]
-    titles = ["Method", "Answer", *map(score_title, columns), "KL", *_RATIOS, "TTFT (s)"]
-    rows = "\n".join(_answer(result, columns) for result in results)
+    titles = ["Method", "Answer", *map(score_title, columns), "KL", "Effective ratio", "TTFT (s)"]
     return (
-        f'<details class="item"{lost}{worst}><summary><span>{escape(question.id)}</span>{extent}'
-        f"<bdi>{escape(question.question)}</bdi></summary>\n<p>Right: <bdi>{escape(' | '.join(question.answers))}</bdi>"
-        f'</p>\n<div class="wide"><table>{_head(titles)}<tbody>\n{rows}\n</tbody></table></div></details>'
+        f'<details class="item"{lost}><summary><span>{escape(record.id)}</span>{extent}'
+        f"<bdi>{escape(record.question)}</bdi></summary>\n<p>Right: <bdi>{escape(' | '.join(record.answers))}</bdi>"
+        f"</p>\n{_rows(titles, [(result.label, _answer(result, columns)) for result in results])}</details>"
     )
 
 
 def _answer(result: ItemResult, columns: list[str]) -> str:
     figures = [f"{result.scores[name]:.2f}" if name in result.scores else "-" for name in columns]
-    figures.append(f"{result.fidelity['answer_kl']:#.3g}" if "answer_kl" in result.fidelity else "-")
-    ratios = (result.nominal_ratio, result.effective_ratio, result.charged_ratio)
-    figures += [f"{figure:.3f}" for figure in (*ratios, result.ttft_s)]
-    return (
-        f'<tr><th scope="row">{escape(result.label)}</th><td class="answer" dir="auto">{escape(result.answer)}</td>'
-        f"{''.join(f'<td>{figure}</td>' for figure in figures)}</tr>"
-    )
+    figures += [f"{result.fidelity['answer_kl']:#.3g}", f"{result.effective_ratio:.3f}", f"{result.ttft_s:.3f}"]
+    cells = "".join(f"<td>{figure}</td>" for figure in figures)
+    return f'<td class="answer" dir="auto">{escape(result.answer)}</td>{cells}'

@@ -1,16 +1,18 @@
 """From a dataset record to the prompt for all methods, and to the metrics of its answers.
 
-Source: LongBench's prompt for question answering on passages (instruction as system prompt, passages, question) and its
-few-shot tasks (no chat template; only the first line of an answer counts); RULER's strings for needles. Departures:
-passages have no numbers, because a number before each passage would be text without stored KV; RULER's answer prefix
-opens the assistant's turn; Chinese questions (``multifieldqa_zh``) use the English instruction, where LongBench has a
-Chinese one.
+Source: LongBench's prompt for question answering on passages (instruction as system prompt, passages, question);
+RULER's strings for needles. Departures: passages have no numbers, because a number before each passage would be text
+without stored KV; RULER's answer prefix opens the assistant's turn; Chinese questions (``multifieldqa_zh``) use the
+English instruction, where LongBench has a Chinese one. A record's ``meta`` may change the form: ``opening`` and
+``closing`` (text before and after the passages), ``answer_prefix``, ``metric``, ``max_tokens``, ``chat_template``
+(False: plain text that the model continues; no chunk is exact, because it does not begin with the shared prefix) and
+``first_line`` (True: only the first line of an answer counts, because models continue with invented examples).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...engine import CacheClipEngine
@@ -20,67 +22,21 @@ from ...types import Message
 from .records import Record
 from .scores import check_metric
 
-__all__ = ["FORMS", "INSTRUCTION", "AskedQuestion", "TaskForm", "ask"]
+__all__ = ["INSTRUCTION", "QuestionPrompt", "ask"]
 
 INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )
 """System prompt for question answering, in every chunk's shared prefix."""
-_ANSWER_TOKENS = {"f1_zh": 64, "rouge_l": 128}
+_ANSWER_TOKENS = {"f1_zh": 64}
 _DEFAULT_ANSWER_TOKENS = 32
 _ALWAYS = ("em", "contains")
-_LONGBENCH_METRICS = {"qa_f1": "f1", "qa_f1_zh": "f1_zh", "rouge": "rouge_l"}
+_LONGBENCH_METRICS = {"qa_f1": "f1", "qa_f1_zh": "f1_zh"}
 """Names of metrics that differ here."""
 
 
 @dataclass(frozen=True, slots=True)
-class TaskForm:
-    """How records of a task are asked and scored. A record's ``meta`` overrides fields by the same names."""
-
-    opening: str = ""
-    """Text before the passages."""
-    closing: str = "\n\nQuestion: {question}\nAnswer:"
-    """Text after the passages."""
-    metric: str = ""
-    """Empty: F1, for Chinese questions over Chinese words."""
-    max_tokens: int | None = None
-    """Most tokens of an answer; None: the metric's default."""
-    chat_template: bool = True
-    """False: the prompt is plain text that the model continues. It does not begin with the shared prefix, so that no
-    chunk is exact."""
-    first_line: bool = False
-    """True: only the first line of an answer counts, because models continue with invented examples."""
-
-
-_QUESTION = TaskForm()
-_FEW_SHOT = TaskForm(closing="\n\n{question}", chat_template=False, first_line=True)
-FORMS: dict[str, TaskForm] = {
-    "multifieldqa_en": TaskForm(max_tokens=64),
-    "multi_news": TaskForm(metric="rouge_l", max_tokens=512),
-    "samsum": replace(
-        _FEW_SHOT,
-        opening="Summarize the dialogue into a few short sentences. The following are some examples.\n\n",
-        metric="rouge_l",
-    ),
-    "triviaqa": replace(
-        _FEW_SHOT,
-        opening="Answer the question based on the given passage. Only give me the answer and do not output any other "
-        "words. The following are some examples.\n\n",
-    ),
-    "trec": replace(
-        _FEW_SHOT,
-        opening="Please determine the type of the question below. Here are some examples of questions.\n\n",
-        max_tokens=64,
-    ),
-    "lsht": replace(_FEW_SHOT, opening="请判断给定新闻的类别，下面是一些例子。\n\n", max_tokens=64),
-    "lcc": TaskForm(chat_template=False, max_tokens=64),
-    "repobench-p": TaskForm(chat_template=False, max_tokens=64),
-}
-"""Tasks of LongBench that need their own form."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskedQuestion:
+class QuestionPrompt:
     """One record as a prompt."""
 
     record: Record
@@ -101,42 +57,40 @@ class AskedQuestion:
 
 def ask(
     engine: CacheClipEngine, record: Record, metrics: Sequence[str] = (), *, date: str | None = None
-) -> AskedQuestion:
+) -> QuestionPrompt:
     """The prompt of a record for an engine's model.
 
     Args:
-        metrics: metrics to use instead of the record's or the task's.
+        metrics: metrics to use instead of the record's.
         date: for chat templates that state the date; default today.
 
     Raises:
         ConfigurationError: the record's ``meta`` holds an unknown or invalid setting.
     """
-    meta, form = record.meta, FORMS.get(record.task, _QUESTION)
-    metric = _setting(meta, "metric", form.metric) or ("f1_zh" if _is_chinese(record.question) else "f1")
+    meta = record.meta
+    metric = _setting(meta, "metric", "") or ("f1_zh" if _is_chinese(record.question) else "f1")
     metric = _LONGBENCH_METRICS.get(metric, metric)
     chosen = tuple(metrics) or (metric, *_ALWAYS)
     for name in chosen:
         check_metric(name)
     max_tokens = meta.get("max_tokens")
     if max_tokens is None:
-        max_tokens = form.max_tokens or _ANSWER_TOKENS.get(metric, _DEFAULT_ANSWER_TOKENS)
+        max_tokens = _ANSWER_TOKENS.get(metric, _DEFAULT_ANSWER_TOKENS)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise ConfigurationError(f"max_tokens must be a whole number from 1, got {max_tokens!r}.")
     chunks = [passage.as_read.strip() for passage in record.chunks]
     if not all(chunks):
         raise ConfigurationError(f"every chunk must hold text, and number {chunks.index('') + 1} holds none.")
-    segments = _segments(engine, record, form, chunks, date)
-    return AskedQuestion(record, segments, chunks, max_tokens, chosen, _setting(meta, "first_line", form.first_line))
+    segments = _segments(engine, record, chunks, date)
+    return QuestionPrompt(record, segments, chunks, max_tokens, chosen, _setting(meta, "first_line", False))
 
 
-def _segments(
-    engine: CacheClipEngine, record: Record, form: TaskForm, chunks: Sequence[str], date: str | None
-) -> list[Segment]:
+def _segments(engine: CacheClipEngine, record: Record, chunks: Sequence[str], date: str | None) -> list[Segment]:
     meta = record.meta
-    opening = _setting(meta, "opening", form.opening)
-    closing = _setting(meta, "closing", form.closing.format(question=record.question))
+    opening = _setting(meta, "opening", "")
+    closing = _setting(meta, "closing", f"\n\nQuestion: {record.question}\nAnswer:")
     prompt = opening + "\n\n".join(chunks) + closing
-    if _setting(meta, "chat_template", form.chat_template):
+    if _setting(meta, "chat_template", True):
         messages: list[Message] = [{"role": "user", "content": prompt}]
         segments = engine.segment(messages, chunks, date=date)
     else:

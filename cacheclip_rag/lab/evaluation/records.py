@@ -21,10 +21,10 @@ from ...errors import ConfigurationError
 
 __all__ = [
     "HALVES",
-    "Passage",
+    "RecordChunk",
     "Record",
     "RecordFile",
-    "Skipped",
+    "SkippedRecord",
     "first_few",
     "read_records",
     "read_together",
@@ -40,7 +40,7 @@ _REASONS_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class RecordChunk:
     """One chunk of a record."""
 
     title: str
@@ -62,14 +62,14 @@ class Record:
     question: str
     answers: tuple[str, ...]
     """At least one. The metric decides whether any or all of them are required."""
-    chunks: tuple[Passage, ...]
+    chunks: tuple[RecordChunk, ...]
     """At least one."""
     meta: Mapping[str, Any]
     """Other fields of the record, unchanged: sources, gold chunks, or prompt parts (see ``ruler``)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedRecord:
     """A record that was left out."""
 
     where: str
@@ -87,10 +87,10 @@ class RecordFile:
     name: str
     """File name without ``.gz`` and ``.jsonl``."""
     records: tuple[Record, ...]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedRecord, ...]
 
 
-class _Unusable(Exception):
+class _UnusableLine(Exception):
     """Why a line is skipped."""
 
 
@@ -116,18 +116,18 @@ def read_records(path: str | Path, *, limit: int | None = None, half: str | None
         )
     records: list[Record] = []
     ids: set[str] = set()
-    skipped: list[Skipped] = []
+    skipped: list[SkippedRecord] = []
     try:
         for line, content in _lines(file):
             try:
                 record = _record(content)
                 if record.id in ids:
-                    raise _Unusable(f"id {record.id!r} was there before")
+                    raise _UnusableLine(f"id {record.id!r} was there before")
                 if half in (None, HALVES[len(ids) % 2]):
                     records.append(record)
                 ids.add(record.id)
-            except _Unusable as reason:
-                skipped.append(Skipped(f"line {line}", str(reason)))
+            except _UnusableLine as reason:
+                skipped.append(SkippedRecord(f"line {line}", str(reason)))
             if len(records) == limit:
                 break
     except (OSError, EOFError, zlib.error) as error:  # what gzip raises on damaged files is any of the three
@@ -171,12 +171,12 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def _nothing_usable(path: str | Path, skipped: list[Skipped]) -> str:
+def _nothing_usable(path: str | Path, skipped: list[SkippedRecord]) -> str:
     got = f"{len(skipped)} that cannot be used ({first_few(skipped)})" if skipped else "an empty file"
     return f"expected evaluation records in {path}, got {got}. Write one object a line: {_SCHEMA}"
 
 
-def first_few(skipped: Sequence[Skipped]) -> str:
+def first_few(skipped: Sequence[SkippedRecord]) -> str:
     """The first skipped records with their reasons, and the number of others."""
     more = f"; and {len(skipped) - _REASONS_SHOWN} more" if len(skipped) > _REASONS_SHOWN else ""
     return "; ".join(map(str, skipped[:_REASONS_SHOWN])) + more
@@ -197,14 +197,14 @@ def _record(content: bytes) -> Record:
     try:
         value = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise _Unusable(f"not UTF-8 (byte {error.start})") from error
+        raise _UnusableLine(f"not UTF-8 (byte {error.start})") from error
     except (ValueError, RecursionError) as error:  # nested too deeply, for the second
-        raise _Unusable(f"not JSON: {error}") from error
+        raise _UnusableLine(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _Unusable(f"expected a JSON object, got {_kind(value)}")
+        raise _UnusableLine(f"expected a JSON object, got {_kind(value)}")
     meta = value.get("meta", {})
     if not isinstance(meta, dict):
-        raise _Unusable(f"meta: expected an object, got {_kind(meta)}")
+        raise _UnusableLine(f"meta: expected an object, got {_kind(meta)}")
     return Record(
         id=_text(value.get("id"), "id"),
         task=_text(value.get("task"), "task"),
@@ -223,39 +223,39 @@ def _answers(value: Any) -> tuple[str, ...]:
             text = _text(answer, "answers", blank=True)
             found += [text] if text.strip() else []
     if not found:
-        raise _Unusable("no answers")
+        raise _UnusableLine("no answers")
     return tuple(found)
 
 
-def _chunks(value: Any) -> tuple[Passage, ...]:
+def _chunks(value: Any) -> tuple[RecordChunk, ...]:
     passages = []
     for number, chunk in enumerate(_list(value, "chunks")):
         where = f"chunks[{number}]"
         if not isinstance(chunk, dict):
-            raise _Unusable(f"{where}: expected an object, got {_kind(chunk)}")
+            raise _UnusableLine(f"{where}: expected an object, got {_kind(chunk)}")
         title = chunk.get("title")
         title = "" if title is None else _text(title, f"{where}.title", blank=True)
-        passages.append(Passage(title, _text(chunk.get("text"), f"{where}.text")))
+        passages.append(RecordChunk(title, _text(chunk.get("text"), f"{where}.text")))
     return tuple(passages)
 
 
 def _list(value: Any, field: str) -> list[Any]:
     if value is None or value == []:
-        raise _Unusable(f"no {field}")
+        raise _UnusableLine(f"no {field}")
     if not isinstance(value, list):
-        raise _Unusable(f"{field}: expected a list, got {_kind(value)}")
+        raise _UnusableLine(f"{field}: expected a list, got {_kind(value)}")
     return value
 
 
 def _text(value: Any, field: str, *, blank: bool = False) -> str:
     if not isinstance(value, str):
-        raise _Unusable(f"{field}: expected text, got {_kind(value)}")
+        raise _UnusableLine(f"{field}: expected text, got {_kind(value)}")
     if not blank and not value.strip():
-        raise _Unusable(f"{field}: expected text, got an empty one")
+        raise _UnusableLine(f"{field}: expected text, got an empty one")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can write it, no tokenizer takes it
-        raise _Unusable(f"{field}: half a character ({value[error.start]!r} at {error.start})") from error
+        raise _UnusableLine(f"{field}: half a character ({value[error.start]!r} at {error.start})") from error
     return value
 
 

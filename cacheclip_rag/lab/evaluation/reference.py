@@ -10,17 +10,17 @@ import torch
 
 from ...engine import CacheClipEngine
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
-from ...runtime.decoding import confidence
 from ...runtime.prefill import Prefilled
+from ...runtime.sampler import confidence
 from ...runtime.transformers.cache import FusedCache
 from ...runtime.transformers.model import ModelRuntime
 from ..models import transformers_model
 
-__all__ = ["Followed", "Reference"]
+__all__ = ["ReferenceComparison", "Reference"]
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class ReferenceComparison:
     """A prefilled prompt compared with the reference."""
 
     fidelity: Fidelity
@@ -71,7 +71,9 @@ class Reference:
     def answer(self) -> str:
         return self.runtime.decode_ids(self.ids)
 
-    def follow(self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()) -> Followed:
+    def follow(
+        self, prefilled: Prefilled, *, answers: bool = True, gold_ids: Sequence[Sequence[int]] = ()
+    ) -> ReferenceComparison:
         """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
         itself, right after the prompt); its cache is used up."""
         runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
@@ -86,7 +88,7 @@ class Reference:
             differs_at = next((number for number, (own, other) in enumerate(pairs) if own != other), None)
         if gold_ids:
             gold = fmean(self._logprob(prefilled, ids) for ids in gold_ids)
-        return Followed(compare(self.logits, along), answer, gold, sure, differs_at)
+        return ReferenceComparison(compare(self.logits, along), answer, gold, sure, differs_at)
 
     def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
         """Mean over the tokens of an answer, in float32 whatever the model computes in."""

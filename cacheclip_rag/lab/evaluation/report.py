@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,27 +19,23 @@ from ...paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
-from .records import Skipped
+from .records import Record, SkippedRecord
 from .scores import ALL_WANTED
 from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
-from .tables import to_markdown
 
 __all__ = [
     "FILES",
     "Comparison",
     "ItemResult",
-    "Question",
     "Run",
     "summarise",
-    "to_html",
-    "to_markdown",
     "write_report",
 ]
 
 logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5
-FILES = {"summary": "summary.json", "markdown": "report.md", "html": "report.html", "png": "quality_ttft.png"}
+FILES = {"summary": "summary.json", "html": "report.html"}
 """Files that :func:`write_report` writes."""
 
 
@@ -56,18 +51,6 @@ class Run:
     """Nominal recompute ratio; None for a method without one."""
     learns: bool = False
     """Whether it was measured after an earlier prompt (the same question with its chunks in reverse order)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question that every run was asked."""
-
-    id: str
-    question: str
-    answers: list[str]
-    """Right answers. Any of them counts (for ``string_match_all``, all are required)."""
-    task: str = ""
-    """Kind of question. If there are several kinds, figures are also given per kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +101,13 @@ class Comparison:
     primary: str
     auxiliary: str | None
     runs: list[Run]
-    questions: list[Question]
+    questions: list[Record]
+    """Questions that every run was asked."""
     items: list[ItemResult]
     """Answers. A run may lack answers to some questions."""
     settings: dict[str, Any]
     """For the reader, JSON values only."""
-    skipped: list[Skipped]
+    skipped: list[SkippedRecord]
     """Records of the dataset that were left out for all runs."""
 
 
@@ -140,10 +124,8 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
     :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
-        ConfigurationError: the comparison contradicts itself, a figure is not a finite number, or no run is labelled
-            ``against``.
+        ConfigurationError: no run is labelled ``against``, or a figure with an interval is not a finite number.
     """
-    _check(comparison)
     if against != "full" and against not in {run.label for run in comparison.runs}:
         raise ConfigurationError(
             f"expected the label of a run, one of {', '.join(run.label for run in comparison.runs)}, got {against!r}."
@@ -194,7 +176,7 @@ def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
     return {where: list(labels) for where, labels in found.items()}
 
 
-def _by_reason(skipped: Sequence[Skipped]) -> dict[str, int]:
+def _by_reason(skipped: Sequence[SkippedRecord]) -> dict[str, int]:
     """Number of skipped records per reason, the most frequent first. Reasons that differ only in numbers are merged."""
     alike: dict[str, list[str]] = {}
     for one in skipped:
@@ -214,7 +196,7 @@ def _row(
     pairs = [(item, full[item.id]) for item in items if item.id in full]
     is_full = run.method == "full"
     right = [item for item, reference in pairs if _is_right(reference)]
-    row = {
+    return {
         "method": run.method,
         "ratio": run.ratio,
         "learns": run.learns,
@@ -253,10 +235,8 @@ def _row(
         else {},
         "answerable_n_of_scores": _counts(right, scores) if full else {},
         "gate": [] if is_full else gated(pairs, scores),
+        **_means(items, scores),
     }
-    if clash := row.keys() & set(scores):
-        raise ConfigurationError(f"expected scores with names of their own, got {', '.join(sorted(clash))}. Rename it.")
-    return {**row, **_means(items, scores)}
 
 
 def _fidelity(items: Iterable[ItemResult], name: str) -> list[float]:
@@ -343,61 +323,21 @@ def _over(figure: Callable[[list[float]], float], values: Iterable[float]) -> fl
     return float(figure(found)) if found else None
 
 
-def _check(comparison: Comparison) -> None:
-    labels = [run.label for run in comparison.runs]
-    asked = [question.id for question in comparison.questions]
-    given = [(item.id, item.label) for item in comparison.items]
-    for what, names in (("run", labels), ("question", asked), ("answer", given)):
-        if len(set(names)) < len(names):
-            twice = next(name for n, name in enumerate(names) if name in names[:n])
-            raise ConfigurationError(f"expected each {what} once, got {twice!r} twice. Give each its own name.")
-    known, ids = set(labels), set(asked)
-    for item in comparison.items:
-        if item.label not in known or item.id not in ids:
-            raise ConfigurationError(f"expected answers of known runs to known questions, got {item.label} {item.id}.")
-        figures = {**item.scores, **item.fidelity, **item.phases_s, "ttft_s": item.ttft_s}
-        figures |= {name: getattr(item, name) for name in ("nominal_ratio", "effective_ratio", "charged_ratio")}
-        if item.effective_ratio_of_stale is not None:
-            figures["effective_ratio_of_stale"] = item.effective_ratio_of_stale
-        for name, value in figures.items():
-            if not math.isfinite(value):
-                raise ConfigurationError(
-                    f"expected finite figures, got {name}={value} for question {item.id!r} by {item.label!r}. Find out "
-                    "why before averaging: leaving it out would flatter the method."
-                )
-
-
-def write_report(
-    comparison: Comparison, folder: Path, *, overwrite: bool = False, summary: dict[str, Any] | None = None
-) -> dict[str, Path]:
-    """Write :data:`FILES` into ``folder``, each atomically; returns their paths by kind. Without matplotlib the picture
-    is left out, also of the page, with a warning.
+def write_report(comparison: Comparison, summary: dict[str, Any], folder: Path) -> dict[str, Path]:
+    """Write :data:`FILES` into ``folder``, each atomically, in place of an earlier report; returns their paths by kind.
+    Without matplotlib the page has no plots, with a warning.
 
     Args:
-        summary: result of :func:`summarise` for the comparison; default: computed here.
-
-    Raises:
-        ConfigurationError: the folder holds a report and ``overwrite`` is False, or :func:`summarise` refuses.
+        summary: result of :func:`summarise` for the comparison.
     """
-    present = [name for name in FILES.values() if (folder / name).exists()]
-    if present and not overwrite:
-        raise ConfigurationError(
-            f"expected a folder without a report, got {folder} with {', '.join(present)}. Choose another folder, or "
-            "pass overwrite=True."
-        )
-    summary = summary or summarise(comparison)
-    picture = _picture(summary)
     contents = {
-        "summary": (json.dumps(summary, indent=2, ensure_ascii=False) + "\n").encode(),
-        "markdown": to_markdown(summary).encode(),
-        "html": to_html(comparison, summary, picture).encode(),
-        **({"png": picture} if picture else {}),
+        "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
+        "html": to_html(comparison, summary, _picture(summary)),
     }
-    (folder / FILES["png"]).unlink(missing_ok=True)  # an older picture would show other figures
     written = {kind: folder / FILES[kind] for kind in contents}
     for kind, content in contents.items():
         with atomic_path(written[kind]) as temporary:
-            temporary.write_bytes(content)
+            temporary.write_text(content, encoding="utf-8")
     return written
 
 
@@ -405,5 +345,5 @@ def _picture(summary: dict[str, Any]) -> bytes | None:
     try:
         return to_png(summary)
     except MissingExtraError as error:
-        logger.warning("%s is left out: %s", FILES["png"], error)
+        logger.warning("the report has no plots: %s", error)
         return None

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ...errors import ConfigurationError, MissingExtraError
-from .records import Passage, Record
+from .records import Record, RecordChunk
 
 __all__ = ["TASKS", "NeedleTask", "Offsets", "VariableTracking", "chosen_tasks", "generate", "sentences"]
 
@@ -213,7 +213,7 @@ def generate(
             "metric": "string_match_all",
             "max_tokens": room,
         }
-        chunks = tuple(Passage("", text) for text in _chunks(sample, spans, chunk_tokens, overlap_tokens))
+        chunks = tuple(RecordChunk("", text) for text in _chunks(sample, spans, chunk_tokens, overlap_tokens))
         question = sample.closing.removeprefix("\n")
         records.append(Record(f"{task}-{num_tokens}-{index}", task, question, sample.answers, chunks, meta))
     return records

@@ -25,7 +25,6 @@ __all__ = [
     "check_metric",
     "contains",
     "exact_match",
-    "rouge_l",
     "string_match_all",
     "token_f1",
     "token_f1_zh",
@@ -83,18 +82,6 @@ def contains(prediction: str, answers: Sequence[str]) -> float:
     return _best(_contains, prediction, answers)
 
 
-def rouge_l(prediction: str, answers: Sequence[str]) -> float:
-    """ROUGE-L F, as the package ``rouge`` 1.0.1 has it, which LongBench scores summaries with.
-
-    Sentences end at every full stop. For each pair of sentences the words of one longest common subsequence are
-    taken; the union U of all these *sets* of words gives recall ``|U| / |words of the answer|`` and precision
-    ``|U| / |words of the prediction|``, distinct words in all three. ``F = 2PR / (P + R)``: no beta (those with
-    1.2 or 8 are other packages), no stemming, case and punctuation count. We leave out the ``1e-8`` that it adds to
-    the denominator, so that equal texts get 1.
-    """
-    return _best(_rouge_l, prediction, answers)
-
-
 def string_match_all(prediction: str, answers: Sequence[str]) -> float:
     """Share of the answers that occur in the prediction, in any case, even inside a word (RULER)."""
     _check_answers(answers)
@@ -105,7 +92,6 @@ def string_match_all(prediction: str, answers: Sequence[str]) -> float:
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "f1": token_f1,
     "f1_zh": token_f1_zh,
-    "rouge_l": rouge_l,
     "string_match_all": string_match_all,
     "contains": contains,
     "em": exact_match,
@@ -179,40 +165,3 @@ def _jieba() -> Any:
 def _bag_f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
     shared = (Counter(prediction) & Counter(answer)).total()
     return 2 * shared / (len(prediction) + len(answer)) if shared else 0.0
-
-
-def _rouge_l(prediction: str, answer: str) -> float:
-    found, wanted = _sentences(prediction), _sentences(answer)
-    common: set[str] = set()
-    for reference in wanted:
-        for candidate in found:
-            common |= _common_words(reference, candidate)
-    if not common:
-        return 0.0
-    sizes = (len({word for sentence in sentences for word in sentence}) for sentences in (found, wanted))
-    return 2 * len(common) / sum(sizes)
-
-
-def _sentences(text: str) -> list[list[str]]:
-    # split(" "): a stop with white space after it leaves a sentence of one empty word, which the package counts too
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
-
-
-def _common_words(left: Sequence[str], right: Sequence[str]) -> set[str]:
-    """Words of one longest common subsequence; of several, the one that the package finds."""
-    table = [[0] * (len(right) + 1)]
-    for word in left:
-        above, row = table[-1], [0]
-        for n, other in enumerate(right):
-            row.append(above[n] + 1 if word == other else max(above[n + 1], row[n]))
-        table.append(row)
-    words, i, j = set(), len(left), len(right)
-    while i and j:
-        if left[i - 1] == right[j - 1]:
-            words.add(left[i - 1])
-            i, j = i - 1, j - 1
-        elif table[i - 1][j] > table[i][j - 1]:
-            i -= 1
-        else:
-            j -= 1
-    return words

@@ -27,12 +27,13 @@ from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
-from ...runtime.decoding import confidence
+from ...runtime.sampler import confidence
 from ...runtime.vllm.encoding import encoding_options, encoding_primary, start_vllm
 from ...runtime.vllm.offline import worker_of
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...runtime.vllm.requests import request_parameters
 from ...runtime.vllm.served import Served
+from ..variants import RANDOM
 from . import certify as common
 from .exactness import DIRECT, SHIFTS, Check
 from .prompts import EvaluationPrompt
@@ -49,14 +50,14 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_EVERYTHING = replace(preset("random"), chunk_context="prefix")
+_EVERYTHING = replace(RANDOM, chunk_context="prefix")
 """At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
 _PROCESSOR = "cacheclip_rag.runtime.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
+class _ServedAnswer:
     """An answer of vLLM."""
 
     ids: list[int]
@@ -76,7 +77,7 @@ class _Said:
 
 
 @dataclass(frozen=True)
-class _Asker:
+class _VLLMSession:
     """A vLLM engine, what plans for it, and what stores chunks for it."""
 
     llm: Any
@@ -99,7 +100,7 @@ class _Asker:
         along: Sequence[int] = (),
         ends: bool = True,
         rows: bool = True,
-    ) -> _Said:
+    ) -> _ServedAnswer:
         """Have vLLM answer greedily.
 
         Args:
@@ -119,7 +120,7 @@ class _Asker:
         outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
         if planned.fusion is not None and outcome.get("outcome") not in ("fused", "cached"):
             raise _not_reused(str(outcome.get("reason") or "vLLM has no connector of this package"))
-        return _Said(list(output.outputs[0].token_ids), self._rows(output, rows), planned)
+        return _ServedAnswer(list(output.outputs[0].token_ids), self._rows(output, rows), planned)
 
     def first_rows(self, *prompts: Sequence[int], forget: bool = True) -> torch.Tensor:
         """Log-probabilities of the first token after the first of the prompts, which vLLM prefills in one batch.
@@ -154,7 +155,7 @@ class _Asker:
 
         extra: dict[str, Any] = {}
         if planned is not None and planned.fusion is not None:
-            extra["kv_transfer_params"] = request_parameters(plan=planned.fusion)
+            extra["kv_transfer_params"] = request_parameters(planned.fusion)
         given: dict[str, Any] = {"logprobs": -1, "flat_logprobs": True} if rows else {}
         if along and self.replays:
             given["trace_decode_token_ids"] = list(along)
@@ -209,22 +210,22 @@ def certify_vllm(
     _check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
     prompts = common.prompts_of(quick)
-    with _started(config, vllm or {}) as asker, progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
-        engine, methods = asker.engine, common.at_ratios(given)
-        outcomes: dict[float, list[common.Outcome]] = {ratio: [] for ratio in methods}
+    with _started(config, vllm or {}) as session, progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
+        engine, methods = session.engine, common.at_ratios(given)
+        outcomes: dict[float, list[common.PromptOutcome]] = {ratio: [] for ratio in methods}
         found_by_full: list[bool | None] = []
         engine.precompute(prompts[0].chunks, method=DIRECT)
-        exactness = _check_exactness(asker, prompts[0])
+        exactness = _check_exactness(session, prompts[0])
         advance(1)
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
-            reference = asker.ask(prompt, preset("full"), common.ANSWER_TOKENS)
+            reference = session.ask(prompt, preset("full"), common.ANSWER_TOKENS)
             found_by_full.append(common.finds(prompt, _text(engine, reference.ids)))
             for ratio, at_ratio in methods.items():
-                outcomes[ratio].append(_measure(asker, prompt, at_ratio, reference))
+                outcomes[ratio].append(_measure(session, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-        identity = asker.planner.parts.identity(methods[max(methods)])
+        identity = session.planner.parts.identity(methods[max(methods)])
     return common.certificate_of(
         config,
         given,
@@ -238,7 +239,7 @@ def certify_vllm(
 
 
 @contextmanager
-def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_Asker]:
+def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_VLLMSession]:
     """vLLM with a store of its own."""
     device = worker_of(config.device)
     replays = device == "gpu"  # of vLLM's two model runners, the one for accelerators
@@ -260,7 +261,7 @@ def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_Aske
             engine = CacheClipEngine(config, load_primary=load)
             for observers in (planner.observers, engine.observers):
                 observers.clear()  # they would warn that there is no certificate
-            yield _Asker(llm, planner, engine, replays)
+            yield _VLLMSession(llm, planner, engine, replays)
             planner.close()
             engine.close()
         finally:
@@ -282,30 +283,32 @@ def _not_reused(why: str) -> ConfigurationError:
     )
 
 
-def _measure(asker: _Asker, prompt: EvaluationPrompt, method: Method, reference: _Said) -> common.Outcome:
-    said = asker.ask(prompt, method, common.ANSWER_TOKENS, along=reference.ids)
+def _measure(
+    session: _VLLMSession, prompt: EvaluationPrompt, method: Method, reference: _ServedAnswer
+) -> common.PromptOutcome:
+    said = session.ask(prompt, method, common.ANSWER_TOKENS, along=reference.ids)
     fidelity = compare(reference.rows, said.rows)
     answer = reference.ids
     if prompt.needle is not None and fidelity.agreement < 1.0:
-        answer = asker.ask(prompt, method, common.ANSWER_TOKENS, rows=False).ids
-    finds = common.finds(prompt, _text(asker.engine, answer))
+        answer = session.ask(prompt, method, common.ANSWER_TOKENS, rows=False).ids
+    finds = common.finds(prompt, _text(session.engine, answer))
     ratio = said.effective_ratio
-    return common.Outcome(fidelity, ratio, ratio, finds, confidence(said.rows[0]))
+    return common.PromptOutcome(fidelity, ratio, ratio, finds, confidence(said.rows[0]))
 
 
 def _text(engine: CacheClipEngine, ids: Sequence[int]) -> str:
     return engine.primary.decode_ids(ids)
 
 
-def _check_exactness(asker: _Asker, prompt: EvaluationPrompt) -> dict[str, Any]:
+def _check_exactness(session: _VLLMSession, prompt: EvaluationPrompt) -> dict[str, Any]:
     """Checks that reuse is exact in vLLM, as in :func:`~cacheclip_rag.lab.evaluation.exactness.check_exactness`."""
-    precise = asker.planner.config.dtype == "float32"
-    full = asker.ask(prompt, preset("full"), _GREEDY_TOKENS, ends=False)
-    floor = _noise_floor(asker, full.planned.token_ids)
+    precise = session.planner.config.dtype == "float32"
+    full = session.ask(prompt, preset("full"), _GREEDY_TOKENS, ends=False)
+    floor = _noise_floor(session, full.planned.token_ids)
     limit = _LIMIT if precise else max(_LIMIT, 2 * floor["logits"])
-    everything = asker.ask(prompt, _EVERYTHING.at(1.0), _GREEDY_TOKENS, along=full.ids, ends=False)
+    everything = session.ask(prompt, _EVERYTHING.at(1.0), _GREEDY_TOKENS, along=full.ids, ends=False)
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
-    reused, plain = (asker.ask(prompt, method, 1, text=single) for method in (DIRECT, preset("full")))
+    reused, plain = (session.ask(prompt, method, 1, text=single) for method in (DIRECT, preset("full")))
     equal = float((everything.rows.argmax(-1) == full.rows.argmax(-1)).float().mean())
     least = 1.0 if precise else 0.0
     says = "largest difference of log-probabilities at the first token"
@@ -335,17 +338,17 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
     return Check(figure, limit, figure <= limit, says)
 
 
-def _noise_floor(asker: _Asker, ids: Sequence[int]) -> dict[str, float]:
+def _noise_floor(session: _VLLMSession, ids: Sequence[int]) -> dict[str, float]:
     """Differences between vLLM's own correct prefills of one prompt: at once, again from its prefix cache, after a
     third of it, beside another prompt, and with all positions shifted. Some kernels round alike but for the last.
 
     Returns:
         ``logits``: largest difference of log-probabilities; ``kl``: largest KL from the first, nats.
     """
-    found = [asker.first_rows(ids), asker.first_rows(ids, forget=False)]
-    asker.first_rows(ids[: len(ids) // 3])
-    found += [asker.first_rows(ids, forget=False), asker.first_rows(ids, ids[len(ids) // 2 :])]
-    room = max(0, asker.planner.primary.reuse_tokens - len(ids))
-    found += [asker.shifted_rows(ids, min(shift, room)) for shift in SHIFTS if shift]
+    found = [session.first_rows(ids), session.first_rows(ids, forget=False)]
+    session.first_rows(ids[: len(ids) // 3])
+    found += [session.first_rows(ids, forget=False), session.first_rows(ids, ids[len(ids) // 2 :])]
+    room = max(0, session.planner.primary.reuse_tokens - len(ids))
+    found += [session.shifted_rows(ids, min(shift, room)) for shift in SHIFTS if shift]
     gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
     return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}

@@ -1,38 +1,38 @@
-"""The table of a comparison: its columns, their meanings, and the best value of each column."""
+"""The tables of a comparison: columns with their meanings, their best values, and what a gate would give."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
     "Cell",
     "Column",
+    "Rows",
+    "console_tables",
     "first_skipped",
+    "gate_table",
     "headline",
     "notes",
     "number_text",
     "score_title",
     "table",
     "task_title",
-    "to_markdown",
 ]
 
-Better = Literal["high", "low"]
+Rows = tuple[list[str], list[list[str]]]
+"""The titles of a table's columns, and its rows."""
 
 _SCORES = {
     "f1": ("F1", "bag-of-words F1 with the nearest right answer"),
     "f1_zh": ("F1 (zh)", "F1 over Chinese words"),
     "em": ("EM", "share of answers equal to a right one, normalised"),
     "contains": ("Contains", "share of answers that hold a right one as whole words"),
-    "rouge_l": ("ROUGE-L", "ROUGE-L F with the nearest right answer"),
     "string_match_all": ("String match", "share of the right strings that occur in the answer"),
 }
 _SAME = ("equal_answers", "first_token_agreement")
-_DIFFERENCE = "mean difference to full over the questions that both answered (with its 95 % interval)"
+_PAIRED = "over the questions that both answered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,125 +41,79 @@ class Column:
 
     title: str
     meaning: str
-    value: Callable[[dict[str, Any]], float | None]
-    """Reads the figure from a run's row of the summary."""
-    show: Callable[[float], str]
-    better: Better | None = None
-    interval: Callable[[dict[str, Any]], Sequence[float] | None] | None = None
-    count: Callable[[dict[str, Any]], int] | None = None
-    """Number of questions of the figure, if it may be smaller than the row's."""
+    figure: Callable[[dict[str, Any]], Sequence[float | None]]
+    """Reads the figure and, if it has one, its 95 % interval from a run's row of the summary."""
+    shown: str
+    """Format of the figure and of its interval."""
+    better: Literal["high", "low"] | None = None
+    brief: bool = False
+    """Whether the console and the tables of tasks show it."""
+
+    def value(self, row: dict[str, Any]) -> float | None:
+        """The figure alone."""
+        return self.figure(row)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
+    """One figure of one run, as text."""
+
     text: str
     """The figure, or ``-``."""
-    note: str = ""
-    """A 95 % interval in brackets, and the number of questions if it differs from the row's."""
+    interval: str = ""
+    """In brackets; empty without one."""
     best: bool = False
     """Whether no run except full prefill has a better figure, to the digits shown."""
 
 
-def table(summary: dict[str, Any], task: str | None = None) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """Columns with at least one figure, and each run's cells. For one task, fewer columns."""
+def table(
+    summary: dict[str, Any], task: str | None = None, *, brief: bool = False
+) -> tuple[list[Column], dict[str, list[Cell]]]:
+    """Columns with at least one figure, and each run's cells, of all questions or of those of one task."""
     if task is not None:
         summary = {**summary, **summary["tasks"][task]}
     rows: dict[str, dict[str, Any]] = summary["methods"]
     columns = [
-        c
-        for c in (_columns if task is None else _task_columns)(summary)
-        if any(c.value(row) is not None for row in rows.values())
+        column
+        for column in _columns(summary)
+        if (column.brief or not brief) and any(column.value(row) is not None for row in rows.values())
     ]
-    cells: dict[str, list[Cell]] = {label: [] for label in rows}
-    for column in columns:
-        best = _best(column, rows)
-        for label, row in rows.items():
-            value = column.value(row)
-            text = "-" if value is None else column.show(value)
-            bounds = column.interval(row) if column.interval else None
-            note = f"[{', '.join(column.show(bound) for bound in bounds if bound is not None)}]" if bounds else ""
-            notes = ["" if note == "[]" else note]
-            if column.count and value is not None and column.count(row) != row["n"]:
-                notes.append(f"(n {column.count(row)})")
-            cells[label].append(Cell(text, " ".join(filter(None, notes)), row["method"] != "full" and text == best))
+    best = [_best(column, rows) for column in columns]
+    cells = {
+        label: [_cell(column, row, found) for column, found in zip(columns, best, strict=True)]
+        for label, row in rows.items()
+    }
     return columns, cells
 
 
-def to_markdown(summary: dict[str, Any]) -> str:
-    """A heading, one table with the best figure of each column in bold, and the columns' meanings."""
-    columns, cells = table(summary)
-    lines = [f"# {_plain(summary['dataset'])}", "", _plain(headline(summary)), "", *_markdown_table(columns, cells)]
-    lines += ["", *(f"- **{_plain(column.title)}**: {_plain(column.meaning)}." for column in columns)]
-    for note in notes(summary):
-        lines += ["", _plain(note)]
-    lines += _gate_lines(summary)
-    for task in summary["tasks"]:
-        lines += ["", f"## {_plain(task_title(summary, task))}", "", *_markdown_table(*table(summary, task))]
-    if summary["skipped"]:
-        counts = (f"- {count}: {_plain(reason)}" for reason, count in summary["skipped_by_reason"].items())
-        lines += ["", f"{summary['skipped']} skipped, by reason:", "", *counts]
-        lines += ["", "The first of them:", "", *(f"- {_plain(line)}" for line in first_skipped(summary))]
-    if summary["settings"]:
-        dumped = json.dumps(summary["settings"], indent=2, ensure_ascii=False)
-        lines += ["", "Settings:", "", *(f"    {line}" for line in dumped.splitlines())]
-    return "\n".join(lines) + "\n"
+def console_tables(summary: dict[str, Any]) -> dict[str, Rows]:
+    """The brief tables, by title: of all questions, of each task, and of gates."""
+    tables = {f"{summary['dataset']}. {headline(summary)}": _as_text(*table(summary, brief=True))}
+    tables |= {task_title(summary, task): _as_text(*table(summary, task, brief=True)) for task in summary["tasks"]}
+    gate = gate_table(summary)
+    return tables | ({"With a confidence gate": gate} if gate[1] else {})
 
 
-def _markdown_table(columns: list[Column], cells: dict[str, list[Cell]]) -> list[str]:
-    titles = ["Method", *(_plain(column.title) for column in columns)]
-    return _markdown_rows(titles, [[_plain(label), *map(_markdown_cell, row)] for label, row in cells.items()])
-
-
-def _markdown_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table whose first column is aligned to the left."""
-    head = ["| " + " | ".join(titles) + " |", "|:--" + "|--:" * (len(titles) - 1) + "|"]
-    return [*head, *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def _gate_lines(summary: dict[str, Any]) -> list[str]:
-    """A table of what a confidence gate would have given, for each method that a gate would look at."""
+def gate_table(summary: dict[str, Any]) -> Rows:
+    """What a confidence gate would have given, for each method that a gate would look at."""
     own: list[str] = summary["own_scores"]
     titles = ["Method", "min_confidence", "Full prefills", "Completed later", "Mean TTFT (s)", "Full's mean over it"]
     titles += ["Equal answers", "Equal first token", *(f"{score_title(name)} / full" for name in own)]
-    lines = []
-    for label, row in summary["methods"].items():
-        for each in row["gate"]:
-            shares = [each["share_of_full"].get(name) for name in own]
-            cells = [
-                _plain(label),
-                number_text(each["min_confidence"]),
-                f"{each['full_prefills']:.0%}",
-                f"{each['completed_later']:.0%}",
-                f"{each['mean_ttft_s']:.3f}",
-                _shown(each["speedup_of_means"], "{:.2f}x"),
-                *(_with_interval([each[name], *(each[f"{name}_interval"] or ())]) for name in _SAME),
-                *map(_with_interval, shares),
-            ]
-            lines.append(cells)
-    if not lines:
-        return []
-    heading = [
-        "",
-        "## With a confidence gate",
-        "",
-        "Prompts whose first token is less sure than `min_confidence` are prefilled in full after all, and cost both. "
-        "If a later token is, the exact KV is completed before it: a full prefill's cost, after the first token.",
-        "",
+    rows = [
+        [
+            label,
+            number_text(each["min_confidence"]),
+            f"{each['full_prefills']:.0%}",
+            f"{each['completed_later']:.0%}",
+            f"{each['mean_ttft_s']:.3f}",
+            "-" if each["speedup_of_means"] is None else f"{each['speedup_of_means']:.2f}x",
+            *(_share([each[name], *(each[f"{name}_interval"] or ())]) for name in _SAME),
+            *(_share(each["share_of_full"].get(name)) for name in own),
+        ]
+        for label, row in summary["methods"].items()
+        for each in row["gate"]
     ]
-    return [*heading, *_markdown_rows(titles, lines)]
-
-
-def _with_interval(share: Sequence[float | None] | None) -> str:
-    """A mean with the bounds of its interval, as far as known."""
-    mean, *bounds = share or [None]
-    if mean is None:
-        return "-"
-    inside = ", ".join(f"{bound:.1%}" for bound in bounds if bound is not None)
-    return f"{mean:.1%}" + (f" [{inside}]" if inside else "")
-
-
-def _shown(value: float | None, shown: str) -> str:
-    return "-" if value is None else shown.format(value)
+    return titles, rows
 
 
 def task_title(summary: dict[str, Any], task: str) -> str:
@@ -177,7 +131,8 @@ def headline(summary: dict[str, Any]) -> str:
 def notes(summary: dict[str, Any]) -> list[str]:
     """Notes on how the runs were measured."""
     found = []
-    learning = [label for label, row in summary["methods"].items() if row["learns"]]
+    rows = summary["methods"]
+    learning = [label for label, row in rows.items() if row["learns"]]
     if learning:
         found.append(
             f"{', '.join(learning)}: measured after one earlier prompt, the same question with its chunks in reverse "
@@ -193,12 +148,13 @@ def notes(summary: dict[str, Any]) -> list[str]:
         )
     elif any(summary["measured_on"]):
         found.append(f"Measured on {next(iter(machines))}. Chunk caches are read from memory.")
-    if _num_right(summary) == 0:
+    full = next((row for row in rows.values() if row["method"] == "full" and row["n"]), None)
+    if full and summary["scores"] and full["answerable"]["n"] == 0:
         found.append(
             "Full prefill answers no question rightly (own metric at 1.0, or, where any right answer counts, an answer "
             "that equals or contains one), so there are no figures for rightly answered questions."
         )
-    if _has_gaps(summary) or len({row["n"] for row in summary["methods"].values()}) > 1:
+    if len({row["n"] for row in rows.values()}) > 1 or (full and any(r["n"] != r["n_paired"] for r in rows.values())):
         found.append(
             "Not every method answered the same questions. Means are over the n of each row and cannot be compared; "
             "differences to full and speed-ups are over the questions that both answered."
@@ -222,214 +178,108 @@ def score_title(name: str) -> str:
     return _SCORES.get(name, (name, ""))[0]
 
 
-def _num_right(summary: dict[str, Any]) -> int | None:
-    """Number of questions that full answers rightly; None without answers of full."""
-    full = [row for row in summary["methods"].values() if row["method"] == "full" and row["n"]]
-    return full[0]["answerable"]["n"] if full and summary["scores"] else None
-
-
-def _has_gaps(summary: dict[str, Any]) -> bool:
-    rows = summary["methods"].values()
-    return any(row["method"] == "full" for row in rows) and any(row["n"] != row["n_paired"] for row in rows)
-
-
 def _columns(summary: dict[str, Any]) -> list[Column]:
-    scores: list[str] = summary["scores"]
+    own, against = summary["own_scores"], summary["against"]
+    where = "mean over questions"
     return [
-        Column("Ratio", "nominal recompute ratio", lambda row: row["ratio"], number_text),
-        _figure("n", "n", "questions answered", "{}"),
-        *([_figure("n_paired", "Paired", "of them also by full", "{}")] if _has_gaps(summary) else []),
-        _figure("answered_plainly", "Plain", "of them answered by plain prefill instead: the method did not fit", "{}"),
-        _figure("ttft_s", "TTFT (s)", "time to the first token, median over questions", "{:.3f}", "low"),
-        _figure("speedup_vs_full", "Speed-up", "full's TTFT over this one's, median over questions", "{:.2f}x", "high"),
-        *(_score(name, summary) for name in scores),
-        *(column for score in summary["own_scores"] for column in _against_full(score, summary)),
-        *_same_answers(summary),
-        *_divergence(summary),
-        _figure("kl_to_full_median", "KL median", "the same, median over questions", "{:#.3g}", "low"),
-        _figure("kl_to_full_trimmed", "KL trimmed", "the same, mean without a tenth at each end", "{:#.3g}", "low"),
-        _figure(
-            "first_token_kl",
-            "First-token KL",
-            "divergence at the answer's first token, nats",
-            "{:#.3g}",
-            "low",
-            "first_token_kl_interval",
+        Column("Ratio", "nominal recompute ratio", _read("ratio"), "{:g}"),
+        Column("n", "questions answered", _read("n"), "{}", brief=True),
+        Column("Plain", "of them answered by plain prefill: the method did not fit", _read("answered_plainly"), "{}"),
+        Column("TTFT (s)", "time to the first token, median over questions", _read("ttft_s"), "{:.3f}", "low", True),
+        Column("Speed-up", "full's TTFT over this one's, median", _read("speedup_vs_full"), "{:.2f}x", "high", True),
+        *(column for name in own for column in _own_score(name)),
+        *(_score(name) for name in summary["scores"] if name not in own),
+        Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", "high", True),
+        Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", "high", True),
+        _where_right("equal_answers", "Equal answers", "{:.1%}"),
+        Column(
+            "KL to full", f"along full's answer, nats a token, {where}", _read("kl_to_full"), "{:#.3g}", "low", True
         ),
-        _figure("first_token_kl_median", "First-token KL median", "the same, median", "{:#.3g}", "low"),
-        _figure("first_token_kl_trimmed", "First-token KL trimmed", "the same, trimmed mean", "{:#.3g}", "low"),
-        _agreement(),
-        *_where_right(
-            summary,
-            ("kl_to_full", "KL", "{:#.3g}", "low"),
-            ("agreement_with_full", "Agreement", "{:.3f}", "high"),
+        Column(
+            f"KL / {against}", f"mean KL over that of {against}, {_PAIRED}", _read("kl_ratio"), "{:.3f}x", "low", True
         ),
-        _figure(
-            "gold_logprob", "Gold log-prob", "mean log-probability of a right answer's tokens, nats", "{:.3f}", "high"
+        Column(
+            "First-token KL", f"at the answer's first token, nats, {where}", _read("first_token_kl"), "{:#.3g}", "low"
         ),
-        _estimate(
-            "Gold log-prob - full",
-            _DIFFERENCE,
-            lambda row: row["gold_logprob_difference"],
-            "{:+.3f}",
+        Column(
+            "Agreement",
+            "share of full's greedy tokens also chosen here",
+            _read("agreement_with_full"),
+            "{:.3f}",
             "high",
         ),
-        _figure("effective_ratio", "Effective ratio", "recomputed over chunk tokens", "{:.3f}"),
-        _figure("effective_ratio_of_stale", "Ratio of stale", "the same without the tokens that are exact", "{:.3f}"),
-        _figure("charged_ratio", "Charged ratio", "share of (layer, chunk token) pairs given fresh KV", "{:.3f}"),
+        Column("Effective ratio", "recomputed over chunk tokens", _read("effective_ratio"), "{:.3f}"),
+        Column("Charged ratio", "share of (layer, chunk token) pairs given fresh KV", _read("charged_ratio"), "{:.3f}"),
     ]
 
 
-def _task_columns(summary: dict[str, Any]) -> list[Column]:
-    own: list[str] = summary["own_scores"]
+def _own_score(name: str) -> list[Column]:
+    """A metric that is some question's own: its mean, and what full prefill's is to it."""
+    title = score_title(name)
     return [
-        _figure("n", "n", "questions answered", "{}"),
-        *(_score(name, summary) for name in own),
-        *(column for score in own for column in _against_full(score, summary)),
-        *_same_answers(summary),
-        *_divergence(summary),
-        _agreement(),
+        _score(name, brief=True),
+        Column(f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", "high"),
+        Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}", "high", True),
+        _where_right(name, title, "{:.3f}"),
     ]
 
 
-def _same_answers(summary: dict[str, Any]) -> list[Column]:
-    return [
-        _figure(
-            "equal_answers",
-            "Equal answers",
-            "share of answers that equal full's, character by character (with its 95 % interval)",
-            "{:.1%}",
-            "high",
-            "equal_answers_interval",
-        ),
-        _figure(
-            "first_token_agreement",
-            "Equal first token",
-            "share of answers whose first token is full's (with its 95 % interval)",
-            "{:.1%}",
-            "high",
-            "first_token_agreement_interval",
-        ),
-        *_where_right(
-            summary,
-            ("equal_answers", "Equal answers", "{:.1%}", "high"),
-            ("first_token_agreement", "Equal first token", "{:.1%}", "high"),
-        ),
-    ]
-
-
-def _divergence(summary: dict[str, Any]) -> list[Column]:
-    return [
-        _figure(
-            "kl_to_full",
-            "KL to full",
-            "divergence from full prefill along its answer, nats a token, mean over questions (with its 95 % interval)",
-            "{:#.3g}",
-            "low",
-            "kl_interval",
-        ),
-        _estimate(
-            f"KL / {summary['against']}",
-            f"mean KL over that of {summary['against']}, on the questions that both answered (with its 95 % interval)",
-            lambda row: row["kl_ratio"],
-            "{:.3f}x",
-            "low",
-        ),
-    ]
-
-
-def _agreement() -> Column:
-    meaning = "share of full's greedy tokens also chosen here (with its 95 % interval)"
-    return _figure("agreement_with_full", "Agreement", meaning, "{:.3f}", "high", "agreement_interval")
-
-
-def _figure(
-    key: str, title: str, meaning: str, shown: str, better: Better | None = None, interval: str | None = None
-) -> Column:
-    bounds = (lambda row: row[interval]) if interval else None
-    return Column(title, meaning, lambda row: row[key], shown.format, better, bounds)
-
-
-def _score(name: str, summary: dict[str, Any]) -> Column:
+def _score(name: str, *, brief: bool = False) -> Column:
     title, meaning = _SCORES.get(name, (name, "mean of this score"))
-    if any(row["n_of_scores"][name] != row["n"] for row in summary["methods"].values()):
-        meaning += " (over the n questions that are scored so)"
-    column = _figure(name, title, meaning, "{:.3f}", "high")
-    return replace(column, count=lambda row: row["n_of_scores"][name])
+    return Column(title, f"{meaning}, over the questions scored so", _read(name), "{:.3f}", "high", brief)
 
 
-def _estimate(
-    title: str,
-    meaning: str,
-    value: Callable[[dict[str, Any]], Sequence[float] | None],
-    shown: str,
-    better: Better,
-) -> Column:
-    """Column of a figure with its interval."""
+def _where_right(key: str, title: str, shown: str) -> Column:
+    """A figure over the questions that full prefill answers rightly."""
+    right = "full's own score is 1.0, or, where any right answer counts, its answer equals or contains one"
     return Column(
-        title,
-        meaning,
-        lambda row: next(iter(value(row) or ()), None),
-        shown.format,
-        better,
-        lambda row: (value(row) or ())[1:],
+        f"{title} where full is right", f"over the questions where {right}", _read("answerable", key), shown, "high"
     )
 
 
-def _against_full(score: str, summary: dict[str, Any]) -> list[Column]:
-    title = score_title(score)
-    return [
-        _estimate(
-            f"{title} - full",
-            _DIFFERENCE,
-            lambda row: row["difference_to_full"].get(score),
-            "{:+.3f}",
-            "high",
-        ),
-        _estimate(
-            f"{title} / full",
-            "mean over full's, in percent, over the questions that both answered (with its 95 % interval)",
-            lambda row: row["share_of_full"].get(score),
-            "{:.1%}",
-            "high",
-        ),
-        *_where_right(summary, (score, title, "{:.3f}", "high")),
-    ]
+_INTERVALS = {
+    "kl_to_full": "kl_interval",
+    "agreement_with_full": "agreement_interval",
+    **{key: f"{key}_interval" for key in ("first_token_kl", "first_token_agreement", "equal_answers")},
+}
+"""The key of a figure's interval in a row of the summary."""
 
 
-def _where_right(summary: dict[str, Any], *figures: tuple[str, str, str, Better]) -> list[Column]:
-    """Columns of figures (key, title, format, direction) over the questions that full prefill answers rightly."""
+def _read(key: str, score: str = "") -> Callable[[dict[str, Any]], Sequence[float | None]]:
+    """Reader of a row's figure, with its interval if there is one; of one score, if it is a figure per score."""
 
-    def column(key: str, title: str, shown: str, better: Better) -> Column:
-        rows = [row for row in summary["methods"].values() if row["answerable"]]
-        count = max((row["answerable_n_of_scores"].get(key, row["answerable"]["n"]) for row in rows), default=0)
-        return Column(
-            f"{title} where full is right",
-            f"over the {count} questions where full's own score is 1.0, or, where any right answer counts, its answer "
-            "equals or contains one",
-            lambda row: row["answerable"].get(key) if row["answerable"] else None,
-            shown.format,
-            better,
-            lambda row: row["answerable_intervals"].get(key),
-        )
+    def figure(row: dict[str, Any]) -> Sequence[float | None]:
+        found = (row[key] or {}).get(score) if score else row[key]
+        bounds = row["answerable_intervals"].get(score) if key == "answerable" else row.get(_INTERVALS.get(key, ""))
+        return [*(found if isinstance(found, list) else [found]), *(bounds or ())]
 
-    return [column(*figure) for figure in figures]
+    return figure
+
+
+def _cell(column: Column, row: dict[str, Any], best: str | None) -> Cell:
+    value, *bounds = column.figure(row)
+    if value is None:
+        return Cell("-")
+    text = column.shown.format(value)
+    shown = ", ".join(column.shown.format(bound) for bound in bounds if bound is not None)
+    return Cell(text, f"[{shown}]" if shown else "", row["method"] != "full" and text == best)
 
 
 def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:
     """The best figure as shown, among the runs other than full; None without a competitor."""
-    values = [column.value(row) for row in rows.values() if row["method"] != "full"]
-    found = [value for value in values if value is not None]
+    found = [value for row in rows.values() if row["method"] != "full" and (value := column.value(row)) is not None]
     if column.better is None or len(found) < 2:
         return None
-    return column.show(max(found) if column.better == "high" else min(found))
+    return column.shown.format(max(found) if column.better == "high" else min(found))
 
 
-def _markdown_cell(cell: Cell) -> str:
-    text = f"**{cell.text}**" if cell.best else cell.text
-    return f"{text} {cell.note}".rstrip()
+def _as_text(columns: list[Column], cells: dict[str, list[Cell]]) -> Rows:
+    titles = ["Method", *(column.title for column in columns)]
+    return titles, [[label, *(f"{c.text} {c.interval}".rstrip() for c in row)] for label, row in cells.items()]
 
 
-def _plain(text: str) -> str:
-    """Escape a user's text, so that it cannot end a table cell or begin markup."""
-    return re.sub(r"([\\|*`<\[\]])", r"\\\1", " ".join(text.split()))
+def _share(figures: Sequence[float | None] | None) -> str:
+    """A share in percent, with the bounds of its interval as far as known."""
+    value, *bounds = figures or [None]
+    inside = ", ".join(f"{bound:.1%}" for bound in bounds if bound is not None)
+    return "-" if value is None else f"{value:.1%}" + (f" [{inside}]" if inside else "")

@@ -8,7 +8,6 @@ answers are saved in a working folder at once, so that an interrupted run can co
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,18 +19,18 @@ import torch
 from ... import __version__
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, ModelError
+from ...errors import ConfigurationError
 from ...paths import cache_home
 from ...progress import progress_bar
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, shipped_path, weights_digest
+from ...selection.heads import HeadSet, shipped_set, weights_digest
 from ..models import transformers_model
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
 from .measures import chosen, span_recall, token_recall
 from .outcomes import RATIO, Outcome, answered_rightly, capped_mean, downstream, f1_share, same_answers, same_first
-from .tuning import spaced
+from .tuning import SINKS, spaced
 
 __all__ = [
     "SHIPPED",
@@ -47,15 +46,11 @@ __all__ = [
     "open_engine",
     "ranking_and_checking",
     "recall_of",
-    "shipped_set",
 ]
 
-logger = logging.getLogger(__name__)
 
 SHIPPED = "comes with the package"
 """Name of the head set that engines use without calibration or tuning."""
-SINKS = 4
-"""First tokens of each chunk that get no score."""
 _SIZES = (4, 8, 16, 32)
 TRIES = 3
 """Most samples tried per sample that the primary should answer rightly."""
@@ -265,23 +260,9 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
     return [n for _, n in sorted(((rank + 0.5) / len(kind), n) for kind in kinds for rank, n in enumerate(kind))]
 
 
-def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
-    """The head set that comes with the package for this auxiliary model; None if there is none that fits."""
-    path = shipped_path(weights_digest(auxiliary.fingerprint))
-    if not path.is_file():
-        return None
-    try:
-        found = HeadSet.load(path)
-        found.check(auxiliary)
-    except ModelError as error:
-        logger.warning("left out: %s", error)
-        return None
-    return found
-
-
 def is_combined(heads: HeadSet, sinks: int) -> bool:
     """Whether :func:`combined` can compute the scores of these heads from attention recorded with ``sinks`` sinks."""
-    return not heads.is_updated and heads.sinks == sinks
+    return heads.sinks == sinks
 
 
 def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
@@ -320,7 +301,7 @@ def _ranked(seen: Sequence[Seen]) -> tuple[list[HeadRank], list[LayerRank]]:
 
 
 def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
-    """``(num_tokens,)`` scores of a head set without updates, from recorded attention of its layers."""
+    """``(num_tokens,)`` scores of a head set, from recorded attention of its layers."""
     picked = torch.stack([seen.scores[seen.layers.index(layer), head] for layer, head in heads.heads])
     return heads.weights @ picked
 

@@ -12,29 +12,15 @@ from ...errors import ModelError
 from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention_plan import Probe
 from ...runtime.transformers.model import ModelRuntime
-from ...runtime.transformers.rotary import Tables, unrotate
 from ...selection.auxiliary import pack_chunks
 from ...selection.scoring import Question
-from ...selection.sentences import Offsets
 from ..models import transformers_model
 from .families import Sample, Span
 
-__all__ = ["LastLayer", "Seen", "check_offsets", "look", "marked", "spread_over"]
+__all__ = ["Offsets", "Seen", "check_offsets", "look", "marked", "spread_over"]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastLayer:
-    """Queries and keys of one layer before RoPE, for training of updates."""
-
-    queries: torch.Tensor
-    """``(num_chunks, num_heads, num_question_tokens, head_dim)`` float32; each chunk was read separately."""
-    keys: torch.Tensor
-    """``(num_kv_heads, num_tokens, head_dim)`` float32, tokens of all chunks concatenated."""
-    tables: Tables | None
-    """Rotary tables from position 0 on; None for a layer without RoPE."""
-    num_prefix: int
-    """Position of every chunk's first token."""
-    scaling: float
+Offsets = Sequence[tuple[int, int]]
+"""Per token of a text the characters that it covers, ``(start, end)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +38,6 @@ class Seen:
     """``(num_tokens,)`` bool: the words of the answer."""
     layers: tuple[int, ...] = ()
     """The recorded layers."""
-    last: LastLayer | None = None
 
 
 def check_offsets(runtime: ModelRuntime) -> None:
@@ -65,57 +50,30 @@ def check_offsets(runtime: ModelRuntime) -> None:
 
 
 @torch.inference_mode()
-def look(
-    caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
-) -> Seen:
+def look(caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0) -> Seen:
     """Run a sample's question on each of its chunks in the auxiliary model, and record the attention. A long question
     is cut as in an engine. No store is used.
 
     Args:
         layers: layers whose heads are recorded, increasing.
         sinks: first tokens of each chunk that get no score.
-        keep: one of these layers, whose queries and keys are recorded too.
     """
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
     question = Question.of(runtime, sample.question).ids
     packed = pack_chunks(runtime, caches.prefix, kv, question)
-    num_prefix, lengths = packed.num_prefix, packed.lengths
     hidden = packed.sinks(sinks, spare=True)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
-    queries: list[torch.Tensor] = []
-    tables = None if keep is None else packed.tables(runtime, keep)
-    turned: list[Tables | None] = []
-    if keep is not None:
-        blocks = range(len(packed.blocks))
-        turned = [runtime.rotary_tables_at(packed.positions_of_rows(number))[keep] for number in blocks]
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:
         found[layer].append(packed.of_tokens(number, logits))
 
-    def adjust(layer: int, number: int, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer == keep:
-            plain = unrotate(query, turned[number]).cpu()
-            queries.extend(plain.unflatten(1, (packed.blocks[number].count, -1)).unbind(1))
-        return query, key
-
-    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True, adjust=adjust))
+    packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True))
     joined = (torch.cat(found[layer], dim=-1).cpu().masked_fill(hidden, float("-inf")) for layer in layers)
     scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in joined])
-    kept = None
-    if keep is not None:
-        keys = torch.cat([each[keep, 0].float().cpu() for each in kv], dim=1)
-        on_cpu = None if tables is None else (tables[0].cpu(), tables[1].cpu())
-        kept = LastLayer(torch.stack(queries), keys, on_cpu, num_prefix, _scaling(runtime, keep))
-    return Seen(
-        tuple(lengths), scores, marked(tokens, sample.evidence), marked(tokens, sample.values), tuple(layers), kept
-    )
-
-
-def _scaling(runtime: ModelRuntime, layer: int) -> float:
-    module = runtime.model.base_model.layers[layer].self_attn
-    return float(getattr(module, "scaling", None) or runtime.head_dim**-0.5)
+    evidence, values = marked(tokens, sample.evidence), marked(tokens, sample.values)
+    return Seen(tuple(packed.lengths), scores, evidence, values, tuple(layers))
 
 
 def marked(tokens: Sequence[TokenizedText], spans: Sequence[Span]) -> torch.Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
@@ -16,23 +15,22 @@ from ...methods.recompute import Recompute
 from ...methods.settings import describe
 from ...progress import progress_bar
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, weights_digest
+from ...selection.heads import HeadSet, shipped_set, weights_digest
 from ...selection.scorers import QueryAttention
-from ...selection.sentences import sentence_numbers
 from ..models import transformers_model
-from .calibrate import SHIPPED, combined, is_combined, shipped_set
+from ..variants import ORACLE, RANDOM
+from .calibrate import SHIPPED, combined, is_combined
 from .families import Sample, synthetic_samples
 from .features import Seen
 from .folder import Kept
-from .lexical import lexical_scores
-from .measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
+from .measures import chosen, rank_correlation, span_recall, token_recall
 from .outcomes import RATIO, Asked, Outcome, answered_rightly, capped_mean, downstream
 from .targets import after_sinks, attended_and_stale, attended_when_stale
-from .tuning import Trainee, Tuned
+from .tuning import SINKS
 
-__all__ = ["IN_USE", "OWN_ATTENTION", "UNTUNED", "WORDS", "Figures", "figures_of", "last_layer"]
+__all__ = ["IN_USE", "OWN_ATTENTION", "TUNED", "UNTUNED", "Figures", "figures_of"]
 
-UNTUNED, WORDS, OWN_ATTENTION = "last layer as it comes", "words alone", "the primary's own attention"
+UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
 IN_USE = "in use so far"
 """Name of the head set that the new one would replace, unless it is the package's."""
 _BY_OWN_ATTENTION = Recompute(QueryAttention(layers="upper"), name=OWN_ATTENTION)
@@ -45,10 +43,8 @@ class Figures:
     name: str
     recall: dict[str, float] = field(default_factory=dict)
     """Recall of evidence tokens, by ratio."""
-    sentence_recall: dict[str, float] = field(default_factory=dict)
-    """Recall of evidence tokens if whole sentences are taken by their best token, by ratio."""
     recall_of_asked: dict[str, float] = field(default_factory=dict)
-    """The same over the samples for which the primary was asked; for the head sets before and after training."""
+    """The same over the samples for which the primary was asked; for the fine-tuned head set."""
     span_recall: dict[str, float] = field(default_factory=dict)
     """Recall of whole values, by ratio."""
     overlap: float | None = None
@@ -64,70 +60,49 @@ class Figures:
         return capped_mean(self.outcomes) if self.outcomes else None
 
 
-def last_layer(runtime: ModelRuntime, sinks: int) -> HeadSet:
-    """The heads of the last layer with equal weights."""
-    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
-    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=sinks)
-
-
 def figures_of(
     engine: CacheClipEngine,
     heads: HeadSet,
-    tuned: Tuned,
-    found: HeadSet,
     num_tests: int,
     num_prompts: int,
+    seed: int,
     kept: Kept,
     rival: HeadSet | None,
 ) -> tuple[list[Figures], Asked]:
-    """Figures on the test split of the last layer, the package's head set, the head set in use (``rival``), the head
-    sets before and after training, and words alone; on the primary, also of methods without an auxiliary model. And the
-    samples that the primary was asked.
+    """Figures on the test split of the last layer, the package's head set, the head set in use (``rival``) and the
+    fine-tuned ``heads``; on the primary, also of methods without an auxiliary model. And the samples that the primary
+    was asked.
     """
-    caches, sinks = engine.parts.auxiliary_caches, tuned.settings.sinks
+    caches = engine.parts.auxiliary_caches
     runtime = transformers_model(caches.runtime)
-    samples = synthetic_samples("test", num_tests, seed=tuned.settings.seed)
+    samples = synthetic_samples("test", num_tests, seed=seed)
     asked = answered_rightly(engine, samples, num_prompts, kept=kept)
     prompts = asked.samples
-    last = last_layer(runtime, sinks)
-    sets: dict[str, HeadSet | Method] = {UNTUNED: last}
-    layers = {*heads.layers, runtime.num_layers - 1}
-    scorers: dict[str, Callable[[Sample, Seen], torch.Tensor]] = {UNTUNED: lambda _, seen: combined(seen, last)}
-    for name, replaced in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)):
-        if replaced is not None:
-            sets[name] = replaced
-            if is_combined(replaced, sinks):
-                scorers[name] = partial(_combined_of, replaced)
-                layers |= set(replaced.layers)
-    scorers |= {
-        "before": lambda _, seen: combined(seen, heads),
-        "after": lambda _, seen: tuned(Trainee.of(seen, heads)).detach(),
-        WORDS: lambda sample, _: lexical_scores(
-            sample.chunks, [caches.tokenize(chunk).offsets for chunk in sample.chunks], sample.question
-        ),
-    }
-    names = (*scorers, *([OWN_ATTENTION] if num_prompts else []))
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    sets: dict[str, HeadSet | Method] = {UNTUNED: _last_layer(runtime)}
+    sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
+    sets[TUNED] = heads
+    scored = {name: each for name, each in sets.items() if isinstance(each, HeadSet) and is_combined(each, SINKS)}
+    layers = sorted({layer for each in scored.values() for layer in each.layers})
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in scored}
+    if num_prompts:
+        measured[OWN_ATTENTION] = []
     with progress_bar("testing", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            seen = kept.look(caches, sample, sorted(layers), sinks=sinks, keep=heads.layers[-1])
+            seen = kept.look(caches, sample, layers, sinks=SINKS)
             target = None
-            sentences = [sentence_numbers(chunk, caches.tokenize(chunk).offsets) for chunk in sample.chunks]
             if sample in prompts:
                 target, own = _asked(engine, sample, kept)
-                target = after_sinks(target, seen.lengths, sinks)
-                measured[OWN_ATTENTION].append(_measured(own, seen, target, sentences))
-            for name, score in scorers.items():
-                measured[name].append(_measured(score(sample, seen), seen, target, sentences))
+                target = after_sinks(target, seen.lengths, SINKS)
+                measured[OWN_ATTENTION].append(_measured(own, seen, target))
+            for name, each in scored.items():
+                measured[name].append(_measured(combined(seen, each), seen, target))
             advance(number + 1)
     figures = {name: _mean(name, rows) for name, rows in measured.items()}
     if prompts:  # the comparison with the primary's own attention needs the same questions
-        for name in ("before", "after"):
-            rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
-            figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
-        sets |= {"before": heads, "after": found}
-        others = [preset(name) for name in ("direct", "random", "cacheblend", "epic")]
-        others += [_BY_OWN_ATTENTION, preset("anchored"), preset("oracle")]
+        rows = [row for row, sample in zip(measured[TUNED], samples, strict=True) if sample in prompts]
+        figures[TUNED] = replace(figures[TUNED], recall_of_asked=_mean(TUNED, rows).recall)
+        others = [preset("direct"), RANDOM, preset("cacheblend"), preset("epic")]
+        others += [_BY_OWN_ATTENTION, preset("anchored"), ORACLE]
         sets |= {method.name: method for method in others}
         outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):
@@ -135,8 +110,10 @@ def figures_of(
     return list(figures.values()), asked
 
 
-def _combined_of(heads: HeadSet, _: Sample, seen: Seen) -> torch.Tensor:
-    return combined(seen, heads)
+def _last_layer(runtime: ModelRuntime) -> HeadSet:
+    """The heads of the last layer with equal weights."""
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=SINKS)
 
 
 def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -150,15 +127,11 @@ def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.T
     return found.get("target"), found["own"]
 
 
-def _measured(
-    scores: torch.Tensor, seen: Seen, target: torch.Tensor | None, sentences: Sequence[torch.Tensor]
-) -> dict[str, float]:
+def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> dict[str, float]:
     found = {}
     for ratio in (0.1, RATIO):
         mask = chosen(scores, seen.lengths, ratio)
         found[f"recall {ratio}"] = float(token_recall(mask, seen.evidence))
-        whole = chosen_sentences(scores, seen.lengths, sentences, ratio)
-        found[f"sentence {ratio}"] = float(token_recall(whole, seen.evidence))
         found[f"span {ratio}"] = float(span_recall(mask, seen.values))
     if target is not None:
         ours, theirs = (chosen(each, seen.lengths, RATIO) for each in (scores, target))
@@ -178,7 +151,6 @@ def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:
     return Figures(
         name,
         recall=by_ratio("recall"),
-        sentence_recall=by_ratio("sentence"),
         span_recall=by_ratio("span"),
         overlap=mean("overlap"),
         correlation=mean("correlation"),

@@ -20,11 +20,9 @@ from ... import __version__
 from ...chunks.caches import ChunkCaches
 from ...chunks.context import context_name
 from ...engine import CacheClipEngine
-from ...progress import progress_bar
 from ...tensor_files import read_tensors, write_tensors
 from .families import Sample
-from .features import LastLayer, Seen, look
-from .tuning import Learner, Trainee, TrainingState, learning_and_held_out, train
+from .features import Seen, look
 
 __all__ = [
     "Interrupted",
@@ -32,13 +30,8 @@ __all__ = [
     "digest_of",
     "engine_inputs",
     "load",
-    "load_state",
-    "load_trainee",
     "resumable",
     "save",
-    "save_state",
-    "save_trainee",
-    "train_kept",
 ]
 
 _FORMAT = 3
@@ -79,7 +72,7 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
         "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
         "prefix_ids": list(auxiliary.prefix_ids),
         "system_prompt": config.system_prompt,
-        "chunk_context": context.trained or context_name(context),
+        "chunk_context": context_name(context),
         "codecs": [config.codec, config.auxiliary_codec],
         "device": [config.device, config.auxiliary_device],
         "cacheclip_rag": __version__,
@@ -125,20 +118,15 @@ class Kept:
         save({}, {"digest": digest, "text": made}, path)
         return made
 
-    def look(
-        self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0, keep: int | None = None
-    ) -> Seen:
+    def look(self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0) -> Seen:
         """The saved result of :func:`~cacheclip_rag.lab.training.features.look`, or a new one."""
-        path, digest = self._path_of("look", {"sample": sample.as_read(), "look": [list(layers), sinks, keep]})
+        path, digest = self._path_of("look", {"sample": sample.as_read(), "look": [list(layers), sinks]})
         loaded = load(path, digest)
         if loaded is not None:
             return _seen(*loaded)
-        seen = look(caches, sample, layers, sinks=sinks, keep=keep)
-        numbers: dict[str, Any] = {"lengths": seen.lengths, "layers": seen.layers}
+        seen = look(caches, sample, layers, sinks=sinks)
+        numbers = {"lengths": seen.lengths, "layers": seen.layers}
         tensors = {"scores": seen.scores, "evidence": seen.evidence, "values": seen.values}
-        if seen.last is not None:
-            numbers |= _numbers_of(seen.last)
-            tensors |= _tensors_of(seen.last)
         save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
         return seen
 
@@ -149,23 +137,8 @@ class Kept:
 
 def _seen(tensors: dict[str, torch.Tensor], header: dict[str, str]) -> Seen:
     numbers = json.loads(header["numbers"])
-    last = _last_of(tensors, numbers) if "queries" in tensors else None
     lengths, layers = tuple(numbers["lengths"]), tuple(numbers["layers"])
-    return Seen(lengths, tensors["scores"], tensors["evidence"], tensors["values"], layers, last)
-
-
-def _tensors_of(last: LastLayer) -> dict[str, torch.Tensor]:
-    found = {"queries": last.queries, "keys": last.keys}
-    return found if last.tables is None else found | {"cos": last.tables[0], "sin": last.tables[1]}
-
-
-def _numbers_of(last: LastLayer) -> dict[str, float]:
-    return {"num_prefix": last.num_prefix, "scaling": last.scaling}
-
-
-def _last_of(tensors: dict[str, torch.Tensor], numbers: dict[str, Any]) -> LastLayer:
-    tables = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
-    return LastLayer(tensors["queries"], tensors["keys"], tables, numbers["num_prefix"], numbers["scaling"])
+    return Seen(lengths, tensors["scores"], tensors["evidence"], tensors["values"], layers)
 
 
 def save(tensors: dict[str, torch.Tensor], header: dict[str, str], path: Path) -> None:
@@ -180,84 +153,3 @@ def load(path: Path, digest: str) -> tuple[dict[str, torch.Tensor], dict[str, st
     except (OSError, SafetensorError):
         return None
     return (tensors, header) if header.get("digest") == digest else None
-
-
-def save_trainee(trainee: Trainee, path: Path, digest: str) -> None:
-    tensors = {"fixed": trainee.fixed, "evidence": trainee.evidence, **_tensors_of(trainee.last)}
-    numbers = {"lengths": trainee.lengths, **_numbers_of(trainee.last)}
-    save(tensors, {"digest": digest, "numbers": json.dumps(numbers)}, path)
-
-
-def load_trainee(path: Path, digest: str) -> Trainee | None:
-    loaded = load(path, digest)
-    if loaded is None:
-        return None
-    tensors, header = loaded
-    numbers = json.loads(header["numbers"])
-    return Trainee(tuple(numbers["lengths"]), tensors["fixed"], _last_of(tensors, numbers), tensors["evidence"])
-
-
-def save_state(state: TrainingState, folder: Path, digest: str) -> None:
-    tensors = {f"parameters.{name}": tensor for name, tensor in state.parameters.items()}
-    if state.best_epoch != state.epoch:  # otherwise the current parameters are the best
-        tensors |= {f"best.{name}": tensor for name, tensor in state.best.items()}
-    for number, moments in state.optimizer["state"].items():
-        tensors |= {f"optimizer.{number}.{name}": torch.as_tensor(value) for name, value in moments.items()}
-    header = {
-        "digest": digest,
-        "numbers": json.dumps(
-            {
-                "epoch": state.epoch,
-                "best_epoch": state.best_epoch,
-                "history": state.history,
-                "groups": state.optimizer["param_groups"],
-            }
-        ),
-    }
-    # copies on the CPU: safetensors refuses tensors that share memory, and an accelerator may have no room
-    on_cpu = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    save(on_cpu, header, _state_path(folder, digest))
-
-
-def load_state(folder: Path, digest: str, learner: Learner) -> TrainingState | None:
-    loaded = load(_state_path(folder, digest), digest)
-    if loaded is None:
-        return None
-    tensors, header = loaded
-    numbers = json.loads(header["numbers"])
-    moments: dict[int, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, number, key = name.split(".")
-            moments.setdefault(int(number), {})[key] = tensor
-    best_kind = "parameters" if numbers["best_epoch"] == numbers["epoch"] else "best"
-    parameters, best = (
-        {name: tensors[f"{kind}.{name}"] for name in learner.state_dict()} for kind in ("parameters", best_kind)
-    )
-    optimizer = {"state": moments, "param_groups": numbers["groups"]}
-    return TrainingState(numbers["epoch"], parameters, optimizer, best, numbers["best_epoch"], numbers["history"])
-
-
-def train_kept(learner: Learner, samples: Sequence[Any], folder: Path, digest: str, *, title: str) -> TrainingState:
-    """:func:`~cacheclip_rag.lab.training.tuning.train` with a fifth of the samples held out. It continues from the
-    folder's state, and saves every epoch."""
-    learning, held_out = learning_and_held_out(len(samples))
-    epochs = learner.settings.epochs
-    with progress_bar(title, epochs, "epochs") as advance:
-
-        def after_epoch(state: TrainingState) -> None:
-            save_state(state, folder, digest)
-            advance(state.epoch)
-
-        return train(
-            learner,
-            [samples[number] for number in learning],
-            [samples[number] for number in held_out],
-            state=load_state(folder, digest, learner),
-            after_epoch=after_epoch,
-        )
-
-
-def _state_path(folder: Path, digest: str) -> Path:
-    """One file per training, because several may share the folder."""
-    return folder / f"state-{digest[:20]}.safetensors"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from ...ingest.splitting import Splitter
 from ...progress import progress_bar
 from ...sampling import SamplingParams
 from ...selection.scoring import Question
-from ...selection.sentences import sentence_spans
 from ...types import Message
 from ..evaluation.records import Record, read_records
 from ..models import transformers_model
@@ -36,6 +36,7 @@ __all__ = [
     "passages_of",
     "sample_of_record",
     "samples_of_documents",
+    "sentence_spans",
     "told_apart",
 ]
 
@@ -47,6 +48,14 @@ _QUESTION_TOKENS = 40
 _ASKING = "You write questions about texts."
 _ASK = "Read this sentence:\n\n{sentence}\n\nWrite one short question that this sentence answers, and nothing else."
 _LATIN = re.compile(r"[A-Za-z0-9]")
+_END = re.compile(
+    r"""
+    [.!?…]+ ["'”’»)\]]* \s+         # Latin: a space must follow, or 3.14 and example.org would end one
+    | [。！？｡．…]+ ["'”’」』》）】]* \s*  # Chinese and Japanese: none need follow
+    | \s* \n \s*                    # titles, list items, lines of a table
+    """,
+    re.VERBOSE,
+)
 _ROOM = 256
 """Tokens reserved for the prompt's other text and for the answer."""
 
@@ -181,6 +190,21 @@ def sample_of_record(record: Record) -> Sample | None:
     if len(chunks) < 2 or not evidence:
         return None
     return Sample(record.task, chunks, record.question, answers[0], tuple(evidence), tuple(values), (tuple(answers),))
+
+
+def sentence_spans(text: str) -> list[tuple[int, int]]:
+    """Start and end (exclusive) of each sentence in characters, without surrounding white space."""
+    ends = [0, *_ends(text), len(text)]
+    spans = []
+    for start, end in pairwise(ends):
+        sentence = text[start:end]
+        if sentence.strip():
+            spans.append((start + len(sentence) - len(sentence.lstrip()), start + len(sentence.rstrip())))
+    return spans
+
+
+def _ends(text: str) -> list[int]:
+    return [found.end() for found in _END.finditer(text) if found.end() < len(text)]
 
 
 def _as_words(answer: str) -> str:

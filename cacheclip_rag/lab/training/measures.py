@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...selection.grouping import Sentences
-
-__all__ = ["chosen", "chosen_sentences", "rank_correlation", "span_recall", "token_recall"]
+__all__ = ["chosen", "rank_correlation", "span_recall", "token_recall"]
 
 _WINDOW = 8
 
@@ -41,22 +39,6 @@ def chosen(scores: torch.Tensor, lengths: Sequence[int], ratio: float) -> torch.
     mask = torch.zeros_like(flat, dtype=torch.bool)
     mask.scatter_(-1, order[:, : round(ratio * scores.shape[-1])], True)
     return mask.reshape(scores.shape)
-
-
-def chosen_sentences(
-    scores: torch.Tensor, lengths: Sequence[int], sentences: Sequence[torch.Tensor], ratio: float
-) -> torch.Tensor:
-    """The choice of the grouping ``Sentences``: whole sentences by their best token.
-
-    Args:
-        scores: ``(num_tokens,)``.
-        sentences: per chunk the number of each token's sentence.
-
-    Returns:
-        ``(num_tokens,)`` bool, ``round(ratio * num_tokens)`` of them True.
-    """
-    parts = list(scores.split(list(lengths)))
-    return torch.cat(Sentences().take(parts, round(ratio * len(scores)), sentences=sentences))
 
 
 def token_recall(mask: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

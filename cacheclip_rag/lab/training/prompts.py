@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...engine import CacheClipEngine
 from ...prompt.segments import Segment
 from ..evaluation.questions import ask
-from ..evaluation.records import Passage, Record
+from ..evaluation.records import Record, RecordChunk
 from .families import Sample
 
 __all__ = ["record_of", "segments_of"]
@@ -13,7 +13,7 @@ __all__ = ["record_of", "segments_of"]
 
 def record_of(sample: Sample, number: int = 0) -> Record:
     """The sample as a record for the laboratory."""
-    chunks = tuple(Passage("", chunk) for chunk in sample.chunks)
+    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
     return Record(f"{sample.family}/{number}", sample.family, sample.question, (sample.answer,), chunks, {})
 
 

@@ -1,17 +1,15 @@
-"""Reports of calibration and fine-tuning: Markdown, and one self-contained HTML page."""
+"""Reports of calibration and fine-tuning: tables, JSON objects, and a page in Markdown."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from html import escape
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ...paths import atomic_path
 from .calibrate import SHIPPED, Calibration
-from .context import ContextTraining
 from .figures import IN_USE
 from .finetune import FineTuning
 from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
@@ -20,9 +18,6 @@ __all__ = [
     "calibration_json",
     "calibration_note",
     "calibration_table",
-    "context_json",
-    "context_table",
-    "context_verdict",
     "finetuning_json",
     "finetuning_note",
     "finetuning_table",
@@ -46,14 +41,6 @@ _OUTCOME_TITLES = [
 _SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
 _SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
-_STYLE = """
-:root { color-scheme: light dark; }
-body { margin: 0 auto; max-width: 70rem; padding: 1rem; font: 15px/1.5 system-ui, sans-serif; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid #8885; text-align: right; }
-th:first-child, td:first-child, .plain td { text-align: left; overflow-wrap: anywhere; }
-"""
 
 
 def calibration_table(found: Calibration) -> Table:
@@ -133,7 +120,6 @@ def finetuning_table(found: FineTuning) -> Table:
         [
             each.name,
             *(text(each.recall.get(ratio)) for ratio in ("0.1", "0.2")),
-            *(text(each.sentence_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
             text(each.overlap),
             text(each.correlation),
@@ -144,8 +130,6 @@ def finetuning_table(found: FineTuning) -> Table:
     titles = [
         "selector",
         "recall at 0.1",
-        "at 0.2",
-        "by whole sentences at 0.1",
         "at 0.2",
         "whole values at 0.1",
         "at 0.2",
@@ -180,14 +164,11 @@ def calibration_json(found: Calibration) -> dict[str, Any]:
 def finetuning_json(found: FineTuning) -> dict[str, Any]:
     """The result as a JSON object."""
     return {
-        "is_tuned": found.is_tuned,
         "is_accepted": found.is_accepted,
         "digest": found.heads.digest(),
-        "history": list(found.history),
         "figures": {
             each.name: {
                 "recall": each.recall,
-                "sentence_recall": each.sentence_recall,
                 "recall_of_asked": each.recall_of_asked,
                 "span_recall": each.span_recall,
                 "overlap": each.overlap,
@@ -203,109 +184,29 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
 
 
 def finetuning_verdict(found: FineTuning) -> str:
-    """Verdict: which heads are kept, and their result on the test questions."""
-    kept = "The tuned heads are kept."
-    if not found.is_tuned:
-        kept = "The tuned heads were not better: the initial heads are kept."
+    """Verdict: the result of the head set on the test questions."""
     called = {SHIPPED: "what comes with the package", IN_USE: "the head set in use"}
     replaced = [called[each.name] for each in found.figures if each.name in called]
     no_worse = f", no worse than {' and '.join(replaced)}" if replaced else ""
     or_worse = f", worse than {' or '.join(replaced)}" if replaced else ""
-    said = {
-        True: " On the test questions, the kept heads are better than the untuned last layer, words alone "
-        f"and EPIC{no_worse}, and find as much as the primary's own attention.",
-        False: " On the test questions, the kept heads are not better than all of the untuned last layer, "
-        f"words alone and EPIC{or_worse}, or find less than the primary's own attention.",
-        None: "",
-    }
-    return kept + said[found.is_accepted]
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """Content of a report, for any format."""
-
-    title: str
-    verdict: str
-    figures: Table
-    note: str
-    sections: dict[str, Table]
-
-
-def context_table(found: ContextTraining) -> Table:
-    """Distance from full prefill before and after, one row per ratio."""
-    titles = ["recomputed", "KL, in use", "KL, learned", "change (95 %)", "first token, in use", "learned"]
-    titles += ["equal first tokens, in use", "learned"]
-    return titles, [
-        [
-            f"{each.ratio:.0%}",
-            *(f"{statistics.fmean(values):.4f}" for values in (each.before, each.after)),
-            _change(each.change),
-            *(f"{statistics.fmean(values):.4f}" for values in (each.first_before, each.first_after)),
-            *(f"{sum(values)}" for values in (each.same_before, each.same_after)),
-        ]
-        for each in found.figures
-    ]
-
-
-def _change(change: tuple[float, float | None, float | None] | None) -> str:
-    """A ratio as a change in percent, with its interval."""
-    if change is None:
-        return "-"
-    ratio, low, high = (None if each is None else f"{each - 1:+.0%}" for each in change)
-    return str(ratio) if low is None or high is None else f"{ratio} ({low} to {high})"
-
-
-def context_verdict(found: ContextTraining) -> str:
-    """What the held-out check says."""
-    count = len(found.figures[0].before) if found.figures else 0
-    measured = f"KL from full prefill along right answers, in nats, on {count} prompts that were not trained on."
-    if found.is_better:
-        return f"The learned context is better than the one in use. {measured}"
-    return (
-        "The learned context is not better: the interval of the change must be below 0 where nothing is recomputed, "
-        "the mean must not rise where something is, and no fewer first tokens may equal full prefill's. "
-        f"{measured}"
-    )
-
-
-def context_json(found: ContextTraining) -> dict[str, Any]:
     return {
-        "steps_done": found.step,
-        "steps": found.steps,
-        "is_complete": found.context is not None,
-        "is_better": found.is_better if found.figures else None,
-        "sha256": found.context.sha256 if found.context is not None else None,
-        "num_tokens": found.context.num_tokens if found.context is not None else None,
-        "held_out": [{**asdict(each), "change": each.change} for each in found.figures],
-        "seconds": found.seconds,
-        "folder": str(found.folder),
-    }
+        True: f"On the test questions, the fine-tuned heads are better than the untuned last layer and EPIC{no_worse}, "
+        "and find as much as the primary's own attention.",
+        False: "On the test questions, the fine-tuned heads are not better than both the untuned last layer and "
+        f"EPIC{or_worse}, or find less than the primary's own attention.",
+        None: "The primary was not asked the test questions.",
+    }[found.is_accepted]
 
 
-def write_report(found: FineTuning, folder: Path) -> list[Path]:
-    """Write ``report.md`` and ``report.html`` into ``folder``; returns their paths."""
-    models = f"{found.about['auxiliary']} for {found.about['primary']}"
-    page = _Page(
-        title=f"Fine-tuning of {models}",
-        verdict=finetuning_verdict(found),
-        figures=finetuning_table(found),
-        note=finetuning_note(found),
-        sections={"Training": _epochs(found.history), **_sections(found.about)},
-    )
-    pages = {"report.md": _markdown(page), "report.html": _html(page)}
-    for name, text in pages.items():
-        with atomic_path(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    return [folder / name for name in pages]
-
-
-def _epochs(history: Sequence[dict[str, float]]) -> Table:
-    rows = [
-        [f"{each['epoch']:.0f}", *(f"{each[name]:.3f}" for name in ("loss", "held_out_loss", "held_out_found"))]
-        for each in history
-    ]
-    return ["epoch", "loss", "held-out loss", "found in held-out questions"], rows
+def write_report(found: FineTuning, folder: Path) -> Path:
+    """Write ``report.md`` into ``folder``; returns its path."""
+    lines = [f"# Fine-tuning of {found.about['auxiliary']} for {found.about['primary']}", "", finetuning_verdict(found)]
+    lines += ["", *_markdown_table(finetuning_table(found)), "", finetuning_note(found), ""]
+    for name, table in _sections(found.about).items():
+        lines += [f"## {name}", "", *_markdown_table(table), ""]
+    with atomic_path(folder / "report.md") as temporary:
+        temporary.write_text("\n".join(lines), encoding="utf-8")
+    return folder / "report.md"
 
 
 def _sections(about: dict[str, Any]) -> dict[str, Table]:
@@ -319,28 +220,18 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
         "tests": "test questions",
         "prompts": "test questions asked of the primary",
         "right": "test questions answered rightly by full prefill",
-        "held_out_right": "held-out questions answered rightly by full prefill",
         "seed": "seed",
     }
     data = [["questions and licence", about.pop("data")]]
     data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
     data += [["files given", ", ".join(files) or "none"]]
     data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
-    settings = [[name, str(value)] for name, value in about.pop("settings").items()]
     about.pop("prefix_ids", None)  # token ids of the system prompt
     rest = [[name, str(value)] for name, value in about.items()]
     return {
         "Data": (["data", ""], data),
-        "Settings": (["setting", "value"], settings),
         "Models and versions": (["of", "value"], rest),
     }
-
-
-def _markdown(page: _Page) -> str:
-    lines = [f"# {page.title}", "", page.verdict, "", *_markdown_table(page.figures), "", page.note, ""]
-    for name, table in page.sections.items():
-        lines += [f"## {name}", "", *_markdown_table(table), ""]
-    return "\n".join(lines)
 
 
 def _markdown_table(table: Table) -> list[str]:
@@ -351,25 +242,3 @@ def _markdown_table(table: Table) -> list[str]:
         f"|{'---|' * len(titles)}",
         *(f"| {' | '.join(row)} |" for row in cells),
     ]
-
-
-def _html(page: _Page) -> str:
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>{escape(page.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-            f"<h1>{escape(page.title)}</h1>\n<p>{escape(page.verdict)}</p>",
-            _html_table(page.figures),
-            f"<p>{escape(page.note)}</p>",
-            *(f"<h2>{name}</h2>\n{_html_table(table, 'plain')}" for name, table in page.sections.items()),
-            "</body>\n</html>\n",
-        ]
-    )
-
-
-def _html_table(table: Table, style: str = "figures") -> str:
-    titles, rows = table
-    header = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    cells = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table class="{style}"><tr>{header}</tr>{cells}</table></div>'

@@ -62,8 +62,6 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
     if probe is not None and layer in probe.layers:
         for number, block in enumerate(probe.blocks):
             rows, keys = query[0, :, block.rows], key[0, :, block.keys]
-            if probe.adjust is not None:
-                rows, keys = probe.adjust(layer, number, rows, keys)
             heads = None if probe.heads is None else probe.heads[layer]
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
         if layer == probe.stop:
@@ -484,7 +482,6 @@ class ModelRuntime(TextModel):
         ids: torch.Tensor,
         slots: torch.Tensor,
         *,
-        visible: torch.Tensor | None = None,
         probe: Probe | None = None,
         row_filter: RowFilter | None = None,
         layer_starts: list[float] | None = None,
@@ -495,7 +492,6 @@ class ModelRuntime(TextModel):
         """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
 
         Args:
-            visible: ``(num_slots,)`` bool, keys that any row may see; default all.
             row_filter: removes rows between layers.
             layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
             before_layer: called with each layer's number before it runs. It must run no pass.
@@ -504,7 +500,7 @@ class ModelRuntime(TextModel):
         """
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
-        plan = causal_plan(slots, self.device, geometry, visible)
+        plan = causal_plan(slots, self.device, geometry)
         plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
         plan.before_layer = before_layer
         plan.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None

@@ -1,9 +1,9 @@
 """The auxiliary model's attention from the question: CacheClip's scores.
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
-a head set chooses heads and holds trained updates (:mod:`cacheclip_rag.lab.training`); without a head set the model is
-used unchanged. Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the
-primary's tokens; only the last 96 tokens of a long question score.
+a head set chooses heads and weighs them (:mod:`cacheclip_rag.lab.training`); without one, the last layer scores.
+Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the primary's tokens;
+only the last 96 tokens of a long question score.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ class AuxiliaryAttention(PromptScorer):
 
     layers: str = "tuned"
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
-    ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a count
-    (``0.3+4``), or layer numbers joined by ``+``."""
+    ``last`` (the paper), ``all``, ``upper`` (half), ``middle`` (third), or layer numbers
+    joined by ``+``."""
     pooled: bool = False
     """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
     use this). False (the paper): one softmax per chunk."""
     sinks: int = 0
     """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
-    passes: int = 1
-    """2: the best-scoring sentence is put before the question, and the chunks are scored a second time; each token gets
-    the larger of its two scores. This finds evidence that shares no word with the question, and costs a second pass."""
     heads: str = "auto"
     """Head set for ``tuned``: ``auto`` (the engine's head set), ``none`` (the last layer unchanged), a name (the file
     ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
@@ -53,7 +50,6 @@ class AuxiliaryAttention(PromptScorer):
             )
         check_flag("pooled", self.pooled)
         check_whole_number("sinks", self.sinks, of="tokens")
-        check_whole_number("passes", self.passes, least=1, most=2)
 
     @property
     def needs_auxiliary(self) -> bool:
