@@ -28,13 +28,12 @@ def bench(
 ) -> None:
     """Measure methods on a prompt of generated text; the content of the text does not affect the speed.
 
-    Variants whose budget names a ratio keep it. Chunk caches are kept in memory or a temporary folder, unless the
-    settings name a store.
+    Variants whose budget names a ratio keep it.
     """
     from ..lab.evaluation.bench import bench as run
     from ..lab.variants import read_variants
 
-    config = settings.config()
+    config = settings.measured()
     result = run(
         config,
         variants=read_variants(variants, config.fixed_ratio),

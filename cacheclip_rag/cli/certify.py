@@ -31,7 +31,7 @@ def certify(
     from ..lab.variants import method_named, read_variants
 
     method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
-    config = settings.config(method=method)
+    config = settings.measured(method=method)
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 

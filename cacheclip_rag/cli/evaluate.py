@@ -87,7 +87,7 @@ def evaluate(
     _check_source(dataset, ruler, half, limit, table)
     if out is not None:
         _check_out(out)
-    config = settings.config()
+    config = settings.measured(recompute_ratio=None)
     runs = _runs(config, methods, ratios, read_variants(variants), against)
     metrics = _split(table.metrics or "")
     for metric in metrics:

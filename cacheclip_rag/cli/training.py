@@ -44,7 +44,7 @@ def calibrate(
     from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
     check_folder(work, "working files")
-    table, config = settings.table(CalibrateTable), settings.config(system_prompt=INSTRUCTION)
+    table, config = settings.table(CalibrateTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out, overwrite)
     with stoppable():
         given = _given(config, data, table.data_limit, table.seed, work)
@@ -90,7 +90,7 @@ def finetune(
 
     check_folder(report, "the report")
     check_folder(work, "working files")
-    table, config = settings.table(FinetuneTable), settings.config(system_prompt=INSTRUCTION)
+    table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out, overwrite, instead_of="calibrate")
     rival = HeadSet.load(path) if path.exists() and not overwrite else None
     with stoppable():

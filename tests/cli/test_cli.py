@@ -170,10 +170,7 @@ def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--finish", "later"], 2, "finish must be one of none, verify, revise"),
         (["--ratio", "1.5"], 2, "between 0"),
-        (["--method", "fastest"], 2, "full, prefix, direct, "),
-        (["--settings", "none.toml"], 2, "cannot read the settings file none.toml"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
         (["--primary", "nobody/other"], 2, "was made with"),
@@ -431,6 +428,15 @@ class TestSettingsFile:
         config = given.config()
         assert (config.primary, config.method, config.auxiliary, config.codec) == ("a/b", "full", None, "int8")
         assert (config.recompute_ratio, config.dtype) == (0.5, "bfloat16")
+
+    def test_what_is_measured_is_not_what_a_service_needs(self, tmp_path: Path) -> None:
+        service = 'store = "s"\nmax_bytes = 9\nrequire_certificate = true\nfinish = "revise"\nmin_confidence = 0.5'
+        [given] = self.given(tmp_path, f'{service}\ncodec = "int8"')
+        assert given.measured(recompute_ratio=0.3) == EngineConfig(codec="int8", recompute_ratio=0.3)
+        assert given.config().finish == "revise"
+        [given] = self.given(tmp_path, 'recompute_ratio = "auto"')
+        with pytest.raises(ConfigurationError, match="must be a number to be measured, got 'auto'"):
+            given.measured()
 
     @pytest.mark.parametrize(
         ("text", "words"),
