@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-weights test-oldest test-vllm lint docs bench clean
+.PHONY: setup demo test test-all test-weights test-oldest test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -30,6 +30,10 @@ PARALLEL := -n 2 --dist loadgroup -m "not weights"
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+# The same with every architecture in every test that can take one.
+test-all: export CACHECLIP_TEST_ALL = 1
+test-all: test
 
 # Tests on the packaged models that take minutes to fetch and to convert.
 test-weights: setup
@@ -65,7 +69,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f docs/mkdocs.yml
 
 bench: setup
-	$(BIN)/cacheclip bench
+	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

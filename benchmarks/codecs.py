@@ -61,8 +61,8 @@ def measure(finest: CacheClipEngine, engines: dict[str, CacheClipEngine], record
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dataset", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=50)
     parser.add_argument("--ratio", type=float, default=0.2)

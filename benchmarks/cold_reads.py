@@ -34,8 +34,8 @@ WAYS = ("warm", "overlapped", "in turn")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="smollm2-135m")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:smollm2-135m")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--method", default="cacheclip")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--codec")

@@ -1,7 +1,7 @@
 """Stock components of LlamaIndex and LangChain: how much of the documents' text in their prompts is reused, and how
 much sooner their first tokens come than with full prefill.
 
-    python benchmarks/components.py --primary smollm2-135m --auxiliary smollm2-135m --json table.json
+    python benchmarks/components.py --primary packaged:smollm2-135m --auxiliary packaged:smollm2-135m --json table.json
 
 The documents are those of the examples, split and precomputed once. Every component then asks one question, with the
 default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions, a
@@ -327,8 +327,8 @@ def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", default="", metavar="TEXT", help="only those whose framework and name contain this")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")

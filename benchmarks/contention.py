@@ -57,8 +57,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", help="default qwen2.5-coder-0.5b; with --quick smollm2-135m")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", help="default packaged:qwen2.5-coder-0.5b; with --quick packaged:smollm2-135m")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--method", default="cacheclip")
     parser.add_argument("--ratio", type=float, default=0.2)
     parser.add_argument("--tokens", type=int, help="tokens of all chunks; default 4096, with --quick 1024")
@@ -69,8 +69,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model and a short prompt: under two minutes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    quick = {"primary": "smollm2-135m", "tokens": 1024, "chunks": 9, "busy": "0,2", "repeats": 3}
-    whole = {"primary": "qwen2.5-coder-0.5b", "tokens": 4096, "chunks": 36, "busy": "0,1,2,4", "repeats": 5}
+    quick = {"primary": "packaged:smollm2-135m", "tokens": 1024, "chunks": 9, "busy": "0,2", "repeats": 3}
+    whole = {"primary": "packaged:qwen2.5-coder-0.5b", "tokens": 4096, "chunks": 36, "busy": "0,1,2,4", "repeats": 5}
     for name, value in (quick if args.quick else whole).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -1,6 +1,6 @@
 """How much of stored chunks is reused where a prompt writes them in another format: share of the chunks' tokens.
 
-    python benchmarks/formats.py --model smollm2-135m
+    python benchmarks/formats.py --model packaged:smollm2-135m
 
 The chunks are paragraphs of the licences in ``examples/corpus``, with their line ends and indents, and the same
 paragraphs as one line each. Only the tokenizer is used. A token that a format changes (a line end and the indent after
@@ -73,7 +73,7 @@ def shares(runtime: Runtime, texts: list[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer is used")
+    parser.add_argument("--model", default="packaged:smollm2-135m", help="whose tokenizer is used")
     runtime = load_model(parser.parse_args().model)
     lines = chunks()
     written, flat = shares(runtime, lines), shares(runtime, [" ".join(text.split()) for text in lines])

@@ -1,7 +1,7 @@
 """What the frameworks cost: seconds to the first token through LlamaIndex and LangChain, against the bare engine; and
 how long an event loop waits while an answer is streamed into it.
 
-    python benchmarks/frameworks.py --primary qwen2.5-coder-0.5b --auxiliary smollm2-135m --chunks 8 --runs 5
+    python benchmarks/frameworks.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --chunks 8 --runs 5
 
 The same chunks, question and settings; runs interleaved in a random order, the prefix cache
 emptied before each; medians, of the ratios within each round too.
@@ -66,8 +66,8 @@ async def longest_wait(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)

@@ -27,8 +27,8 @@ from cacheclip_rag.profiling import QUESTION, make_texts
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", default="200,500,1000,2000,4000,8000,16000")

@@ -1,7 +1,7 @@
 """What the engine costs beside plain transformers: decoding, ingestion, memory.
 
     python benchmarks/limits.py
-    python benchmarks/limits.py --only decode,memory --primary qwen2.5-coder-0.5b --dtype bfloat16 --json limits.json
+    python benchmarks/limits.py --only decode,memory --primary packaged:qwen2.5-coder-0.5b --dtype bfloat16 --json limits.json
 
 ``decode``: seconds per token after the first one, of a streamed answer with a stop string that never comes, against
 transformers' ``generate``. ``ingest``: seconds to store texts that are cut already, for primary and auxiliary, against
@@ -72,8 +72,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated; default all")
-    parser.add_argument("--primary", default="smollm2-135m")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:smollm2-135m")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=1000, help="decode: tokens of the prompt")

@@ -49,8 +49,8 @@ def measured(chosen: list[tuple[torch.Tensor, Offsets]], sample: Sample) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--haystack", type=Path)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--limit", type=int, default=4, help="questions of each kind")

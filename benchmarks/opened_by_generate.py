@@ -21,7 +21,7 @@ from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_auxiliary, 
 
 ROOT = str(Path(cacheclip_rag.__file__).parent)
 CHUNKS = [" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8])]
-PROMPT = "\n\n".join(CHUNKS) + "\n\nQuestion: what is the magic number of the harbour master?"
+QUESTION = "Question: what is the magic number of the harbour master?"
 
 
 def main() -> None:
@@ -35,27 +35,27 @@ def main() -> None:
         engine = CacheClipEngine(
             primary=str(primary), auxiliary=str(auxiliary), store=Path(folder) / "store", method="cacheclip"
         )
-        engine.precompute(CHUNKS)
-        engine.generate(PROMPT, SamplingParams(max_tokens=8))
-        found = called_by(engine)
+        found = opened_by(engine, CHUNKS)
     print(f"{len(found)} files, {sum(map(len, found.values()))} functions")
     for file in sorted(found) if verbose else ():
         print(f"  {file}: {', '.join(sorted(found[file]))}")
 
 
-def called_by(engine: CacheClipEngine) -> dict[str, set[str]]:
-    """Names of the package's functions that one answer calls, by file."""
+def opened_by(engine: CacheClipEngine, chunks: list[str]) -> dict[str, set[str]]:
+    """Names of the package's functions that an answer over these chunks calls, by file."""
     found: defaultdict[str, set[str]] = defaultdict(set)
+    prompt, params = "\n\n".join([*chunks, QUESTION]), SamplingParams(max_tokens=8)
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(ROOT) and not code.co_name.startswith("<"):
             found[code.co_filename[len(ROOT) + 1 :]].add(code.co_qualname)
 
-    params = SamplingParams(max_tokens=8)
+    engine.precompute(chunks)
+    engine.generate(prompt, params)
     sys.setprofile(profile)
     try:
-        engine.generate(PROMPT, params)
+        engine.generate(prompt, params)
     finally:
         sys.setprofile(None)
     return found

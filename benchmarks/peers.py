@@ -475,8 +475,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dtype", default="float32", help="of all but llama.cpp, which computes with its GGUF file's")
     parser.add_argument("--gguf", type=Path, help="the primary's GGUF file; a packaged model's is fetched")
     parser.add_argument("--tokens", default="1000,2000,4000,8000", help="tokens of all chunks, comma-separated")
@@ -606,10 +606,10 @@ def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
     """The primary's GGUF file, if llama.cpp needs it."""
     if args.gguf or "llama.cpp" not in workers:
         return str(args.gguf) if args.gguf else None
-    from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+    from cacheclip_rag.models.packaged.catalogue import packaged_name
     from cacheclip_rag.models.packaged.pull import pull_gguf
 
-    return str(pull_gguf(args.primary)) if args.primary in PACKAGED_MODELS else None
+    return str(pull_gguf(args.primary)) if packaged_name(args.primary) else None
 
 
 def summarise(answers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

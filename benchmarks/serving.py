@@ -1,9 +1,9 @@
 """A vLLM server that reuses chunks, under load: ``cacheclip serve --backend vllm``.
 
     python benchmarks/serving.py --json serving.json
-    python benchmarks/serving.py --only poisoning,failures --primary smollm2-135m --chunk-tokens 80 --chunks 4
+    python benchmarks/serving.py --only poisoning,failures --primary packaged:smollm2-135m --chunk-tokens 80 --chunks 4
     python benchmarks/serving.py --only soak --minutes 30
-    python benchmarks/serving.py --only equality --primary smollm2-135m --chunk-tokens 80 --chunks 4 --dtype float32
+    python benchmarks/serving.py --only equality --primary packaged:smollm2-135m --chunk-tokens 80 --chunks 4 --dtype float32
 
 Run it with the interpreter of an environment that has this package and vLLM. It stores chunks in a temporary folder,
 starts the server, and asks it over HTTP. Methods take turns, so that a slow minute hits all of them.
@@ -98,8 +98,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="ttft,throughput", help=f"comma-separated: {', '.join(PARTS)}")
-    parser.add_argument("--primary", default="qwen2.5-coder-0.5b")
-    parser.add_argument("--auxiliary", default="smollm2-135m")
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
+    parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--method", default="cacheclip")
     parser.add_argument("--ratio", type=float, default=0.2)

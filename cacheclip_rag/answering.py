@@ -19,17 +19,17 @@ from .clock import PhaseClock
 from .errors import ConfigurationError
 from .guards.base import Answered, Observer
 from .methods.base import Method
-from .methods.composition import Composition, count_chunks
-from .parts import PREFIX, Parts
+from .parts import Parts
 from .plan.controller import Controller
-from .plan.planner import count_absent, make_plan
+from .plan.planner import make_plan
 from .prompt.calls import parameters_of, read_calls
-from .prompt.segments import Chunk, Segment, as_segments, given_texts
-from .runtime.decoding import LogitsObserver, Watch, decode, is_greedy, room_for
+from .prompt.segments import Segment, as_segments, given_texts
+from .runtime.beside import Beside, Gate
+from .runtime.decoding import decode, room_for
 from .runtime.prefill import Keeping, Prefilled, prefill
+from .runtime.sampler import is_greedy
 from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
-from .sampling import SamplingParams
 from .types import Event, Plan, Request
 
 __all__ = ["Answering"]
@@ -56,10 +56,6 @@ class Answering:
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
-        assert request.method is not None, "an engine chooses a method before it answers"
-        if request.method.composes:
-            yield from self._compose(request)
-            return
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         runtime, schema = sources.primary.runtime, request.params.json_schema
         constraint = runtime.constrain(schema) if schema else None
@@ -68,17 +64,15 @@ class Answering:
         with self.turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
             exact = _exact(request, plan.method, sources, prefilled)
-            finishes = request.finish != "none"
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
                 runtime,
                 prefilled,
                 request.params,
-                verification=exact if finishes else None,
+                beside=_beside(exact, request, plan.method),
                 turn=self.turns.token,
                 constraint=constraint,
                 text_of=text_of,
-                watch=None if exact is None or finishes else Watch(exact, plan.method.min_confidence),
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
             events = _begun(events)
@@ -104,9 +98,9 @@ class Answering:
 
     def _controller(self, request: Request) -> Controller | None:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
-        if not request.auto_ratio or request.method is None or not request.method.reuses_chunks:
+        if not request.auto_ratio or not request.method.reuses_chunks:
             return None
-        return None if request.method.captures else self.parts.controller(request.method)
+        return self.parts.controller(request.method)
 
     @torch.inference_mode()
     def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
@@ -137,44 +131,12 @@ class Answering:
             return segments
         return self.parts.segment(request.prompt, given, tools=request.tools, parts=parts)  # type: ignore[arg-type]
 
-    def _compose(self, request: Request) -> Iterator[Event]:
-        """Answer by a composing method: several prompts, each answered exactly."""
-        sources = self.parts.sources(None)  # weights are loaded before the clock starts
-        runtime = sources.primary.runtime
-        missing: dict[str, None] = {}
-
-        def ask(
-            segments: Sequence[Segment], params: SamplingParams, observe: LogitsObserver | None = None
-        ) -> Iterator[Event]:
-            came = PhaseClock()
-            with self.turns.prompt():
-                _, prefilled = self._prefill(Request(segments, params, None), sources, came, self.observers)
-                missing.update(dict.fromkeys(prefilled.missing))
-                prefilled = replace(prefilled, stats=count_chunks(prefilled.stats, prefilled.layout))
-                events = _begun(decode(runtime, prefilled, params, observe, turn=self.turns.token))
-            yield from events
-
-        clock = PhaseClock()
-        given = given_texts(request.documents)
-        segments = self._segments(request, given, parts=not given)  # each given text is one chunk to answer from
-        if given and not any(isinstance(segment, Chunk) for segment in segments):
-            segments = self._segments(request, given)
-        absent = count_absent(given, segments, segments)
-        composition = Composition(segments, request.params, ask, clock, not_found=absent)
-        assert request.method is not None
-        for event in request.method.compose(composition) if composition.chunks else composition.plain():
-            if event.answer is not None:
-                self._observe(Answered(None, event.answer, request.params))
-            yield self._shown(event, request)
-        self.writer.store_missing(tuple(missing), request.documents, PREFIX)
-
     def _shown(self, event: Event, request: Request) -> Event:
         """The event as the caller sees it."""
         if not self.parts.config.hide_hits:
             return event
         if event.answer is None:  # only an answer from reused chunks may be revised
             return replace(event, is_final=event.is_final and request.finish != "revise")
-        assert request.method is not None
         stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
         return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
@@ -190,16 +152,10 @@ def _begun(events: Iterator[Event]) -> Iterator[Event]:
 
 def _check(request: Request) -> None:
     """Raise ConfigurationError for what cannot be combined."""
-    schema, method = request.params.json_schema, request.method
-    if schema and request.finish != "none":
+    if request.params.json_schema and request.finish != "none":
         raise ConfigurationError(
             f"json_schema cannot be combined with finish={request.finish!r}, which compares the answer with what full "
             "prefill would choose without a schema. Set finish='none' for this call."
-        )
-    if (schema or request.tools) and method is not None and method.composes:
-        raise ConfigurationError(
-            f"method {method.name!r} answers by several prompts, and takes neither tools nor a json_schema. Choose "
-            "another method for this call."
         )
 
 
@@ -211,6 +167,11 @@ def _question(request: Request) -> str | None:
     if not messages or messages[-1]["role"] != "tool":
         return None
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+
+
+def _beside(exact: Verification | None, request: Request, method: Method) -> Beside | None:
+    """What goes on beside the answer. ``finish`` completes the exact KV in any case, so that it needs no gate."""
+    return exact if exact is None or request.finish != "none" else Gate(exact, method.min_confidence)
 
 
 def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -23,7 +23,6 @@ from .checks import (
 from .chunks.context import check_chunk_context
 from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
-from .models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_PRIMARY
 
 if TYPE_CHECKING:
     from .methods.base import Method
@@ -42,9 +41,9 @@ SHADOW_MODES = ("background", "inline")
 class EngineConfig:
     """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
-    primary: str = DEFAULT_PRIMARY
-    """Model that answers: local folder (a string or a ``Path``), packaged name or hub id."""
-    auxiliary: str | None = DEFAULT_AUXILIARY
+    primary: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Model that answers: hub id, local folder (a string or a ``Path``), or ``packaged:NAME``."""
+    auxiliary: str | None = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """Small model that scores tokens; None for methods that need none."""
     store: str | PathLike[str] | None = None
     """Folder of the chunk-cache store; None keeps chunk caches in memory only."""

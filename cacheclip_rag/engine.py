@@ -14,7 +14,6 @@ from typing import Any
 from .answering import Answering
 from .checks import AUTO_RATIO, check_choice, check_ratio_and_limit
 from .chunks.caches import ChunkCaches
-from .chunks.captured import CapturedChunks
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
@@ -113,11 +112,6 @@ class CacheClipEngine:
         return self.parts.prefixes
 
     @property
-    def captured(self) -> CapturedChunks:
-        """Chunk caches captured from answered prompts, in memory, for methods that use them."""
-        return self.parts.captured
-
-    @property
     def head_set(self) -> HeadSet | None:
         """The auxiliary's head set according to the settings; read once."""
         return self.parts.head_set
@@ -210,8 +204,7 @@ class CacheClipEngine:
         for caches in (self.parts.prefix_caches, *loaded):
             if caches.can_reuse:
                 _ = caches.prefix
-        plain = self.make_method("full") if method.composes else method
-        ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), plain))
+        ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), method))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
@@ -447,11 +440,6 @@ class CacheClipEngine:
         """Prefill up to the first token's logits, for evaluation. Arguments are as in :meth:`stream`.
 
         Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
-        if method.composes:
-            raise ConfigurationError(
-                f"method {method.name!r} answers by several prompts, so there is no single prefill to evaluate or "
-                "to certify. Use generate() or stream()."
-            )
         request = Request(prompt, params or SamplingParams(), method, question, documents, tools=tools)
         return self._answering.prefill(request)
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from .chunks.caches import ChunkCaches
-from .chunks.captured import CapturedChunks
 from .chunks.context import AUTO, CONTEXTS, ChunkContext
 from .chunks.library import ChunkLibrary
 from .chunks.prefix_cache import PrefixCache
@@ -67,8 +66,6 @@ class Parts:
         """
         self.config = config
         self._load_primary = load_primary
-        self.captured = CapturedChunks()
-        """Chunk caches captured from answered prompts, in memory, for methods that use them."""
         self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
@@ -139,7 +136,6 @@ class Parts:
         if self._tenant is not None:
             self._tenant.close()
         self.prefixes.clear()
-        self.captured.clear()
 
     # -- models -------------------------------------------------------------------------------------------------
 
@@ -338,28 +334,25 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
-    def scorer_of(self, method: Method | None) -> AuxiliaryScorer | None:
+    def scorer_of(self, method: Method) -> AuxiliaryScorer | None:
         """The auxiliary model with the method's head sets; None if the method needs no auxiliary model."""
-        if method is None or not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
+        if not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
             return None
         return AuxiliaryScorer(auxiliary, self.head_set, self.named_heads(method.head_sets))
 
-    def sources(self, method: Method | None) -> Sources:
+    def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
-        wants: Hashable = None
-        if method is not None:
-            wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets), method.captures)
+        wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
                 self._sources[wants] = self._make_sources(method)
             return self._sources[wants]
 
-    def _make_sources(self, method: Method | None) -> Sources:
+    def _make_sources(self, method: Method) -> Sources:
         return Sources(
-            primary=self.primary(self.context(method.context if method is not None else None)),
+            primary=self.primary(self.context(method.context)),
             prefix=self.prefix_caches,
             auxiliary=self.scorer_of(method),
-            captured=self.captured if method is not None and method.captures else None,
             prefixes=self.prefixes,
         )
 

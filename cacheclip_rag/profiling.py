@@ -83,7 +83,7 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     Raises:
         ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.
     """
-    if not method.reuses_chunks or method.captures or method.composes:
+    if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses no stored chunks, so there is nothing to choose.")
     config = parts.config
     with ExitStack() as stack:

@@ -52,8 +52,7 @@ class Request:
 
     prompt: Prompt | Sequence[Segment]
     params: SamplingParams
-    method: Method | None
-    """None: the cheapest exact method, for intermediate prompts of composing methods."""
+    method: Method
     question: str | None = None
     """Text that scores the chunks; None: the text after the last chunk."""
     documents: Documents = ()
@@ -113,8 +112,6 @@ class Plan:
     """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
     fallback: str | None = None
     """Why nothing is reused although the method reuses chunks; None otherwise."""
-    captures: bool = False
-    """True: plain prefill that captures the prompt's chunk caches for later prompts (Cache-Craft)."""
     obstructed: bool = False
     """True: the model or the prompt does not allow exact reuse; ``fallback`` says why."""
     question: str | None = None
@@ -125,8 +122,6 @@ class Plan:
     auxiliary model's KV."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
-    is_step: bool = False
-    """Whether this is one of the prompts by which a composing method answers. Each of them is answered exactly."""
     bypass: str | None = None
     """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
     prediction: Prediction | None = None
@@ -263,8 +258,7 @@ class FusionStats:
     """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
     ``gated``, the prediction is of the reusing pass alone."""
     queued_s: float = 0.0
-    """Seconds of ``ttft_s`` in which the request waited for others that came before it. The waits of an answer made of
-    several prompts are added up."""
+    """Seconds of ``ttft_s`` in which the request waited for others that came before it."""
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
     reading_s: float = 0.0

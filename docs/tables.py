@@ -36,24 +36,16 @@ def _needs(method: Method) -> str:
     wanted = (
         (method.needs_auxiliary, "an auxiliary model"),
         (method.learns, "earlier prompts"),
-        (_is_trained(method), "a checkpoint trained for it"),
+        (method.name == "block", "a checkpoint trained for it"),
     )
     return ", ".join(text for is_wanted, text in wanted if is_wanted)
 
 
-def _is_trained(method: Method) -> bool:
-    return ".trained." in type(method).__module__
-
-
 def _exact(method: Method) -> str:
-    if method.composes:
-        return "each of its prompts does"
     if not method.reuses_chunks:
         return "always"
-    if _is_trained(method):
+    if method.name == "block":
         return "under its own mask"
-    if method.captures:
-        return "when a prompt comes again from its start"
     return "at ratio 1.0" if method.has_ratio and method.exact_at_one else "never with several chunks"
 
 

@@ -17,14 +17,15 @@ from cacheclip_rag.ingest.embedding import Embedder
 
 HERE = Path(__file__).resolve().parent
 CORPUS = Path(os.environ.get("CORPUS", HERE / "corpus"))
-PRIMARY = os.environ.get("PRIMARY", "qwen2.5-coder-0.5b")
-AUXILIARY = os.environ.get("AUXILIARY", "smollm2-135m")
+PRIMARY = os.environ.get("PRIMARY", "packaged:qwen2.5-coder-0.5b")
+AUXILIARY = os.environ.get("AUXILIARY", "packaged:smollm2-135m")
+EMBEDDING = "packaged:all-MiniLM-L6-v2"
 STORE = os.environ.get("STORE", str(HERE.parent / ".demo" / "examples"))
 FILES = ("apache-2.0.txt", "mpl-2.0.txt")
 """Two licences of the corpus, enough for the examples."""
 DIMENSIONS = 384
 
-_embedder = Embedder()  # all-MiniLM-L6-v2 by sentence-transformers, its weights from the package index
+_embedder = Embedder(EMBEDDING)
 
 
 class LlamaIndexMiniLM(BaseEmbedding):

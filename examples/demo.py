@@ -7,6 +7,7 @@ plain prefill to the same prompt: if both are wrong, the small model is the caus
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ from cacheclip_rag.ingest.library import Library
 
 HERE = Path(__file__).resolve().parent
 STORE = str(HERE.parent / ".demo" / "store")
+MODELS = {"primary": "packaged:qwen2.5-coder-0.5b", "auxiliary": "packaged:smollm2-135m"}
+"""Weights from the package index, so that the demo needs no model hub."""
+SETTINGS = dataclasses.replace(DEFAULT_SETTINGS, **MODELS, embedding="packaged:all-MiniLM-L6-v2")
 TOP_K = 6
 MAX_TOKENS = 80
 QUESTIONS = (
@@ -51,13 +55,13 @@ Outcome = tuple[Messages, dict[str, Any], list[str]]
 """The prompt that reached the model, its statistics, and the sources."""
 
 library = Library(STORE)
-embedder = Embedder()
+embedder = Embedder(SETTINGS.embedding)
 
 
 def main() -> None:
     print("Ingesting examples/corpus: chunk caches for both models, only what changed ...", flush=True)
-    engine = get_engine(engine_config(DEFAULT_SETTINGS, STORE, device="cpu"))
-    report = ingest([HERE / "corpus"], library=library, engine=engine, embedder=embedder, settings=DEFAULT_SETTINGS)
+    engine = get_engine(engine_config(SETTINGS, STORE, device="cpu"))
+    report = ingest([HERE / "corpus"], library=library, engine=engine, embedder=embedder, settings=SETTINGS)
     print(f"{report.documents} documents, {len(library.passages())} chunks, {report.computed} computed now.\n")
     outcomes = []
     for name, ask in (("LlamaIndex", ask_llama_index), ("LangChain", ask_langchain)):
@@ -137,7 +141,7 @@ def ask_llama_index(question: str) -> Iterator[str | Outcome]:
             for path, n, text in library.passages()
         ]
         index = VectorStoreIndex(nodes, embed_model=LibraryEmbedding())
-        llm = CacheClipLLM(store=STORE, max_tokens=MAX_TOKENS)
+        llm = CacheClipLLM(**MODELS, store=STORE, max_tokens=MAX_TOKENS)
         query_engines.append(index.as_query_engine(llm=llm, similarity_top_k=TOP_K, streaming=True))
     response = query_engines[0].query(question)
     yield from response.response_gen
@@ -171,7 +175,7 @@ class LastMessage(BaseCallbackHandler):
 
 
 def ask_langchain(question: str) -> Iterator[str | Outcome]:
-    llm = ChatCacheClip(store=STORE, max_tokens=MAX_TOKENS)
+    llm = ChatCacheClip(**MODELS, store=STORE, max_tokens=MAX_TOKENS)
     prompt = ChatPromptTemplate.from_messages([("human", "{context}\n\n" + INSTRUCTION + "\nQuestion: {input}")])
     recorder = LastMessage()
     chain = create_retrieval_chain(LibraryRetriever(), create_stuff_documents_chain(llm, prompt))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from common import AUXILIARY, CORPUS, FILES, PRIMARY, STORE
+from common import AUXILIARY, CORPUS, EMBEDDING, FILES, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
@@ -13,7 +13,8 @@ from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.ingest.job import ingest, plan
 from cacheclip_rag.ingest.library import Library
 
-settings = dataclasses.replace(DEFAULT_SETTINGS, primary=PRIMARY, auxiliary=AUXILIARY, chunk_tokens=256)
+models = {"primary": PRIMARY, "auxiliary": AUXILIARY, "embedding": EMBEDDING}
+settings = dataclasses.replace(DEFAULT_SETTINGS, **models, chunk_tokens=256)
 FOLDER = f"{STORE}-job"
 
 
@@ -22,7 +23,7 @@ def main() -> None:
     paths = [CORPUS / name for name in FILES]
     cost = plan(paths, library=library, engine=engine, settings=settings)
     print(f"to do: {cost.computed} chunks, {cost.bytes / 1e6:.0f} MB, about {cost.seconds / 60:.1f} minutes")
-    report = ingest(paths, library=library, engine=engine, embedder=Embedder(), settings=settings)
+    report = ingest(paths, library=library, engine=engine, embedder=Embedder(EMBEDDING), settings=settings)
     print(f"done: {report.added} added, {report.changed} changed, {report.unchanged} unchanged")
 
 

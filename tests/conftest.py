@@ -73,11 +73,40 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with real weights in one process: loaded once, and never downloaded by two."""
+FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
+"""Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
+windows in some with two rotary tables, and sinks."""
+EXACTNESS = ("test_exactness.py", "test_matrix.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All architectures in the tests of exactness only, few elsewhere; ``CACHECLIP_TEST_ALL=1`` runs all everywhere.
+
+    Tests with real weights run in one process: loaded once, and never downloaded by two.
+    """
+    if not os.environ.get("CACHECLIP_TEST_ALL"):
+        left_out = [item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in {*left_out}]
     for item in items:
         if item.get_closest_marker("slow") is not None and item.config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("weights"))
+
+
+def architectures_of(item: pytest.Item) -> set[str]:
+    """Tiny models that a test's parameters name."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {each for each in parameters.values() if isinstance(each, str)} & {*TINY_MODELS}
+
+
+def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that run on every tiny model, without those of exactness."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name not in EXACTNESS:
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    crossed = [same for same in found.values() if set().union(*map(architectures_of, same)) >= {*TINY_MODELS}]
+    return [item for same in crossed for item in same]
 
 
 class Folders(dict[str, str]):

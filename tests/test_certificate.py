@@ -393,7 +393,7 @@ class TestEngine:
         "options",
         [
             {},
-            {"chunk_context": "passages", "method": "epic-paper"},
+            {"chunk_context": "passages", "method": "epic"},
             {"method": replace(preset("cacheclip"), chunk_context="passages")},
             {"method": "cacheclip-paper"},
             {"auxiliary_codec": "float32", "codec": "bfloat16"},

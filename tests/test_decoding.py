@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.decoding import Sampler, TextStream
+from cacheclip_rag.runtime.sampler import Sampler
+from cacheclip_rag.runtime.text_stream import TextStream
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
 CPU = torch.device("cpu")

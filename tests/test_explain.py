@@ -131,8 +131,6 @@ class TestReasons:
         [
             ("full", "method 'full' reuses no chunk"),
             ("prefix", "method 'prefix' reuses no chunk"),
-            ("map_reduce", "only with chunk_context='prefix'"),
-            ("cachecraft", "keeps chunk caches of answered prompts"),
         ],
     )
     def test_methods_that_reuse_nothing_of_it(

@@ -20,8 +20,8 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself (its version), and leaves
-    ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "sampling", "tensor_files"),
-    ("fusion_plan", "handoff"),
+    ("", "errors", "checks", "machine", "paths", "progress", "types", "clock", "removed", "sampling", "tensor_files"),
+    ("fusion_plan",),
     ("store",),
     # the protocol of a running model; attention, caches and rotary embedding of transformers models
     ("runtime", "models.packaged"),
@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("fusion",),
     ("runtime.transformers.model", "runtime.transformers.planning", "runtime.prefill"),
-    ("models", "runtime.transformers.plain"),
+    ("models",),
     ("plan", "guards"),
     ("parts",),
     ("answering",),

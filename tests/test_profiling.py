@@ -180,10 +180,9 @@ def test_a_store_that_fails_does_not_stop_the_profile(
     assert found.media == {} and "the network is gone" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["full", "cachecraft", "map_reduce"])
-def test_methods_without_stored_chunks_are_refused(make: Make, method: str) -> None:
+def test_methods_without_stored_chunks_are_refused(make: Make) -> None:
     with pytest.raises(ConfigurationError, match="nothing to choose"):
-        make().profile_machine(method)
+        make().profile_machine("full")
 
 
 def test_a_context_too_short_for_three_sizes_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 import torch
 
 from ..errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
-from ..runtime.base import DTYPES, Runtime, TokenizedText
+from ..runtime.base import DTYPES, Runtime
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .behind import WriteBehind
 from .context import ChunkContext
@@ -50,21 +50,8 @@ class ChunkCaches:
         self.context = context
         self._trained = trained
         self._prefix: torch.Tensor | None = None
-        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._tokenize)
+        self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self.runtime.tokenize)
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
-
-    def _tokenize(self, text: str) -> TokenizedText:
-        """Tokens of a chunk, including the chunk context's special tokens, which cover no character of the text."""
-        tokens = self.runtime.tokenize(text)
-        if not self.context.before and not self.context.after:
-            return tokens
-        opening, closing = (
-            self.runtime.tokenize(wrapper, control=True).ids for wrapper in (self.context.before, self.context.after)
-        )
-        nowhere = ((0, 0),)
-        return TokenizedText(
-            (*opening, *tokens.ids, *closing), (*nowhere * len(opening), *tokens.offsets, *nowhere * len(closing))
-        )
 
     @property
     def can_reuse(self) -> bool:

@@ -18,16 +18,12 @@ __all__ = ["AUTO", "CONTEXTS", "CONTEXT_NAMES", "TRAINED", "ChunkContext", "chec
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:
-    """Text and special tokens around a chunk while it is precomputed. It is part of the chunk's store key."""
+    """Text before a chunk while it is precomputed. It is part of the chunk's store key."""
 
     isolated: bool = False
     """True: nothing comes before the chunk; False: the shared prefix does."""
     text: str = ""
     """Text between the shared prefix and the chunk. It stands for the text that precedes the chunk in a prompt."""
-    before: str = ""
-    """Special tokens that open every chunk."""
-    after: str = ""
-    """Special tokens that close every chunk."""
     trained: str = ""
     """SHA-256 of the trained context whose KV follows the shared prefix; empty for none."""
 

@@ -1,4 +1,4 @@
-"""Sources of a prompt's KV: stored or captured chunks, the auxiliary model, the prefix cache."""
+"""Sources of a prompt's KV: stored chunks, the auxiliary model, the prefix cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from ..selection.scoring import AuxiliaryScorer
     from ..types import Plan
     from .caches import ChunkCaches
-    from .captured import CapturedChunks
     from .prefix_cache import Match, PrefixCache
 
 __all__ = ["Sources"]
@@ -27,15 +26,11 @@ class Sources:
     """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
     auxiliary: AuxiliaryScorer | None
     """None if the method needs no auxiliary model."""
-    captured: CapturedChunks | None
-    """Chunk caches captured from answered prompts, for a method with ``captures``; else None."""
     prefixes: PrefixCache
     """Exact KV of the first tokens of earlier prompts."""
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """The chunk spans whose KV is stored for every model that the method needs."""
-        if self.captured is not None:
-            return tuple(span for span in spans if span.segment.text in self.captured)
         caches = [self.primary, *([self.auxiliary.caches] if self.auxiliary is not None else [])]
         held = {span.whole for span in spans}
         for each in caches:

@@ -79,9 +79,7 @@ class ChunkWriter:
         if not chunks:
             return 0  # the prefix cache keeps its blocks
         self._parts.prefixes.clear()
-        library, captured = self._parts.library, self._parts.captured
-        # lists, not generators: both calls must run
-        return sum([any([library.release([chunk]), captured.remove(chunk)]) for chunk in chunks])
+        return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""

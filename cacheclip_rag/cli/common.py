@@ -97,7 +97,7 @@ ExistingStoreOption = Annotated[
 ]
 PrimaryOption = Annotated[
     str | None,
-    typer.Option("--primary", callback=_checked_model, help="Model that answers: folder, packaged name, hub id."),
+    typer.Option("--primary", callback=_checked_model, help="Model that answers: hub id, folder, packaged:NAME."),
 ]
 AuxiliaryOption = Annotated[
     str | None,

@@ -52,8 +52,8 @@ def evaluate(
         str,
         typer.Option(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
-            "block, turborag and link (for specially trained checkpoints) and, without an auxiliary model, presets "
-            "that need one. 'full-again' is full prefill with its sums in another order: what rounding alone changes."
+            "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
+            "'full-again' is full prefill with its sums in another order: what rounding alone changes."
         ),
     ] = "full,direct,anchored,cacheclip",
     variants: VariantsOption = None,

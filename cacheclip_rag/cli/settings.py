@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
+from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
-from ..models.packaged.catalogue import DEFAULT_AUXILIARY, DEFAULT_EMBEDDING, DEFAULT_PRIMARY
 
 __all__ = ["DEFAULT_SETTINGS", "config_of_models", "engine_config", "merge_settings", "parse_auxiliary"]
 
 DEFAULT_SETTINGS = LibrarySettings(
-    primary=DEFAULT_PRIMARY,
-    auxiliary=DEFAULT_AUXILIARY,
+    primary=EngineConfig().primary,
+    auxiliary=EngineConfig().auxiliary,
     embedding=DEFAULT_EMBEDDING,
     dtype="float32",
     namespace="default",

@@ -110,7 +110,7 @@ def finetune(
 ) -> None:
     """Train the auxiliary model to find tokens that the primary attends to and that are stale. An interrupted run
     continues where it stopped."""
-    from ..lab.training.calibrate import SINKS
+    from ..lab.training.calibrate import SINKS, open_engine
     from ..lab.training.finetune import finetune as run
     from ..lab.training.report import (
         finetuning_json,
@@ -120,7 +120,7 @@ def finetune(
         write_report,
     )
     from ..lab.training.tuning import TuningSettings
-    from ..selection.heads import HeadSet, shipped_path
+    from ..selection.heads import HeadSet, shipped_set
 
     check_folder(report, "the report")
     check_folder(work, "working files")
@@ -144,7 +144,7 @@ def finetune(
             folder=work,
             rival=rival,
         )
-    in_use = path.exists() or (out is None and shipped_path(found.heads.auxiliary_sha256).is_file())
+    in_use = path.exists() or bool(out is None and shipped_set(open_engine(config).auxiliary))
     kept = in_use and not overwrite and not found.is_accepted
     if kept:
         current = f"the head set in {path}" if path.exists() else "the head set that comes with the package"

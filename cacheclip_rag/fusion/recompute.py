@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..chunks.captured import Variant, digest_before
 from ..chunks.prefix_cache import Match
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
@@ -53,8 +52,7 @@ def fuse(
         match = sources.match(plan, usable=geometry is None)
     with match:
         layout = plan.layout.cached_until(match.num_tokens, plan.reused)
-        captured = _captured(layout, sources) if sources.captured is not None else {}
-        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, captured)
+        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
         return pass_.run(match)
 
 
@@ -74,7 +72,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    pass_ = _Pass(runtime, plan, sources, 0, clock, None, False, {})
+    pass_ = _Pass(runtime, plan, sources, 0, clock, None, False)
     scorable = [span for span in plan.reused if not layout.is_exact(span)]
     with clock.phase("select"):
         masks = pass_.choose(scorable)
@@ -115,13 +113,11 @@ class _Pass:
     clock: PhaseClock
     geometry: Geometry | None
     trace: bool
-    captured: Mapping[int, Variant]
-    """Captured chunk caches by the chunk's start position."""
 
     def run(self, match: Match) -> Fused | None:
         plan, clock = self.plan, self.clock
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
-        texts = [] if self.sources.captured is not None else list(dict.fromkeys(span.whole for span in unread))
+        texts = list(dict.fromkeys(span.whole for span in unread))
         numbers = {text: number for number, text in enumerate(texts)}
         with self.sources.primary.read_ahead(texts, once=True) as reading:
             if not plan.method.needs_auxiliary:  # whose KV is needed first
@@ -201,7 +197,6 @@ class _Pass:
             **self._seen(plan.reused, scorable),
             runtime=self.runtime,
             cache=FusedCache(layers=[]),
-            captured={},
             full_prefill=no_prefill,
         )
         return plan.method.select(view, scores)
@@ -233,7 +228,6 @@ class _Pass:
                 **self._seen(reused, scorable),
                 runtime=runtime,
                 cache=cache,
-                captured=self.captured,
                 full_prefill=full_prefill,
                 record_scores=recorded.extend,
             )
@@ -296,9 +290,6 @@ class _Pass:
 
     def _part(self, span: Span, reads: _Reads) -> KV | None:
         """KV of the span's tokens."""
-        if self.sources.captured is not None:
-            variant = self.captured.get(span.start)
-            return None if variant is None else variant.kv
         whole = reads.kv(span.whole)
         return None if whole is None else part_of(whole, span.first, span.first + len(span.tokens))
 
@@ -312,18 +303,6 @@ class _Reads:
 
     def kv(self, text: str) -> KV | None:
         return self.reading.kv(self.numbers[text])
-
-
-def _captured(layout: Layout, sources: Sources) -> Mapping[int, Variant]:
-    """The best captured variant of each chunk, by the chunk's start position."""
-    assert sources.captured is not None
-    texts = [span.segment.text for span in layout.chunks]
-    found = {}
-    for number, span in enumerate(layout.chunks):
-        variant = sources.captured.find(span.segment.text, texts[:number], digest_before(layout, span))
-        if variant is not None:
-            found[span.start] = variant
-    return found
 
 
 def _question_in(layout: Layout) -> str:

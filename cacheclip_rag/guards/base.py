@@ -20,12 +20,11 @@ __all__ = ["Answered", "Observer"]
 class Answered:
     """An answer, with the data that a check needs."""
 
-    plan: Plan | None
-    """None for an answer made of several prompts."""
+    plan: Plan
     answer: Answer
     params: SamplingParams
-    logits: torch.Tensor | None = None
-    """Logits of the answer's first token, ``(vocab_size,)``; None for an answer made of several prompts."""
+    logits: torch.Tensor
+    """Logits of the answer's first token, ``(vocab_size,)``."""
     verified: Verified | None = None
     """What full prefill chooses along the answer, if the answer was verified (``finish``)."""
 
@@ -34,10 +33,7 @@ class Observer:
     """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        """Called before a plan is carried out. An observer may raise an error to refuse it.
-
-        A method that answers by several prompts has a plan for each of them (``plan.is_step``), and one answer.
-        """
+        """Called before a plan is carried out. An observer may raise an error to refuse it."""
 
     def on_answer(self, answered: Answered) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""

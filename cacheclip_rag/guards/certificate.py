@@ -333,7 +333,7 @@ class CertificateGuard(Observer):
         """Checked methods, as text, each with the models of the check."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if not plan.reused or plan.bypass is not None or plan.is_step:
+        if not plan.reused or plan.bypass is not None:
             return
         method = _as_text(describe(plan.method))
         if self._covered.get(method) is sources:
@@ -370,9 +370,6 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         if verdict == "faithful":
             why += ", but it is a quick certificate, and require_certificate needs a thorough one"
     advice = f"Measure it: {_command(config, method, identity.backend)}"
-    if method.captures:
-        why = "certificates cannot cover chunk caches that differ from engine to engine"
-        advice = "Compare a share of the answers with full prefill (shadow_rate)"
     message = f"model {config.primary!r} with method {method.name!r} has no valid certificate: {why}. {advice}"
     if config.require_certificate:
         raise CertificateError(f"{message}; or set require_certificate=False, or use method 'full'.")

@@ -31,9 +31,7 @@ class MissWarning(Observer):
         self._warned = False
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
-        if self._warned or plan.reused or plan.fallback is None or plan.obstructed or plan.is_step:
-            return
-        if sources.captured is not None:
+        if self._warned or plan.reused or plan.fallback is None or plan.obstructed:
             return
         if not _seems_to_hold_chunks(plan) or not sources.primary.has_texts:
             return

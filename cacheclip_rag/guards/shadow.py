@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..runtime.decoding import is_greedy
+from ..runtime.sampler import is_greedy
 from ..types import FusionStats
 from .base import Answered, Observer
 from .fidelity import kl_divergence, read_along
@@ -70,7 +70,7 @@ class ShadowChecker(Observer):
     def on_answer(self, answered: Answered) -> None:
         """Record every answer that was verified, and offer every other answer that reused KV."""
         stats = answered.answer.stats
-        if answered.plan is None or answered.logits is None or stats.method == "full":
+        if stats.method == "full":
             return
         if answered.verified is not None:
             self._record_verified(answered, answered.verified)

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..errors import MissingExtraError, ModelError
 from ..models.load import DEVICE_MAPS, check_device, resolve
-from ..models.packaged.catalogue import DEFAULT_EMBEDDING
 
-__all__ = ["Embedder", "Vectors"]
+__all__ = ["DEFAULT_EMBEDDING", "Embedder", "Vectors"]
+
+DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 
 Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 

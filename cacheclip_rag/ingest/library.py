@@ -22,6 +22,7 @@ import numpy as np
 
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..errors import ConfigurationError, MissingExtraError, StoreError
+from ..models.packaged.catalogue import packaged_name
 from ..store.database import Database, may_be_whole
 from .embedding import Vectors
 
@@ -64,6 +65,11 @@ class LibrarySettings:
     codec: str | None = None
     """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`. ``int8`` means the
     auxiliary's too."""
+
+
+def _same_model(value: Any) -> Any:
+    """A packaged model without ``packaged:``, which older stores do not write; any other setting as it is."""
+    return (packaged_name(value) if isinstance(value, str) else None) or value
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,8 @@ class Library:
         if known is None:
             return
         mine, theirs = asdict(settings), asdict(known)
-        differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in mine if mine[name] != theirs[name]]
+        names = [name for name in mine if _same_model(mine[name]) != _same_model(theirs[name])]
+        differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in names]
         if differences:
             raise ConfigurationError(
                 f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to use this "

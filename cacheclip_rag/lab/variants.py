@@ -28,12 +28,18 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..methods import DEFAULT_METHOD, PRESET_NAMES, preset
 from ..methods.base import Method
+from ..methods.recompute import Recompute
 from ..methods.settings import vary
+from ..selection.scorers import Oracle, Random
 
-__all__ = ["AGAIN", "method_named", "read_variants"]
+__all__ = ["AGAIN", "ORACLE", "RANDOM", "method_named", "read_variants"]
 
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""
+RANDOM = Recompute(Random(), name="random")
+"""Random spans: the effect of the budget alone."""
+ORACLE = Recompute(Oracle(), name="oracle")
+"""Spans that are attended to and stale, according to a full prefill: an upper bound."""
 
 _PRESET = "preset"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

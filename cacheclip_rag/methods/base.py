@@ -1,17 +1,16 @@
 """The base of all methods. A method decides how chunk KV is reused and which tokens are recomputed.
 
 A method declares its needs in class attributes and properties, and overrides hooks. The engine calls them in this
-order: ``arrange`` (segments between the chunks), ``positions`` (other positions or attention, also while decoding),
-``score``, ``select`` (tokens to recompute), ``row_filter`` (rows to remove between layers), ``prepare`` (a correction).
-A method that answers with several prompts implements ``compose`` instead. The engine never asks for a method's class.
+order: ``positions`` (other positions or attention, also while decoding), ``score``, ``select`` (tokens to recompute),
+``row_filter`` (rows to remove between layers), ``prepare`` (a correction). The engine never asks for a method's class.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -19,15 +18,9 @@ from ..checks import check_probability
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
 from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
-from ..prompt.segments import Segment
-from ..runtime.base import Runtime
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
-from ..types import Event
-
-if TYPE_CHECKING:
-    from .composition import Composition
 
 __all__ = ["CacheView", "Method", "PromptView", "RowFilter", "recompute_nothing"]
 
@@ -52,16 +45,10 @@ class Method(ABC):
     reuses_prefixes: ClassVar[bool] = True
     """Whether the method takes the prompt's longest known prefix from the prefix cache, which is exact. Methods with
     other :meth:`positions` do so in plain prefill only."""
-    captures: ClassVar[bool] = False
-    """True: chunk caches come from answered prompts, not from the store. If a chunk of the prompt was never captured,
-    the engine answers by plain prefill and captures the chunk."""
     learns: ClassVar[bool] = False
     """True if the method only helps once an earlier prompt has been answered; benchmarks answer one first."""
     exact_at_one: ClassVar[bool] = True
     """Whether recompute ratio 1.0 equals full prefill."""
-    composes: ClassVar[bool] = False
-    """True: :meth:`compose` answers with several prompts, each exactly. There is no single prefill, and the engine does
-    not call the other hooks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -123,12 +110,9 @@ class Method(ABC):
         ``auto``); None: the engine's setting."""
         return None if self.chunk_context is None else CONTEXTS.get(self.chunk_context, self.chunk_context)
 
-    def arrange(self, segments: Sequence[Segment], runtime: Runtime) -> list[Segment]:
-        """The prompt's segments, with segments that the method adds between them."""
-        return list(segments)
-
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:
-        """Other positions or attention, also while decoding; None: slot = position and ordinary attention.
+        """Other positions or attention, also while decoding; None: slot = position and ordinary attention. No position
+        may be beyond the prompt's last one, which is known to fit the model.
 
         Args:
             reused: chunks whose KV is stored, at least one.
@@ -159,10 +143,6 @@ class Method(ABC):
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
         """Called right before the recompute: set up a correction here. Without :attr:`reads_cache`, the stored KV of
         each layer is written into the cache only before that layer runs."""
-
-    def compose(self, parts: Composition) -> Iterator[Event]:
-        """Answer a prompt with chunks by several prompts; the last event carries the answer."""
-        raise NotImplementedError(f"method {self.name!r} does not declare that it composes")
 
 
 def recompute_nothing(view: CacheView) -> list[torch.Tensor]:

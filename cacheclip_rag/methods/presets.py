@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..selection.budget import Budget, FixedStarts
+from ..selection.budget import Budget
 from ..selection.grouping import AlignedWindows, Tokens
-from ..selection.scorers import AuxiliaryAttention, ChunkStart, Oracle, QueryAttention, Random, RankMix
+from ..selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix
 from .ape import Ape
 from .base import Method
+from .block import BlockAttention
 from .cacheblend import CacheBlend
-from .cachecraft import CacheCraft
-from .direct import Direct, DirectGapped
+from .direct import Direct
 from .full import Full, Prefix
-from .map_reduce import MapReduce, MapRerank
 from .recompute import Recompute
-from .trained.block import BlockAttention
-from .trained.link import KVLink
 
 __all__ = ["PRESETS", "PRESET_NOTES", "PresetNote"]
 
@@ -51,32 +48,22 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
         "vLLM's prefix caching, arXiv:2309.06180",
     ),
     "direct": (Direct(), "Chunk caches are concatenated; nothing is recomputed.", _OF_CACHEBLEND),
-    "direct_gapped": (
-        DirectGapped(),
-        "Direct reuse; every chunk gets an interval of positions of fixed length.",
-        "Prompt Cache, arXiv:2311.04934",
-    ),
     "ape": (
         Ape(),
-        "All chunks share the same positions and are weighed by a temperature and a scale.",
+        "Chunks at the same positions, merged by their attention; nothing is recomputed.",
         "APE, arXiv:2502.05431",
+    ),
+    "block": (
+        BlockAttention(),
+        "For checkpoints trained to read chunks apart: chunk caches as they are.",
+        "Block-Attention, arXiv:2409.15355",
     ),
     "epic": (
         Recompute(ChunkStart(), _TOKENS),
         "The first tokens of every chunk, as many as the ratio allows.",
         _OF_EPIC,
     ),
-    "epic-paper": (
-        Recompute(ChunkStart(), FixedStarts(first=16)),
-        "The first 16 tokens of every chunk, as published.",
-        _OF_EPIC,
-    ),
     "cacheblend": (CacheBlend(), "The tokens whose values change most in the first two layers.", _OF_CACHEBLEND),
-    "cacheblend-equal-charge": (
-        CacheBlend(equal_charge=True),
-        "CacheBlend; its fully computed first layers count towards the ratio.",
-        _OF_CACHEBLEND,
-    ),
     "cacheclip": (
         _CACHECLIP,
         "Spans that an auxiliary model attends to; half of the budget for chunk starts; a correction.",
@@ -95,64 +82,13 @@ _ROWS: dict[str, tuple[Method, str, str]] = {
     "query_attention": (
         Recompute(QueryAttention()),
         "Spans that the last layer of the primary attends to from the question.",
-        "ours, after ProphetKV and QCFuse",
-    ),
-    "prophetkv": (
-        Recompute(QueryAttention(layers="all"), _TOKENS),
-        "Single tokens by the primary's attention, mean over all layers.",
-        "ProphetKV, arXiv:2602.02579",
-    ),
-    "qcfuse": (
-        Recompute(QueryAttention(layers="0.5+3", visible_share=0.1), _TOKENS),
-        "Single tokens by the attention of three middle layers; the question reads a tenth of each chunk.",
-        "QCFuse, arXiv:2606.05875",
-    ),
-    "infoflow": (
-        Recompute(QueryAttention(layers="0.6+4"), _TOKENS),
-        "Single tokens by the attention of four layers, starting at 0.6 of the depth.",
-        "InfoFlow KV, arXiv:2603.05353",
+        "ours, after ProphetKV, arXiv:2602.02579",
     ),
     "anchored": (
         _ANCHORED,
         "The primary's attention (upper half of its layers) and nearness to the chunk's start, mixed by rank; a "
         "correction.",
         "ours",
-    ),
-    "random": (Recompute(Random()), "Random spans: the effect of the budget alone.", "baseline"),
-    "oracle": (
-        Recompute(Oracle()),
-        "Spans that are attended to and stale, according to a full prefill: an upper bound.",
-        "ours",
-    ),
-    "cachecraft": (
-        CacheCraft(),
-        "Chunk caches captured from answered prompts; tokens are recomputed if the chunks before them changed.",
-        "Cache-Craft, arXiv:2502.15734",
-    ),
-    "block": (
-        BlockAttention(),
-        "For checkpoints trained to read chunks separately.",
-        "Block-Attention, arXiv:2409.15355",
-    ),
-    "turborag": (
-        BlockAttention(before="<|doc_start|>", after="<|doc_end|>"),
-        "For checkpoints trained to read chunks separately, each between two special tokens.",
-        "TurboRAG, arXiv:2410.07590",
-    ),
-    "link": (
-        KVLink(),
-        "For checkpoints trained with link tokens after every chunk.",
-        "KVLink, arXiv:2502.16002",
-    ),
-    "map_reduce": (
-        MapReduce(),
-        "One prompt per chunk, and a last prompt made of the answers.",
-        "LangChain's map-reduce chain",
-    ),
-    "map_rerank": (
-        MapRerank(),
-        "One prompt per chunk; the answer with the highest log-probability.",
-        "LangChain's map-rerank chain",
     ),
 }
 
@@ -172,12 +108,6 @@ Departures from the published methods:
   spent exactly. Half of it goes to chunk starts, because missing context changes a chunk's first tokens most (EPIC).
   Tokens that are not recomputed get half of the mean change (AgentKVShift, arXiv:2607.21604). Only the abstract of the
   paper's version 2 could be checked; nothing here claims to implement it.
-- ``prophetkv``: the question attends to the whole stale context (as in QCFuse's benchmark). The paper can also be read
-  as ``QueryAttention(layers="all", question_only=True, softmax="chunks")``.
-- ``qcfuse``: the paper profiles three layers per model, between 0.41 and 0.78 of the depth; here they are the three
-  layers from the middle on. The tokens that the question may see are computed with the answer, not stored. They are one
-  set per chunk; the paper keeps one set per layer. The four first tokens of a chunk come on top of the tenth.
-- ``infoflow``: the paper uses layers 22 to 25 of models with 32 to 40 layers; chunks are not reordered.
 - ``anchored``: attention says which tokens the question needs, nearness to the chunk's start says how stale they are.
   After the first 64 tokens of a chunk, attention alone decides.
 """

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from .packaged.catalogue import PACKAGED_MODELS
+from .packaged.catalogue import PACKAGED_MODELS, packaged_name
 
 __all__ = ["known_context", "knows_tools"]
 
@@ -19,8 +19,8 @@ def known_context(name: str) -> int | None:
     Raises:
         OSError, ValueError: the config file cannot be read.
     """
-    if name in PACKAGED_MODELS and not Path(name).is_dir():
-        return PACKAGED_MODELS[name].context_tokens
+    if (packaged := packaged_name(name)) and not Path(name).is_dir():
+        return PACKAGED_MODELS[packaged].context_tokens
     file = _config_file(name)
     return _read_context(file) if file else None
 
@@ -28,8 +28,8 @@ def known_context(name: str) -> int | None:
 def knows_tools(name: str) -> bool | None:
     """Whether the chat template of a model uses tools. None if the model is neither packaged nor on this machine. Opens
     no connection."""
-    if name in PACKAGED_MODELS and not Path(name).is_dir():
-        return PACKAGED_MODELS[name].tools
+    if (packaged := packaged_name(name)) and not Path(name).is_dir():
+        return PACKAGED_MODELS[packaged].tools
     found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(name, each))]
     return any(map(_mentions_tools, found)) if found else None
 

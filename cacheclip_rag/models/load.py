@@ -26,7 +26,7 @@ from ..errors import (
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
 from .fingerprint import file_states, fingerprint
-from .packaged.catalogue import PACKAGED_MODELS
+from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check_name(name: str) -> None:
     """
     scheme, _, rest = name.partition(":")
     folder = Path(name).expanduser()
-    if (rest and scheme in _factories) or (folder / "config.json").is_file() or name in PACKAGED_MODELS:
+    if (rest and scheme in _factories) or (folder / "config.json").is_file() or packaged_name(name):
         return
     if folder.suffix.lower() == ".gguf":
         raise UnsupportedModelError(
@@ -89,14 +89,16 @@ def check_name(name: str) -> None:
             "folder that contains config.json and *.safetensors (GGUF files must be converted first)."
         )
     if not _HUB_ID.match(name) or name.startswith((".", "~")):
+        hint = did_you_mean(PREFIX + name.removeprefix(PREFIX), [PREFIX + known for known in PACKAGED_MODELS])
         raise UnknownModelError(
             f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the form "
-            f"'owner/name'.{did_you_mean(name, PACKAGED_MODELS)} Packaged names: {known_names()}."
+            f"'owner/name'.{hint} Packaged names: {known_names()}."
         )
 
 
 def resolve(name: str | PathLike[str]) -> Path:
-    """Folder of the model called ``name``: a local folder, a packaged name (fetched if needed), or a hub id.
+    """Folder of the model called ``name``: a local folder, a packaged name (``packaged:NAME`` or ``NAME``,
+    fetched if needed), or a hub id.
 
     Raises:
         UnknownModelError, UnsupportedModelError: as :func:`check_name`.
@@ -107,7 +109,7 @@ def resolve(name: str | PathLike[str]) -> Path:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
-    return pull(name) if name in PACKAGED_MODELS else _from_hub(name)
+    return pull(name) if packaged_name(name) else _from_hub(name)
 
 
 def _from_hub(name: str) -> Path:
@@ -117,8 +119,9 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:  # the hub client raises many kinds: network, missing, gated, disk
         raise DownloadError(
-            f"could not fetch {name!r} from the model hub ({type(error).__name__}: {_first_line(error)}). "
-            f"Check the name and the network, give a local folder instead, or use a packaged name: {known_names()}."
+            f"expected to fetch model {name!r} from the model hub, got {type(error).__name__}: {_first_line(error)}. "
+            "Check the name and the network, or give a local folder. For a trial without a hub, use a model from the "
+            f"package index: {known_names()}."
         ) from error
 
 
@@ -154,8 +157,9 @@ def load_any(
             if (name, dtype, device) not in _registry:
                 _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
             return _registry[name, dtype, device]
-    if fallback == "error" and name in PACKAGED_MODELS and not (Path(name) / "config.json").is_file():
-        check_architecture(PACKAGED_MODELS[name].architecture, name)  # before a long download, not after it
+    packaged = packaged_name(name)
+    if fallback == "error" and packaged and not (Path(name) / "config.json").is_file():
+        check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
     folder = resolve(name)
     key = (str(folder), dtype, device)
     with _registry_lock:
@@ -223,10 +227,11 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     Registering a scheme again replaces its factory; loaded models stay.
 
     Raises:
-        ConfigurationError: an invalid scheme. A single letter is a Windows drive, so a scheme needs two or more.
+        ConfigurationError: an invalid scheme, or ``packaged``, which is taken. A single letter is a Windows drive, so
+            a scheme needs two or more.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9_]+", scheme):
-        raise ConfigurationError(f"a scheme must be two or more of a-z, 0-9 and _, got {scheme!r}.")
+    if not re.fullmatch(r"[a-z][a-z0-9_]+", scheme) or scheme + ":" == PREFIX:
+        raise ConfigurationError(f"a scheme must be two or more of a-z, 0-9 and _, and not packaged, got {scheme!r}.")
     _factories[scheme] = factory
 
 

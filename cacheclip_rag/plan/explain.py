@@ -156,13 +156,6 @@ def _obstacle(plan: Plan) -> str | None:
             f"the text is in the prompt and known, but method {method.name!r} reuses no chunk. Choose another method, "
             "such as 'auto'."
         )
-    if method.composes and not plan.layout.is_exact(plan.layout.chunks[0]):
-        return (
-            f"method {method.name!r} answers each chunk's prompt exactly. Stored KV is exact only with "
-            "chunk_context='prefix', for chunks right after the shared prefix (no text before the first chunk)."
-        )
-    if plan.captures:
-        return f"method {method.name!r} keeps chunk caches of answered prompts, in memory: {plan.fallback}."
     if plan.bypass is not None:
         return f"the text is stored, but not used: {plan.bypass} (recompute_ratio 'auto', max_ttft_s)."
     return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None

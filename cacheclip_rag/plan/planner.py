@@ -11,8 +11,7 @@ from ..chunks.sources import Sources
 from ..config import EngineConfig
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
-from ..methods.composition import exact_method
-from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
+from ..prompt.layout import Layout, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
 from ..store.common_parts import standing_in
 from ..types import Plan
@@ -22,7 +21,7 @@ __all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
 
 def make_plan(
     segments: Sequence[Segment],
-    method: Method | None,
+    method: Method,
     sources: Sources,
     *,
     question: str | None = None,
@@ -31,7 +30,6 @@ def make_plan(
     """Decide how a prompt is answered.
 
     Args:
-        method: None for the cheapest exact method, for one prompt of a composing method.
         question: text that scores the chunks; default the text after the last chunk.
         given: texts that should stand in the prompt.
 
@@ -43,34 +41,23 @@ def make_plan(
     apart = sources.primary.context.isolated
     if apart:
         segments = without_parts(segments)
-    if method is not None:
-        segments = method.arrange(segments, runtime)
     check_least_length(segments, runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, apart=apart)
-    exact = sources.primary.is_exact_after_prefix and sources.captured is None
-    layout = replace(layout, exact_after_prefix=exact)
+    layout = replace(layout, exact_after_prefix=sources.primary.is_exact_after_prefix)
     check_length(layout, runtime.context_tokens, runtime.name)
-    chosen = method or exact_method(layout)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
-    plan = Plan(layout, chosen, question=question, not_found=absent, is_step=method is None)
-    if not chosen.reuses_chunks:
+    plan = Plan(layout, method, question=question, not_found=absent)
+    if not method.reuses_chunks:
         return plan
     obstacle = _obstacle(sources, layout)
     if obstacle is not None:
         return replace(plan, fallback=obstacle, obstructed=True)
     found = sources.held(layout.chunks)
-    if sources.captured is not None and len(found) < len(layout.chunks):
-        why = f"not all of the prompt's {len(layout.chunks)} chunks were captured before; this answer captures them"
-        return replace(plan, fallback=why, captures=True)
-    if sources.captured is None:
-        missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
-        plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
+    missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
+    plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
     if not found:
         return replace(plan, fallback=_nothing_found(plan, sources))
-    obstacle = _obstacle_of_positions(chosen, layout, found, sources)
-    if obstacle is not None:
-        return replace(plan, fallback=obstacle, obstructed=True)
-    keys = () if sources.captured is not None else tuple(sources.primary.key(span.whole) for span in found)
+    keys = tuple(sources.primary.key(span.whole) for span in found)
     return replace(plan, reused=found, keys=keys)
 
 
@@ -123,28 +110,12 @@ def _obstacle(sources: Sources, layout: Layout) -> str | None:
         if caches is not None and caches.runtime.unsupported:
             return caches.runtime.unsupported
     runtime = sources.primary.runtime
-    if sources.captured is not None and not runtime.can_score:
-        return f"captured chunk caches need attention weights, which {runtime.name!r} does not show"
     if layout.num_tokens > runtime.reuse_tokens:
         return (
             f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
             f"above {runtime.reuse_tokens}: reuse would not be exact"
         )
     return None
-
-
-def _obstacle_of_positions(method: Method, layout: Layout, found: Sequence[Span], sources: Sources) -> str | None:
-    """Why the method's positions do not fit the model; None if they fit or the method does not change positions."""
-    geometry = method.positions(layout, found)
-    if geometry is None:
-        return None
-    runtime, last = sources.primary.runtime, int(geometry.positions.max())
-    if last < min(runtime.reuse_tokens, runtime.context_tokens - 1):
-        return None
-    return (
-        f"method {method.name!r} puts the prompt's {layout.num_tokens} tokens at positions up to {last}, "
-        f"and model {runtime.name!r} has {runtime.context_tokens}"
-    )
 
 
 def choose_method(

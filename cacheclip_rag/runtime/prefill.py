@@ -5,23 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from ..chunks.captured import capture
 from ..chunks.prefix_cache import PrefixCache
 from ..chunks.sources import Sources
 from ..clock import PhaseClock
-from ..errors import ConfigurationError
-from ..handoff import write_handoff
 from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..types import FusionStats, Plan, Trace
-from .base import Fused, Runtime, State, wait_for
-from .decoding import confidence
+from .base import Fused, State, wait_for
+from .sampler import confidence
 
 __all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
 
@@ -67,27 +63,6 @@ class Prefilled:
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
 
-    def export(self, folder: Path, runtime: Runtime) -> str:
-        """Write the KV of all tokens but the last one for an engine that decodes, and return the handoff's name
-        (:mod:`cacheclip_rag.handoff`).
-
-        Args:
-            runtime: the runtime that prefilled.
-
-        Raises:
-            ConfigurationError: the runtime's KV cannot be exported, or the method changed the prompt's positions.
-        """
-        layers = getattr(self.cache, "layers", None)
-        if layers is None or not runtime.can_reuse:
-            raise ConfigurationError(f"the KV of model {runtime.name!r} cannot be handed to another engine.")
-        if getattr(self.cache, "geometry", None) is not None:
-            raise ConfigurationError(
-                f"method {self.stats.method!r} changes positions or attention, which another engine cannot decode with."
-            )
-        stop = self.layout.num_tokens - 1
-        kv = [(layer.keys[0, :, :stop], layer.values[0, :, :stop]) for layer in layers]
-        return write_handoff(folder, self.layout.token_ids, kv, runtime.fingerprint)
-
     def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
         """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
         if self.keeping is not None:
@@ -103,8 +78,6 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         trace: also record scores, recomputed tokens and seconds per layer.
     """
     capacity = plan.layout.num_tokens + params_tokens
-    if plan.captures:
-        return _capture(plan, sources, capacity, clock)
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
     if plan.bypass is not None:
@@ -216,19 +189,6 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     )
     logger.info("answered by plain prefill: %s", plan.fallback)
     return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
-
-
-def _capture(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Plain prefill that captures the prompt's chunk caches for later prompts."""
-    assert sources.captured is not None, "a plan that captures needs sources.captured"
-    layout = plan.layout
-    with clock.phase("recompute"):
-        state, logits, variants = capture(sources.primary.runtime, layout, capacity)  # type: ignore[arg-type]
-        sources.captured.add(variants)
-    stats = replace(stats_of(plan, clock, logits), method="full", charged_ratio=1.0, fallback=plan.fallback)
-    misses = len(occurrences(layout.chunks))
-    stats = replace(stats, prefix_tokens=0, fresh_tokens=layout.num_tokens, misses=misses)
-    return Prefilled(layout, state, logits, stats, ())
 
 
 def stats_of(

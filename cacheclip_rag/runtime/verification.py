@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .beside import Beside
+
 if TYPE_CHECKING:
     from ..chunks.prefix_cache import Match
     from .base import Runtime, State
@@ -66,9 +68,11 @@ class Resumed:
     """The exact KV of the prompt and of all ``ids`` but the last."""
     ids: list[int]
     """The answer so far: as it was given, or up to the first token that differs, with full prefill's token there."""
+    keeping: Keeping | None
+    """What the prefix cache may keep of it."""
 
 
-class Verification:
+class Verification(Beside):
     """Completes the exact KV of one prompt, and verifies the answer to it.
 
     Needs the memory of a second KV of the prompt. A sampled answer is not verified, but goes on from the exact KV.
@@ -98,7 +102,7 @@ class Verification:
         assert runtime.can_extend, "verified finishing needs a runtime with can_extend"
         self.keeping = keeping
         self.is_settled = False
-        """Whether the answer was compared. From then on :meth:`advance` must not be called."""
+        """Whether the answer was compared. From then on :meth:`after` must not be called."""
         self.seconds = 0.0
         """Seconds spent on the exact KV and on comparing."""
         self.result: Verified | None = None
@@ -119,11 +123,11 @@ class Verification:
         self._block_rows = _BLOCK_ROWS.get(device, _BLOCK_ROWS_OF_ACCELERATORS)
 
     @property
-    def may_revise(self) -> bool:
+    def may_withdraw(self) -> bool:  # type: ignore[override]
         """Whether text given so far may still be withdrawn."""
         return self._revises and self._is_greedy and not self.is_settled
 
-    def advance(self, answer: Sequence[int], *, completely: bool) -> Resumed | None:
+    def after(self, answer: Sequence[int], *, completely: bool) -> Resumed | None:
         """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt.
 
         Args:
@@ -139,7 +143,7 @@ class Verification:
                 return self._settled(answer)
         return None
 
-    def complete(self, answer: Sequence[int]) -> tuple[State, torch.Tensor] | None:
+    def complete(self, answer: Sequence[int]) -> tuple[Resumed, torch.Tensor] | None:
         """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
 
         Args:
@@ -156,7 +160,7 @@ class Verification:
             logits = self._runtime.extend(self._state, last, self._state.get_seq_length())
             if logits is not None:
                 self.is_settled = self._resumed = True
-                return self._state, logits
+                return Resumed(self._state, list(answer), self.keeping), logits
         return None
 
     def _settled(self, answer: Sequence[int]) -> Resumed | None:
@@ -171,19 +175,14 @@ class Verification:
             ids = [*answer[:differs_at], self._choices[differs_at]]
             self._runtime.cut(self._state, len(self._ids) + differs_at)
         self._keep(ids)
-        return Resumed(self._state, ids) if self._resumed else None
+        return Resumed(self._state, ids, self.keeping) if self._resumed else None
 
-    def finish(self, answer: Sequence[int]) -> None:
-        """Compare the rest of an answer that went on from the approximate KV, and keep its exact KV. Call it once, with
-        all tokens of the answer."""
-        if self._resumed or self._failed:
-            return
-        with self._timed(), self._survived():
-            self._compare(answer)
-            self._keep(answer)
-
-    def stats(self, answer: Sequence[int]) -> dict[str, Any]:
-        """Fields of :class:`~cacheclip_rag.types.FusionStats` for the whole answer."""
+    def end(self, answer: Sequence[int]) -> dict[str, Any]:
+        """Compare the rest of an answer that went on from the approximate KV, and keep its exact KV."""
+        if not self._resumed and not self._failed:
+            with self._timed(), self._survived():
+                self._compare(answer)
+                self._keep(answer)
         if not self._is_greedy or self.result is None:
             return {"verify_s": self.seconds}
         at = self.result.diverged_at

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,12 @@ __all__ = [
     "find_head_set",
     "head_set_path",
     "load_named",
-    "shipped_path",
+    "model_digest",
+    "shipped_set",
     "weights_digest",
 ]
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 HEADS_FILE = "cacheclip-heads.st"
@@ -41,6 +46,9 @@ HEADS_FILE = "cacheclip-heads.st"
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
+_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and then waits for morning."
+"""Text whose token ids tell one tokenizer from another. It has no digits, line breaks or special tokens, which the
+tokenizer of a converted GGUF file may split otherwise than the original."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +207,7 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
     Args:
         setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
             ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for this pair of models; :data:`HEADS_FILE` in the
-            auxiliary's folder; the head set that this package ships for the auxiliary; none.
+            auxiliary's folder; the head set that this package ships for models like the auxiliary; none.
         auxiliary: runtime of the auxiliary model.
 
     Raises:
@@ -213,13 +221,13 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
         return found
     sha256 = weights_digest(auxiliary.fingerprint)
     of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
-    own, shipped = Path(auxiliary.name).expanduser(), shipped_path(sha256)
-    for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else []), shipped):
+    own = Path(auxiliary.name).expanduser()
+    for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else [])):
         if path.is_file():
             found = HeadSet.load(path)
             found.check(auxiliary)
             return found
-    return None
+    return shipped_set(auxiliary)
 
 
 def check_head_set_name(heads: str) -> None:
@@ -261,6 +269,50 @@ def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
 
 
-def shipped_path(auxiliary_sha256: str) -> Path:
-    """Path of the head set that this package ships for an auxiliary model; the file may not exist."""
-    return _SHIPPED / f"{auxiliary_sha256[:16]}.safetensors"
+def shipped_set(auxiliary: Any) -> HeadSet | None:
+    """The head set that this package ships for models of the auxiliary's architecture, sizes and tokenizer, whatever
+    their weights; None if there is none. With other weights than those it was made from, it is bound to the
+    auxiliary's, and the first use is logged.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    path = _SHIPPED / f"{model_digest(auxiliary)[:16]}.safetensors"
+    if not path.is_file():
+        return None
+    found, sha256 = HeadSet.load(path), weights_digest(auxiliary.fingerprint)
+    if found.auxiliary_sha256 != sha256:
+        _log_other_weights(auxiliary.name, str(found.about.get("weights", found.auxiliary_sha256[:12])))
+        found = replace(found, auxiliary_sha256=sha256)
+    found.check(auxiliary)
+    return found
+
+
+def model_digest(runtime: Any) -> str:
+    """SHA-256 of a model's architecture, sizes, rotary base and tokenizer: the same for a checkpoint, its fine-tuned or
+    quantised versions, and a conversion of its GGUF file. The tokenizer counts by the token ids of a fixed text."""
+    config = runtime.model.config
+    rope_theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    identity = {
+        "model_type": config.model_type,
+        "num_layers": runtime.num_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": runtime.num_kv_heads,
+        "head_dim": runtime.head_dim,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        # the first SmolLM differs from SmolLM2 in nothing else
+        "rope_theta": None if rope_theta is None else float(rope_theta),
+        "probe_ids": list(runtime.tokenize(_PROBE).ids),
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _log_other_weights(name: str, made_from: str) -> None:
+    """Once per model and process."""
+    logger.info(
+        "the head set of auxiliary model %r was made from %s weights; used with other weights of the same architecture",
+        name,
+        made_from,
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..chunks.captured import Variant
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
 
@@ -43,8 +42,6 @@ class CacheView(PromptView):
     runtime: ModelRuntime
     """The primary model."""
     cache: FusedCache
-    captured: Mapping[int, Variant]
-    """Captured chunk caches by the chunk's start, for a method with ``captures``; else empty."""
     full_prefill: Callable[[], FusedCache]
     """Computes the prompt's KV by plain prefill, for upper bounds. The cost is charged to the method."""
     record_scores: Callable[[Sequence[torch.Tensor]], None] = lambda scores: None

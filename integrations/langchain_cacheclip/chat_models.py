@@ -71,7 +71,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         PromptTooLongError: the prompt does not fit the model's context. The error is also LangChain's
             ``ContextOverflowError``.
 
-    >>> llm = ChatCacheClip(primary="qwen2.5-coder-0.5b", store="my-store")
+    >>> llm = ChatCacheClip(primary="Qwen/Qwen2.5-0.5B-Instruct", store="my-store")
     >>> llm.invoke("How tall is the Eiffel Tower?").content
     """
 

@@ -32,7 +32,7 @@ class CacheClipLLM(LangChainFields, BaseLLM):
         PromptTooLongError: the prompt does not fit the model's context. The error is also LangChain's
             ``ContextOverflowError``.
 
-    >>> CacheClipLLM(primary="smollm2-135m", store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
+    >>> CacheClipLLM(store="my-store").invoke("The Eiffel Tower is 330 metres tall.")
     """
 
     @property

@@ -14,7 +14,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.decoding import confidence
+from cacheclip_rag.runtime.sampler import confidence
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.engine.asking import SHORT, check_sums, logits, rag

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -103,30 +102,6 @@ def test_an_observer_may_ask_itself(engine: CacheClipEngine, chunks: list[str]) 
     threads.start(lambda: engine.generate(asked(engine, 1, chunks), PARAMS))
     threads.join()
     assert found[1].stats.hits == len(chunks)
-
-
-def test_map_reduce_beside_others(engine: CacheClipEngine, chunks: list[str]) -> None:
-    """It takes a turn for each of its prompts."""
-    engine.precompute(chunks)
-    threads, answers = Threads(), list[Answer]()
-    for method in ("map_reduce", "cacheclip", "map_reduce", "full"):
-        threads.start(
-            lambda method=method: answers.append(  # type: ignore[misc]
-                engine.generate(asked(engine, 1, chunks), PARAMS, method=method)
-            )
-        )
-    threads.join()
-    assert len(answers) == 4 and waiting(engine) == 0
-
-
-def test_a_composing_method_waits_before_its_first_token(engine: CacheClipEngine) -> None:
-    threads, answers = Threads(), list[Answer]()
-    with engine._answering.turns.prompt():
-        threads.start(lambda: answers.append(engine.generate("Who?", PARAMS, method="map_rerank")))
-        until(lambda: waiting(engine) == 2)
-        time.sleep(0.3)
-    threads.join()
-    assert 0.3 <= answers[0].stats.queued_s < answers[0].stats.ttft_s
 
 
 def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:

@@ -185,8 +185,8 @@ class TestRefusals:
         own = make(method=mine)
         assert own.make_method() == mine and make(method=mine, recompute_ratio=0.1).make_method() == mine.at(0.1)
         assert engine.make_method("direct", 0.9) == preset("direct"), "a name without a ratio ignores it"
-        with pytest.raises(ConfigurationError, match="'epic-paper' has no recompute ratio, got 0.9"):
-            engine.make_method(preset("epic-paper"), 0.9)
+        with pytest.raises(ConfigurationError, match="'direct' has no recompute ratio, got 0.9"):
+            engine.make_method(preset("direct"), 0.9)
 
     @pytest.mark.parametrize(("default", "method"), [("cacheclip", "direct"), ("auto", "direct"), ("auto", None)])
     def test_other_methods_work_while_the_auxiliary_cannot_be_had(

@@ -87,7 +87,7 @@ class TestMisses:
 class TestChunkContexts:
     """Chunks are computed as the method that will read them needs them."""
 
-    @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
+    @pytest.mark.parametrize("method", ["full", "prefix"])
     def test_for_a_method_that_reads_none_as_the_settings_have_it(
         self, engine: CacheClipEngine, chunks: list[str], method: str
     ) -> None:

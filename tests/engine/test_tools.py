@@ -88,11 +88,6 @@ class TestSchema:
         with pytest.raises(ConfigurationError, match=f"finish='{finish}'"):
             engine.generate("Who?", JSON, finish=finish)
 
-    def test_composing_methods_are_refused(self, engine: CacheClipEngine) -> None:
-        for params, tools in ((JSON, []), (SamplingParams(), [SEARCH])):
-            with pytest.raises(ConfigurationError, match="'map_reduce' answers by several prompts"):
-                engine.generate("Who?", params, method="map_reduce", tools=tools)
-
     def test_without_the_extra(self, tool_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "llguidance", None)
         engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="full")

@@ -32,8 +32,8 @@ preset = "cacheclip"
 scorer = {type = "QueryAttention", layers = "upper"}
 
 [four]
-preset = "epic-paper"
-budget.first = 4
+preset = "epic"
+budget = {type = "FixedStarts", first = 4}
 """
 
 

@@ -9,7 +9,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.cache import FusedCache
-from tests.conftest import CHUNKS, rag_prompt
+from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "direct", "cacheblend", "ape", "query_attention")
@@ -50,8 +50,11 @@ def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: s
     assert len(made) > kinds and set(made[kinds:]) == {1}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("primary", "method", "dtype"),
+    [(name, METHODS[n % len(METHODS)], ("float32", "bfloat16")[n % 2]) for n, name in enumerate(TINY_MODELS)],
+    indirect=["primary"],
+)
 def test_they_change_no_bit(
     primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
 ) -> None:

@@ -87,7 +87,6 @@ class TestMethods:
             "anchored",
             "block",
             vary(preset("epic"), {"chunk_context": "prefix"}),
-            vary(preset("link"), {"n_link": 0, "start_id": -1, "end_id": -1}),
         ],
         ids=str,
     )
@@ -105,7 +104,7 @@ class TestMethods:
             await CacheClipDocumentTransformer(llm).atransform_documents(documents[1:3])
         assert hits(llm, documents[:3]) == 3
 
-    @pytest.mark.parametrize("method", ["full", "prefix", "cachecraft", "map_reduce"])
+    @pytest.mark.parametrize("method", ["full", "prefix"])
     def test_what_reads_no_stored_chunks_leaves_the_engines_default(
         self, method: str, make: Callable[..., ChatCacheClip], documents: list[Document]
     ) -> None:

@@ -213,9 +213,6 @@ def test_transform_returns_the_nodes_and_passes_over_blank_ones(llm: CacheClipLL
     assert llm.engine.is_stored(chunks[0])
 
 
-LINK = {"tuned": True, "n_link": 1, "first_id": 0, "start_id": -1, "end_id": -1, "max_chunks": 2}
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -224,7 +221,6 @@ LINK = {"tuned": True, "n_link": 1, "first_id": 0, "start_id": -1, "end_id": -1,
         "ape",
         "block",
         vary(preset("epic"), {"chunk_context": "prefix"}),
-        vary(preset("link"), LINK),
     ],
     ids=str,
 )

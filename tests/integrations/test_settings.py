@@ -156,7 +156,7 @@ def test_from_engine(kind: Any, tiny_models: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chunks: list[str]) -> None:
     """It has its own ratio, which the field's default must not contradict."""
-    method = preset("random").at(0.3)
+    method = preset("epic").at(0.3)
     settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1, "namespace": kind.__module__}
     prompt = f"{chunks[0]}\n\n{chunks[1]}\n\n{PROMPT}"
     for llm, options in ((kind(**settings, method=method), {}), (kind(**settings, method="full"), {"method": method})):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cacheclip_rag import SamplingParams
+from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.settings import vary
@@ -23,18 +25,19 @@ REUSING = [
     name
     for name in PRESET_NAMES
     if preset(name).reuses_chunks
-    and not preset(name).composes
-    and not preset(name).captures
     and (preset(name).context is None or preset(name).chunk_context)
     and not preset(name).min_confidence
 ]
 """By one prefill, from chunk caches that all methods share. A preset with a gate is another one until the gate
 decides."""
+VARIANTS = read_variants(Path(__file__).parents[2] / "benchmarks/variants.toml")
+"""What the laboratory compares beside the presets: ``random``, ``oracle``, ``epic-paper`` and others."""
 
 
 def made(method: Method | str, ratio: float | None = None, **changes: Any) -> Any:
-    """A preset, or a method, with changes."""
-    method = preset(method) if isinstance(method, str) else method
+    """A preset, a variant of the laboratory, or a method, with changes."""
+    if isinstance(method, str):
+        method = VARIANTS.get(method) or preset(method)
     method = vary(method, changes)
     return method if ratio is None or not method.has_ratio else method.at(ratio)
 

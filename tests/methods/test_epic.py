@@ -34,7 +34,7 @@ class TestFixedNumbers:
     def test_as_published(self, case: Case) -> None:
         _, spy = spied(case, "epic-paper")
         assert [int(mask.sum()) for mask in spy.masks] == [16, 16, 16]
-        assert preset("epic-paper").nominal_ratio == 0.0 and not preset("epic-paper").has_ratio
+        assert made("epic-paper").nominal_ratio == 0.0 and not made("epic-paper").has_ratio
 
     @plain
     def test_last_tokens(self, case: Case) -> None:
@@ -52,7 +52,7 @@ class TestFixedNumbers:
         text, other = " ".join(SENTENCES[:6]), " ".join(SENTENCES[6:8])
         engine.precompute([text, other])
         quoted = "\n".join(f"> {line}" for line in textwrap.wrap(text, 100))
-        method = vary(preset("epic-paper"), {"budget": {"first": 5, "last": 2, "skip_first_chunk": True}})
+        method = vary(made("epic-paper"), {"budget": {"first": 5, "last": 2, "skip_first_chunk": True}})
         observed = Observed(method)
         plan = engine.plan(f"Read this first.\n\n{quoted}\n\n{other}\n\nWho?", method=method)
         assert [span.continues for span in plan.reused].count(False) == 2 and len(plan.reused) > 3
@@ -74,7 +74,7 @@ class TestFixedNumbers:
 
     def test_there_is_no_ratio(self) -> None:
         with pytest.raises(ConfigurationError, match="'epic-paper' has no recompute ratio, got 0.3"):
-            preset("epic-paper").at(0.3)
+            made("epic-paper").at(0.3)
         for wrong in ({"first": -1}, {"last": 1.5}, {"first": True}, {"skip_first_chunk": 1}):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
                 FixedStarts(**wrong)  # type: ignore[arg-type]

@@ -47,12 +47,8 @@ def assembled(case: Case, geometry: Geometry) -> Any:
 
 class TestOwnPositions:
     @plain
-    @pytest.mark.parametrize(
-        "method",
-        [made("direct_gapped"), made("direct_gapped", slot_tokens=90), made("ape", temperature=1.0, scale=1.0)],
-        ids=["longest", "slots", "ape"],
-    )
-    def test_plain_transformers_at_these_positions(self, case: Case, method: Any) -> None:
+    def test_plain_transformers_at_these_positions(self, case: Case) -> None:
+        method = made("ape", temperature=1.0, scale=1.0)
         geometry = method.positions(case.layout, case.layout.chunks)
         assert geometry is not None and not torch.equal(geometry.positions, torch.arange(case.layout.num_tokens))
         rows = choose_rows(case.layout, case.layout.chunks, [])
@@ -60,39 +56,16 @@ class TestOwnPositions:
         assert gap(run(case, method).logits, expected) < EXACT
         assert gap(run(case, "direct").logits, expected) > BROKEN
 
-    @plain
-    def test_one_chunk_leaves_no_gap(self, case: Case) -> None:
-        segments = [span.segment for span in case.layout.spans]
-        only = [s for s in segments if not isinstance(s, Chunk)]
-        only.insert(segments.index(case.layout.chunks[0].segment), case.layout.chunks[0].segment)
-        gapped, direct = (
-            case.engine.prefill(only, method=each) for each in (made("direct_gapped", slot_tokens=200), made("direct"))
-        )
-        assert direct.stats.hits == 1 and direct.stats.exact_tokens == 0
-        assert gap(gapped.logits, direct.logits) < EXACT
-
-    def test_gaps(self, tiny_models: dict[str, str], case_of: Any) -> None:
-        layout = case_of("llama").layout
-        first, second, third = layout.chunks
-        positions = made("direct_gapped", slot_tokens=100).positions(layout, layout.chunks).positions
-        assert positions[: first.stop].tolist() == list(range(first.stop))
-        assert int(positions[first.stop]) == first.start + 100
-        assert int(positions[second.start]) - int(positions[first.start]) == 100 + second.start - first.stop
-        assert int(positions[-1]) - int(positions[third.start]) == layout.num_tokens - 1 - third.start
-
-    @pytest.mark.parametrize(
-        "method", [made("ape"), made("block", tuned=True, chunk_positions="composite"), made("direct_gapped")]
-    )
-    def test_what_is_generated_comes_after_everything(self, case_of: Any, method: Any) -> None:
+    def test_what_is_generated_comes_after_everything(self, case_of: Any) -> None:
         """Where a prompt ends in a chunk that is not the longest, its last position is not the largest."""
-        case = case_of("llama")
+        case, method = case_of("llama"), made("ape")
         opening, *_ = (span.segment for span in case.layout.spans)
         texts = sorted(CHUNKS[:3], key=len, reverse=True)
         case.engine.precompute(texts, method=method)
         segments = [opening, Fresh("What is the magic number?"), *map(Chunk, texts)]
         result = case.engine.prefill(segments, method=method, question="What?")
         positions, num_tokens = result.cache.geometry.positions, result.layout.num_tokens
-        assert result.stats.hits == 3 and (method.name == "direct_gapped" or int(positions[-1]) < int(positions.max()))
+        assert result.stats.hits == 3 and int(positions[-1]) < int(positions.max())
         largest = int(positions.max())
         asked: list[int] = []
         hook = case.runtime.model.base_model.register_forward_pre_hook(
@@ -106,10 +79,6 @@ class TestOwnPositions:
         assert asked == [largest + 1, largest + 2, largest + 3]
         assert result.cache.position_of(num_tokens) == largest + 1 and result.cache.position_of(0) == 0
 
-    def test_beyond_the_context_is_plain_prefill(self, case_of: Any) -> None:
-        result = run(case_of("llama"), "direct_gapped", slot_tokens=100_000)
-        assert result.stats.method == "full" and "positions up to" in result.stats.fallback
-
     def test_a_damaged_chunk_is_placed_as_text(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         case = case_of("llama")
         caches = case.engine.parts.prefix_caches
@@ -121,14 +90,12 @@ class TestOwnPositions:
         assert torch.equal(result.cache.geometry.positions, made("ape").positions(case.layout, stored).positions)
 
     @pytest.mark.parametrize(
-        ("name", "changes", "message"),
+        ("changes", "message"),
         [
-            ("ape", {"temperature": 0}, "temperature must be above 0 and at most 10"),
-            ("ape", {"scale": True}, "scale must be above 0"),
-            ("direct_gapped", {"slot_tokens": -1}, "slot_tokens must be a whole number of tokens, 0 or more"),
-            ("block", {"chunk_positions": "x"}, "chunk_positions must be one of reordered, composite"),
+            ({"temperature": 0}, "temperature must be above 0 and at most 10"),
+            ({"scale": True}, "scale must be above 0"),
         ],
     )
-    def test_wrong_settings(self, name: str, changes: dict[str, Any], message: str) -> None:
+    def test_wrong_settings(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
-            made(name, **changes)
+            made("ape", **changes)

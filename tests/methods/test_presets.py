@@ -44,6 +44,8 @@ class TestNames:
             preset("cacheclp")
         with pytest.raises(ConfigurationError, match="only an engine can resolve 'auto'"):
             preset(DEFAULT_METHOD)
+        with pytest.raises(ConfigurationError, match="^map_reduce is gone: use the chain"):
+            check_method("map_reduce")
         for wrong in ("cacheclip:layers=last", "", 3, None, Recompute):
             with pytest.raises(ConfigurationError, match="method must be"):
                 check_method(wrong)
@@ -60,10 +62,8 @@ class TestNames:
         assert isinstance(paper, Recompute) and paper.correction == 0.0 and paper.chunk_context == "prefix"
         assert paper.scorer == AuxiliaryAttention(layers="last")
         assert paper.budget == Budget(0.2, AlignedWindows(8, 5), chunk_starts=0.0)
-        assert preset("epic-paper").budget == FixedStarts(first=16, last=0)  # type: ignore[attr-defined]
-        assert preset("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
-        wrapped = preset("turborag").context
-        assert wrapped is not None and (wrapped.before, wrapped.after) == ("<|doc_start|>", "<|doc_end|>")
+        assert made("epic-paper").budget == FixedStarts(first=16, last=0)
+        assert made("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
 
     def test_the_gated_one_is_cacheclip_with_a_gate(self) -> None:
         gated = preset("cacheclip-gated")

@@ -236,18 +236,6 @@ class TestAccelerator:
         logits = [engine.prefill(rag_prompt(CHUNKS), PARAMS, method=each).logits for each in (method, without)]
         assert gap(*logits) > 1e-3
 
-    def test_captured_chunks(self, make: Callable[..., CacheClipEngine], device: str) -> None:
-        """The first prompt is answered plainly and captured; the second, in another order, reuses it."""
-        found = []
-        for name in (device, "cpu"):
-            engine = make(device=name)
-            first = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cachecraft")
-            assert first.stats.method == "full"
-            method = engine.make_method("cachecraft")
-            found.append(engine.prefill(rag_prompt([*CHUNKS[2:], *CHUNKS[:2]]), PARAMS, method=method))
-            assert found[-1].stats.hits == len(CHUNKS) and found[-1].stats.fallback is None
-        assert found[0].logits.device.type == device and gap(found[0].logits.cpu(), found[1].logits) < 10 * EXACT
-
     @pytest.mark.parametrize("method", ["prefix", "cacheclip"])
     def test_prefix_cache(self, make: Callable[..., CacheClipEngine], method: str) -> None:
         """The second prompt that begins alike takes its start from the cache, and is as exact."""
@@ -342,7 +330,6 @@ class TestPretendedAccelerator:
         [
             ("full", 1, 1, 2),
             ("ape", 1, 27, 6),
-            ("cachecraft", 1, 17, 2),
             ("direct", 1, 20, 2),
             ("cacheclip", 2, 41, 2),
             ("cacheblend", 2, 27, 2),

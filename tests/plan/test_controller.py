@@ -14,8 +14,11 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
 from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.plan.controller import Controller, Cost, Profile, Sample, Work, find_profile, fit
+from cacheclip_rag.selection.budget import FixedStarts
+from cacheclip_rag.selection.scorers import ChunkStart
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, TimedRead, disk
 from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.testing.throttled import ThrottledBackend
@@ -23,6 +26,7 @@ from cacheclip_rag.types import PHASES, FusionStats, Prediction, Reading
 
 IDENTITY = {"primary": "a", "threads": 2}
 PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))
+FIXED = Recompute(ChunkStart(), FixedStarts())
 LONG = " ".join(f"The keeper of lamp {n} lived on the rock for {n} weeks." for n in range(40))
 
 
@@ -558,7 +562,7 @@ class TestReading:
         assert decided.bypass is None and decided.prediction is not None
         assert decided.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.0)))
         assert decided.prediction.reading.seconds == 0.0
-        fixed = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="epic-paper")
+        fixed = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method=FIXED)
         assert not fixed.method.has_ratio and fixed.method.nominal_ratio == 0.0
         assert controller.decide(fixed, 0, None, Reading(SLOW, 1e6, 0.0, "recompute")).bypass is not None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.errors import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import Answered, Observer
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -162,34 +162,9 @@ class TestObservers:
             engine.generate(rag(CHUNKS))
         assert engine.generate(rag(CHUNKS), method="full").stats.method == "full"
 
-    def test_each_prompt_of_a_composing_method_has_a_plan(
-        self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """It may be refused, but needs no certificate and is no reason to warn: it is answered exactly."""
-        strict = CacheClipEngine(engine.config, require_certificate=True, chunk_context="prefix")
-        seen = self.Seen()
-        strict.observers.append(seen)
-        strict.precompute(CHUNKS[:2])
-        answer = strict.generate(rag(CHUNKS), documents=CHUNKS, method="map_reduce")
-        assert [(len(plan.reused), len(plan.missing)) for plan in seen.plans] == [(1, 0), (1, 0), (0, 1), (0, 0)]
-        assert all(plan.is_step for plan in seen.plans) and not caplog.records
-        assert [(answered.answer, answered.plan) for answered in seen.answers] == [(answer, None)]
-        with pytest.raises(CertificateError):
-            strict.generate(rag(CHUNKS))
-        strict.observers.append(self.Refusing())
-        with pytest.raises(ConfigurationError, match="not today"):
-            strict.generate(rag(CHUNKS), method="map_reduce")
-
     def test_they_are_not_asked_by_those_who_evaluate(self, engine: CacheClipEngine) -> None:
         seen = self.Seen()
         engine.observers.append(seen)
         engine.precompute(CHUNKS)
         engine.prefill(rag(CHUNKS), method=engine.make_method())
         assert seen.plans == [] and seen.answers == []
-
-    def test_an_answer_of_several_prompts_is_seen_once(self, engine: CacheClipEngine) -> None:
-        seen = self.Seen()
-        engine.observers.append(seen)
-        engine.precompute(CHUNKS)
-        engine.generate(rag(CHUNKS), method="map_reduce")
-        assert [answered.plan for answered in seen.answers] == [None]

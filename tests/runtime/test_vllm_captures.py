@@ -19,8 +19,11 @@ from cacheclip_rag.runtime.vllm.captures import (
     Capture,
     CapturedRows,
     CaptureSchedule,
+    open_context,
     read_capture,
     remove_capture,
+    remove_context,
+    write_context,
 )
 from cacheclip_rag.runtime.vllm.encoding import encoding_options, encoding_primary, vllm_engine
 from cacheclip_rag.runtime.vllm.requests import Settings
@@ -116,6 +119,34 @@ def give(captor: Captor, kv: torch.Tensor, slots: torch.Tensor, order: torch.Ten
     for layer in range(layers):
         key, value = (torch.cat([part.transpose(0, 1)[order], padding]) for part in kv[layer])
         captor.take(layer, key, value, slots[order])
+
+
+class TestContext:
+    """The KV before chunks, as a file."""
+
+    def test_there_and_back(self, tmp_path: Path) -> None:
+        kv = kv_of(9)
+        name = write_context(tmp_path, kv, "model")
+        assert write_context(tmp_path, kv, "model") != name
+        with open_context(tmp_path, name) as context:
+            assert (context.model, context.num_layers, context.num_tokens) == ("model", LAYERS, 9)
+            keys, values = context.layer(1, 2, 7, slice(1, 3))
+        assert torch.equal(keys, kv[1, 0, 1:3, 2:7].transpose(0, 1))
+        assert torch.equal(values, kv[1, 1, 1:3, 2:7].transpose(0, 1))
+        remove_context(tmp_path, name)
+        remove_context(tmp_path, name)
+        with pytest.raises(FileNotFoundError), open_context(tmp_path, name):
+            pass
+
+    def test_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / f"{NAME}.safetensors").write_bytes(b"no tensors")
+        with pytest.raises(ValueError, match="cannot be read"), open_context(tmp_path, NAME):
+            pass
+        monkeypatch.setattr("cacheclip_rag.runtime.vllm.captures.FORMAT_VERSION", 99)
+        name = write_context(tmp_path, kv_of(9), "model")
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="format is 99"), open_context(tmp_path, name):
+            pass
 
 
 class TestCaptor:
@@ -280,7 +311,7 @@ class TestOptions:
         transfer = encoding_options(tmp_path / "exchange", tmp_path)["kv_transfer_config"]
         assert transfer["kv_connector_module_path"] == "cacheclip_rag.runtime.vllm.capturing"
         settings = Settings.of(transfer["kv_connector_extra_config"])
-        assert (settings.store, settings.handoffs) == (tmp_path, tmp_path / "exchange")
+        assert (settings.store, settings.exchange) == (tmp_path, tmp_path / "exchange")
 
     @pytest.mark.parametrize(
         ("options", "what"),

@@ -67,10 +67,10 @@ def test_each_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
 
 class TestSettings:
     def test_from_engine_options(self, tmp_path: Path) -> None:
-        options = engine_options(tmp_path, namespace="a", handoffs=tmp_path / "h")
+        options = engine_options(tmp_path, namespace="a")
         assert options["async_scheduling"] is False, "a load may fail"
         settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
-        assert settings == Settings(tmp_path, frozenset("a"), tmp_path / "h")
+        assert settings == Settings(tmp_path, frozenset("a"))
         options = engine_options(tmp_path, namespace=["b", "a"], sealed=True)
         settings = Settings.of(options["kv_transfer_config"]["kv_connector_extra_config"])
         assert settings == Settings(tmp_path, frozenset("ab"), sealed=True)
@@ -112,14 +112,14 @@ class TestReady:
         return Ready.of(given, ids or made["plan"].token_ids, settings, made["runtime"], **ROOM)
 
     def test_of_a_plan(self, made: dict[str, Any]) -> None:
-        carried = request_parameters(plan=made["plan"])[PARAMETER]
+        carried = request_parameters(made["plan"])[PARAMETER]
         ready = self.ready(made, carried)
         assert ready.plan == made["plan"] and ready.num_ready == made["plan"].num_ready
-        assert ready.digest == made["plan"].digest and ready.handoff is None
+        assert ready.digest == made["plan"].digest
         with pytest.raises(ConfigurationError, match="token ids"):
             self.ready(made, carried, [5, *made["plan"].token_ids[1:]])
         with pytest.raises(ConfigurationError, match="no store"):
-            self.ready(made, carried, settings=Settings(handoffs=Path("x")))
+            self.ready(made, carried, settings=Settings(exchange=Path("x")))
         with pytest.raises(ConfigurationError, match="another tenant"):
             self.ready(made, carried, settings=Settings(Path("x"), frozenset({"other"})))
         several = Settings(Path("x"), frozenset({"other", "default"}))
@@ -127,18 +127,9 @@ class TestReady:
         other = replace(made["plan"], namespace="other")
         assert other.digest != made["plan"].digest, "tenants never share blocks of vLLM's prefix cache"
 
-    def test_of_a_handoff(self, made: dict[str, Any], tmp_path: Path) -> None:
-        found = made["engine"].prefill(rag_prompt(CHUNKS), method=preset("cacheblend"))
-        name = found.export(tmp_path, made["engine"].primary)
-        carried = request_parameters(handoff=name)[PARAMETER]
-        ready = self.ready(made, carried, settings=Settings(handoffs=tmp_path))
-        assert ready.num_ready == found.layout.num_tokens - 1 and ready.digest == ready.handoff == name
-        with pytest.raises(ConfigurationError, match="no folder"):
-            self.ready(made, carried)
-
-    @pytest.mark.parametrize("given", [None, 7, "plan", {}, {"plan": {}, "handoff": "0" * 32}, {"other": 1}])
+    @pytest.mark.parametrize("given", [None, 7, "plan", {}, {"plan": {}, "other": 1}, {"other": 1}])
     def test_of_nonsense(self, made: dict[str, Any], given: Any) -> None:
-        with pytest.raises(ConfigurationError, match="either a plan or a handoff"):
+        with pytest.raises(ConfigurationError, match="gives a plan under"):
             self.ready(made, given)
 
 

@@ -377,7 +377,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "misspelt": ({"cacheclip": {"documants": []}}, "cacheclip.documants", "documents"),
     "documents": ({"cacheclip": {"documents": "a"}}, "cacheclip.documents", "list"),
     "method": ({"cacheclip": {"method": "cachclip"}}, "cacheclip.method", "cacheclip"),
-    "several prompts": ({"cacheclip": {"method": "map_reduce"}}, "cacheclip.method", "several prompts"),
+    "a method that is gone": ({"cacheclip": {"method": "map_reduce"}}, "cacheclip.method", "map_reduce is gone"),
     "ratio": ({"cacheclip": {"ratio": 2}}, "cacheclip", "between 0"),
     "auto": ({"cacheclip": {"ratio": "auto"}}, "cacheclip.ratio", "number"),
     "time": ({"cacheclip": {"max_ttft_s": 1.0}}, "cacheclip.max_ttft_s", "no effect"),

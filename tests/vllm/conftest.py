@@ -17,7 +17,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.guards import certificate as certificates
-from cacheclip_rag.methods import preset
+from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.runtime.vllm.offline import FusedLLM, engine_options
 from cacheclip_rag.runtime.vllm.planner import Planner
 from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
@@ -43,7 +43,7 @@ TEMPLATES = {"tools": TOOLS_TEMPLATE}
 """Chat templates of models, instead of the one of all tiny models."""
 CHUNKS = [" ".join(SENTENCES[(start + step) % 8] for step in range(4)) for start in range(6)]
 QUESTIONS = ["What is the magic number?", "Who built the lighthouse?", "When does the ferry leave?", "Who went ashore?"]
-CORRECTED = replace(preset("random"), correction=0.5, name="corrected")
+CORRECTED = replace(RANDOM, correction=0.5, name="corrected")
 """Many runs of single windows, and a correction."""
 VLLM = {"max_model_len": 2048, "block_size": 32, "max_num_seqs": 16, "seed": 0}
 """Options of an engine that certifies."""
@@ -67,7 +67,6 @@ class Setting:
 
     model: str
     store: str
-    handoffs: str
     options: dict[str, Any]
 
     @property
@@ -113,7 +112,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
             }
             if name in TEMPLATES:
                 (own / "model" / "chat_template.jinja").write_text(TEMPLATES[name])
-            made[name] = Setting(options["primary"], options["store"], str(own / "handoffs"), options)
+            made[name] = Setting(options["primary"], options["store"], options)
             made[name].engine.precompute(CHUNKS)
             assert all(made[name].engine.is_stored(chunk) for chunk in CHUNKS)
         return made[name]
@@ -122,7 +121,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @contextmanager
-def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterator[FusedLLM]:
+def started(setting: Setting, **options: Any) -> Iterator[FusedLLM]:
     """A vLLM engine with our connector."""
     from vllm import LLM
 
@@ -135,12 +134,11 @@ def started(setting: Setting, *, engine: bool = False, **options: Any) -> Iterat
         "seed": 0,
         "disable_log_stats": True,
     }
-    ours = engine_options(setting.store, handoffs=setting.handoffs)
+    ours = engine_options(setting.store)
     llm = None
     try:
         llm = LLM(setting.model, **{**defaults, **ours, **options})
-        own = {"engine": setting.engine, "handoffs": setting.handoffs} if engine else {}
-        yield FusedLLM(llm, setting.planner(), **own)
+        yield FusedLLM(llm, setting.planner())
     finally:
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()

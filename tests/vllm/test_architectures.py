@@ -47,15 +47,15 @@ def setting(name: str, folder: Path) -> Setting:
         "prefix_cache_bytes": 0,
     }
     CacheClipEngine(**options).precompute(CHUNKS)
-    return Setting(options["primary"], options["store"], str(folder / "handoffs"), options)
+    return Setting(options["primary"], options["store"], options)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_answers(name: str, tmp_path: Path) -> None:
     made = setting(name, tmp_path)
-    with started(made, engine=True) as fused:
+    with started(made) as fused:
         assert ask(fused, PROMPTS, "full") == made.expected(PROMPTS, "full")
-        for method in ("cacheclip", CORRECTED, "cacheblend"):
+        for method in ("cacheclip", CORRECTED):
             found = outputs(fused, PROMPTS, method)
             assert outcomes(found) == ["fused"] * 4
             assert [tuple(each.outputs[0].token_ids) for each in found] == made.expected(PROMPTS, method)

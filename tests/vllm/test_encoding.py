@@ -235,7 +235,7 @@ class TestFailures:
         engine.precompute(CHUNKS[:1])
         for path in made.folder.glob("*.safetensors"):
             path.unlink()
-        with pytest.raises(EncodingError, match="there is no handoff"):
+        with pytest.raises(EncodingError, match="the KV before the chunks"):
             engine.precompute(CHUNKS[1:3])
         assert not engine.is_stored(CHUNKS[1])
         made.encoders[-1].close()

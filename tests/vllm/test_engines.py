@@ -27,8 +27,8 @@ def gone(setting: Setting, key: str) -> Iterator[None]:
         setting.engine.precompute(CHUNKS)  # the planner has noticed
 
 
-def check(setting: Setting, fused: Any, *, handoff: bool = False) -> None:
-    for method in [*METHODS, *(["anchored"] if handoff else [])]:
+def check(setting: Setting, fused: Any) -> None:
+    for method in METHODS:
         expected = setting.expected(PROMPTS, method)
         found = outputs(fused, PROMPTS, method)
         assert outcomes(found) == ["fused"] * 4 and not fused.plain
@@ -41,14 +41,14 @@ def test_chunked_scheduling_and_small_passes(settings: Any) -> None:
     """Less room in a step than a prompt has, and few runs in a pass."""
     setting = settings()
     room = {"max_num_batched_tokens": 160, "max_num_seqs": 9, "enable_chunked_prefill": True}
-    with started(setting, engine=True, **room) as fused:
-        check(setting, fused, handoff=True)
+    with started(setting, **room) as fused:
+        check(setting, fused)
 
 
 def test_preemption(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks for two prompts, and not for their answers: a preempted request loads its KV again."""
     setting = settings()
-    with started(setting, engine=True, num_gpu_blocks_override=42) as fused:
+    with started(setting, num_gpu_blocks_override=42) as fused:
         scheduler = fused.llm.llm_engine.engine_core.engine_core.scheduler
         preempt, preempted = scheduler._preempt_request, []
 
@@ -57,7 +57,7 @@ def test_preemption(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             return preempt(request, *args, **kwargs)
 
         monkeypatch.setattr(scheduler, "_preempt_request", counting)
-        for method in (*METHODS, "anchored"):
+        for method in METHODS:
             fused.llm.reset_prefix_cache()
             preempted.clear()
             assert ask(fused, PROMPTS, method, tokens=48) == setting.expected(PROMPTS, method, tokens=48)
@@ -74,8 +74,8 @@ def test_compiled(settings: Any) -> None:
 def test_tensor_parallel(settings: Any, model: str) -> None:
     """Two workers, each with one of two KV heads, or both with the only one."""
     setting = settings(model)
-    with started(setting, engine=True, tensor_parallel_size=2, distributed_executor_backend="mp") as fused:
-        check(setting, fused, handoff=True)
+    with started(setting, tensor_parallel_size=2, distributed_executor_backend="mp") as fused:
+        check(setting, fused)
         fused.llm.reset_prefix_cache()
         with gone(setting, fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key):
             (found,) = outputs(fused, PROMPTS[:1], "cacheclip")
@@ -87,8 +87,8 @@ def test_in_a_process_of_its_own(settings: Any, monkeypatch: pytest.MonkeyPatch)
     """As vLLM's servers run it: plans are serialised, and steps are scheduled ahead of their results."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     setting = settings()
-    with started(setting, engine=True, distributed_executor_backend="uni") as fused:
-        check(setting, fused, handoff=True)
+    with started(setting, distributed_executor_backend="uni") as fused:
+        check(setting, fused)
         key = fused.planner.plan(PROMPTS[0], method="cacheclip").fusion.pieces[2].key
         with gone(setting, key):
             fused.llm.reset_prefix_cache()

@@ -69,7 +69,7 @@ def test_eight_bits(settings: Any, tmp_path: Path) -> None:
         "store": str(tmp_path / "store"),
         "dtype": "bfloat16",  # vLLM runs these weights in no other
     }
-    setting = Setting(options["primary"], options["store"], str(tmp_path / "handoffs"), options)
+    setting = Setting(options["primary"], options["store"], options)
     with pytest.raises(UnsupportedModelError, match="quanti"):
         setting.engine.precompute(CHUNKS)
     unquantised = {**options, "primary": full.model, "store": str(tmp_path / "unquantised")}
@@ -100,7 +100,7 @@ def test_a_certificate(settings: Any, folder: Path, tmp_path: Path, monkeypatch:
         "store": str(tmp_path / "store"),
         "dtype": "bfloat16",
     }
-    setting = Setting(options["primary"], options["store"], str(tmp_path / "handoffs"), options)
+    setting = Setting(options["primary"], options["store"], options)
     certificate = certify_vllm(EngineConfig(**options), quick=True, vllm=VLLM)
     assert certificate.exactness["passed"], certificate.exactness
     (row,) = [row for row in certificate.ratios if row.ratio == 1.0]

@@ -23,7 +23,6 @@ from ...errors import (
 from ...machine import unit_name
 from ...methods.base import Method
 from ...runtime.prefill import Prefilled
-from ...sampling import SamplingParams
 from ...types import FusionStats
 from ..models import transformers_model
 from .questions import QuestionPrompt
@@ -104,8 +103,7 @@ class MethodAnswer:
     text: str
     fidelity: dict[str, float]
     stats: FusionStats
-    followed: ReferenceComparison | None = None
-    """None for an answer made of several prompts."""
+    followed: ReferenceComparison
 
 
 def answer_of(
@@ -115,10 +113,6 @@ def answer_of(
     reference: Reference,
     gold_ids: Sequence[Sequence[int]],
 ) -> MethodAnswer:
-    if method.composes:
-        params = SamplingParams(max_tokens=asked.max_tokens)
-        answer = engine.generate(asked.segments, params, method=method, question=asked.record.question)
-        return MethodAnswer(answer.text, {"equal_answer": float(answer.text == reference.answer)}, answer.stats)
     return followed(reference, engine.prefill(asked.segments, method=method, question=asked.record.question), gold_ids)
 
 
@@ -194,6 +188,6 @@ def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: st
         measured_on=where,
         effective_ratio_of_stale=stats.effective_ratio_of_stale,
         confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
-        later_confidence=None if followed is None else followed.later_confidence,
-        confidence_to_difference=None if followed is None else followed.confidence_to_difference,
+        later_confidence=followed.later_confidence,
+        confidence_to_difference=followed.confidence_to_difference,
     )

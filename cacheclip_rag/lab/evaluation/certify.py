@@ -179,14 +179,8 @@ def prompts_of(quick: bool) -> list[EvaluationPrompt]:
 
 def check_method(method: Method) -> None:
     """Raise ConfigurationError for methods that cannot be certified."""
-    if not method.reuses_chunks or method.composes:
+    if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses nothing inexactly, so there is nothing to certify.")
-    if method.captures:
-        raise ConfigurationError(
-            f"method {method.name!r} reuses chunk caches of earlier answers, which differ from engine to engine: no "
-            "certificate can cover it. Certify another method, or compare a share of the answers with full prefill "
-            "(shadow_rate)."
-        )
 
 
 def at_ratios(given: Method) -> dict[float, Method]:

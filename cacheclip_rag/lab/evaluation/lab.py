@@ -1,9 +1,9 @@
 """The laboratory: compares methods on the same questions, with quality and time to the first token in one run.
 
 Every question's chunks are precomputed once and shared by all methods. Full prefill answers first. Each method is
-compared with it along full prefill's answer, and then gives its own answer. The prefix cache and captured chunks are
-cleared between methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same
-question with its chunks in reverse order. Every answer is written at once, so that a killed run can continue.
+compared with it along full prefill's answer, and then gives its own answer. The prefix cache is cleared between
+methods. Methods that learn from earlier prompts are measured after one earlier prompt, the same question with its
+chunks in reverse order. Every answer is written at once, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -263,7 +263,6 @@ class Lab:
 def _clear_kept(engine: CacheClipEngine) -> None:
     """Clear KV of earlier prompts, which would make the next prompt faster or exact."""
     engine.prefixes.clear()
-    engine.captured.clear()
 
 
 def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method) -> None:

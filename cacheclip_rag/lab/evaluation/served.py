@@ -27,12 +27,13 @@ from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
 from ...progress import progress_bar
-from ...runtime.decoding import confidence
+from ...runtime.sampler import confidence
 from ...runtime.vllm.encoding import encoding_options, encoding_primary, start_vllm
 from ...runtime.vllm.offline import worker_of
 from ...runtime.vllm.planner import PlannedPrompt, Planner
 from ...runtime.vllm.requests import request_parameters
 from ...runtime.vllm.served import Served
+from ..variants import RANDOM
 from . import certify as common
 from .exactness import DIRECT, SHIFTS, Check
 from .prompts import EvaluationPrompt
@@ -49,7 +50,7 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_EVERYTHING = replace(preset("random"), chunk_context="prefix")
+_EVERYTHING = replace(RANDOM, chunk_context="prefix")
 """At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
 _PROCESSOR = "cacheclip_rag.runtime.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
@@ -154,7 +155,7 @@ class _VLLMSession:
 
         extra: dict[str, Any] = {}
         if planned is not None and planned.fusion is not None:
-            extra["kv_transfer_params"] = request_parameters(plan=planned.fusion)
+            extra["kv_transfer_params"] = request_parameters(planned.fusion)
         given: dict[str, Any] = {"logprobs": -1, "flat_logprobs": True} if rows else {}
         if along and self.replays:
             given["trace_decode_token_ids"] = list(along)

@@ -8,7 +8,6 @@ answers are saved in a working folder at once, so that an interrupted run can co
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ import torch
 from ... import __version__
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, ModelError
+from ...errors import ConfigurationError
 from ...paths import cache_home
 from ...progress import progress_bar
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, shipped_path, weights_digest
+from ...selection.heads import HeadSet, shipped_set, weights_digest
 from ..models import transformers_model
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
@@ -47,10 +46,8 @@ __all__ = [
     "open_engine",
     "ranking_and_checking",
     "recall_of",
-    "shipped_set",
 ]
 
-logger = logging.getLogger(__name__)
 
 SHIPPED = "comes with the package"
 """Name of the head set that engines use without calibration or tuning."""
@@ -263,20 +260,6 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
     picked = spaced(numbers, count)
     kinds = [n for n in picked if n < num_synthetic], [n for n in picked if n >= num_synthetic]
     return [n for _, n in sorted(((rank + 0.5) / len(kind), n) for kind in kinds for rank, n in enumerate(kind))]
-
-
-def shipped_set(auxiliary: ModelRuntime) -> HeadSet | None:
-    """The head set that comes with the package for this auxiliary model; None if there is none that fits."""
-    path = shipped_path(weights_digest(auxiliary.fingerprint))
-    if not path.is_file():
-        return None
-    try:
-        found = HeadSet.load(path)
-        found.check(auxiliary)
-    except ModelError as error:
-        logger.warning("left out: %s", error)
-        return None
-    return found
 
 
 def is_combined(heads: HeadSet, sinks: int) -> bool:

@@ -16,11 +16,12 @@ from ...methods.recompute import Recompute
 from ...methods.settings import describe
 from ...progress import progress_bar
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, weights_digest
+from ...selection.heads import HeadSet, shipped_set, weights_digest
 from ...selection.scorers import QueryAttention
 from ...selection.sentences import sentence_numbers
 from ..models import transformers_model
-from .calibrate import SHIPPED, combined, is_combined, shipped_set
+from ..variants import ORACLE, RANDOM
+from .calibrate import SHIPPED, combined, is_combined
 from .families import Sample, synthetic_samples
 from .features import Seen
 from .folder import Kept
@@ -126,8 +127,8 @@ def figures_of(
             rows = [row for row, sample in zip(measured[name], samples, strict=True) if sample in prompts]
             figures[name] = replace(figures[name], recall_of_asked=_mean(name, rows).recall)
         sets |= {"before": heads, "after": found}
-        others = [preset(name) for name in ("direct", "random", "cacheblend", "epic")]
-        others += [_BY_OWN_ATTENTION, preset("anchored"), preset("oracle")]
+        others = [preset("direct"), RANDOM, preset("cacheblend"), preset("epic")]
+        others += [_BY_OWN_ATTENTION, preset("anchored"), ORACLE]
         sets |= {method.name: method for method in others}
         outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
         for name, of_set in zip(sets, outcomes, strict=True):

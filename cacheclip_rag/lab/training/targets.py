@@ -12,11 +12,11 @@ import torch
 
 from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
-from ...methods import preset
 from ...methods.base import CacheView, Method, PromptView
 from ...methods.recompute import Recompute
 from ...progress import progress_bar
 from ...selection.sentences import Offsets
+from ..variants import ORACLE
 from .families import Sample
 from .features import spread_over
 from .folder import Kept
@@ -35,7 +35,7 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     (:mod:`cacheclip_rag.selection.scorers.oracle`), mapped to the auxiliary's tokens by characters. It costs more than
     two prefills of the primary. ``engine`` must keep chunk caches in memory; the sample's chunks are released.
     """
-    found = _rated(engine, sample, preset("oracle"))
+    found = _rated(engine, sample, ORACLE)
     return found / found.sum() if found is not None and bool(found.any()) else None
 
 

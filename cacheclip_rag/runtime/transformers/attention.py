@@ -265,8 +265,6 @@ def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
         if geometry is not None:
             of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
         hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
-    if block.visible is not None:
-        hidden |= ~block.visible[None, :] & (slots[None, :] != row_slots[:, None])
     return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 

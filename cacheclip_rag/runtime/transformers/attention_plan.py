@@ -121,13 +121,11 @@ class Block:
     """Slots of the key tensor."""
     positions: torch.Tensor
     """``(num_rows,)`` int64, increasing: the last slot that each row sees, counted from ``keys.start``. On the CPU if
-    ``geometry`` or ``visible`` is set, because masks are made there then."""
+    ``geometry`` is set, because masks are made there then."""
     first: int
     """The first of ``positions`` as an int: reading it from the tensor would synchronise the accelerator."""
     geometry: Geometry | None = None
     """Set if slots and positions differ; ``keys.start`` is then 0."""
-    visible: torch.Tensor | None = None
-    """``(num_keys,)`` bool: keys that any row may see; None: all keys."""
     masks: Masks = field(default_factory=Masks, repr=False, compare=False)
     """Masks of all blocks of a plan."""
 
@@ -139,11 +137,10 @@ class Block:
         positions: torch.Tensor,
         device: torch.device | None = None,
         geometry: Geometry | None = None,
-        visible: torch.Tensor | None = None,
     ) -> Block:
         """Make a block for ``device`` from ``positions`` on the CPU."""
-        placed = _placed(positions, device, geometry, visible)
-        return cls(rows, keys, placed, int(positions[0]), geometry, visible)
+        placed = _placed(positions, device, geometry)
+        return cls(rows, keys, placed, int(positions[0]), geometry)
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One of :attr:`masks`, made if it is not there."""
@@ -155,8 +152,6 @@ class Block:
 
     def is_plain(self, rule: AttentionRule) -> bool:
         """Whether slots equal positions as far as ``rule`` needs them, and one softmax covers all keys."""
-        if self.visible is not None:
-            return False
         return self.geometry is None or (self.geometry.contexts is None and rule.window is None)
 
 
@@ -272,7 +267,6 @@ def causal_plan(
     slots: torch.Tensor,
     device: torch.device | None = None,
     geometry: Geometry | None = None,
-    visible: torch.Tensor | None = None,
 ) -> AttentionPlan:
     """Plan in which each row sees its own slot and earlier slots.
 
@@ -280,10 +274,9 @@ def causal_plan(
         slots: ``(num_rows,)`` int64, strictly increasing; best on the CPU.
         device: where the attention will run; default the device of ``slots``.
         geometry: positions and contexts of a method that changes them; default slot = position.
-        visible: ``(num_slots,)`` bool, keys that any row may see; default all.
     """
     blocks, masks = [], Masks()
-    placed = _placed(slots, device, geometry, visible)  # one copy to an accelerator for all blocks
+    placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
     is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
     size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
     for start in range(0, len(slots), size):
@@ -291,15 +284,12 @@ def causal_plan(
         stop = int(rows[-1]) + 1
         if geometry is not None and geometry.contexts is not None:
             stop = max(stop, len(geometry.contexts))
-        seen = None if visible is None else visible[:stop]
         own = slice(start, start + len(rows))
-        blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, seen, masks))
+        blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, masks))
     return AttentionPlan(blocks)
 
 
-def _placed(
-    positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None, visible: torch.Tensor | None
-) -> torch.Tensor:
+def _placed(positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None) -> torch.Tensor:
     """``positions`` where masks are made of them."""
-    on_cpu = geometry is not None or visible is not None or device is None
+    on_cpu = geometry is not None or device is None
     return positions if on_cpu else positions.to(device)

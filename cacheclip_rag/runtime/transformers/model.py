@@ -484,7 +484,6 @@ class ModelRuntime(TextModel):
         ids: torch.Tensor,
         slots: torch.Tensor,
         *,
-        visible: torch.Tensor | None = None,
         probe: Probe | None = None,
         row_filter: RowFilter | None = None,
         layer_starts: list[float] | None = None,
@@ -495,7 +494,6 @@ class ModelRuntime(TextModel):
         """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
 
         Args:
-            visible: ``(num_slots,)`` bool, keys that any row may see; default all.
             row_filter: removes rows between layers.
             layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
             before_layer: called with each layer's number before it runs. It must run no pass.
@@ -504,7 +502,7 @@ class ModelRuntime(TextModel):
         """
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
-        plan = causal_plan(slots, self.device, geometry, visible)
+        plan = causal_plan(slots, self.device, geometry)
         plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
         plan.before_layer = before_layer
         plan.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None

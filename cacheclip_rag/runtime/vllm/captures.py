@@ -1,34 +1,53 @@
 """KV of chunks that vLLM computes, on its way out of vLLM's workers: which tokens, what is there of them, and files.
 
-A request names a capture: a file name, the first position whose KV is wanted, and perhaps a handoff with the KV of all
-positions before. Each worker writes keys after RoPE and values of its heads, once all layers have all tokens::
+A request names a capture: a file name, the first position whose KV is wanted, and perhaps the file with the KV of all
+positions before, its context. Each worker writes keys after RoPE and values of its heads, once all layers have all
+tokens::
 
     NAME.HEAD.safetensors    kv        (num_layers, 2, num_kv_heads, num_tokens, head_dim), heads from HEAD on
     header                   format, first_head
+
+    NAME.safetensors         kv        a context: the same shape, keys after RoPE, all heads
+    header                   format, model (fingerprint)
 
 This module does not import vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from ...checks import is_whole_number
 from ...errors import ConfigurationError
-from ...handoff import is_handoff_name
 from ...tensor_files import READ_ERRORS, read_tensors, write_tensors
 
-__all__ = ["CAPTURE", "Capture", "CapturedRows", "CaptureSchedule", "Captor", "read_capture", "remove_capture"]
+__all__ = [
+    "CAPTURE",
+    "Capture",
+    "CapturedRows",
+    "CaptureSchedule",
+    "Captor",
+    "ContextFile",
+    "open_context",
+    "read_capture",
+    "remove_capture",
+    "remove_context",
+    "write_context",
+]
 
 FORMAT_VERSION = 1
 CAPTURE = "cacheclip_capture"
 """Name in ``kv_transfer_params``."""
+_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +59,7 @@ class Capture:
     start: int = 0
     """First position whose KV is wanted."""
     context: str | None = None
-    """Handoff with the KV of the ``start`` positions before; None: vLLM computes them."""
+    """Name of the file with the KV of the ``start`` positions before; None: vLLM computes them."""
 
     @classmethod
     def of(cls, given: object, num_tokens: int) -> Capture:
@@ -53,7 +72,7 @@ class Capture:
             raise ConfigurationError(f"{CAPTURE} must have a name, and may have start and context")
         found = cls(given["name"], given.get("start", 0), given.get("context"))
         for name in filter(None, (found.name, found.context)):
-            if not is_handoff_name(name):
+            if not _is_name(name):
                 raise ConfigurationError(f"a name in {CAPTURE} must be 32 hexadecimal digits, got {name!r:.60}")
         if not is_whole_number(found.start) or not 0 <= found.start < num_tokens:
             raise ConfigurationError(f"start in {CAPTURE} must be a position of the prompt, got {found.start!r}")
@@ -247,3 +266,65 @@ def remove_capture(folder: Path, name: str) -> None:
 
 def _path(folder: Path, name: str, first_head: int) -> Path:
     return folder / f"{name}.{first_head}.safetensors"
+
+
+def _is_name(name: object) -> bool:
+    """Names come from requests and become parts of paths."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ContextFile:
+    """The KV before chunks, open for reading."""
+
+    model: str
+    """Fingerprint of the model, dtype included."""
+    num_layers: int
+    num_tokens: int
+    _kv: Any
+
+    def layer(self, number: int, first: int, stop: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens ``[first, stop)`` and some heads, each ``(num_tokens, num_kv_heads, head_dim)``."""
+        keys, values = self._kv[number : number + 1, :, heads, first:stop][0].transpose(1, 2)
+        return keys, values
+
+
+def write_context(folder: Path, kv: torch.Tensor, model: str) -> str:
+    """Write the KV before chunks atomically, and return its name.
+
+    Args:
+        kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys after RoPE.
+        model: fingerprint of the model.
+    """
+    name = secrets.token_hex(16)
+    header = {"format": str(FORMAT_VERSION), "model": model}
+    write_tensors(folder / f"{name}.safetensors", {"kv": kv.cpu().contiguous()}, header)
+    return name
+
+
+def remove_context(folder: Path, name: str) -> None:
+    """Delete a context; no error without it."""
+    (folder / f"{name}.safetensors").unlink(missing_ok=True)
+
+
+@contextmanager
+def open_context(folder: Path, name: str) -> Iterator[ContextFile]:
+    """Open the KV before chunks. Layers are read when they are asked for.
+
+    Raises:
+        ValueError: the file is damaged or of another version. FileNotFoundError: there is none.
+    """
+    path = folder / f"{name}.safetensors"
+    if not path.is_file():
+        raise FileNotFoundError(f"the KV before the chunks, {name}, is not in {folder}")
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            header, kv = dict(file.metadata() or {}), file.get_slice("kv")
+            if header.get("format") != str(FORMAT_VERSION):
+                raise ValueError(f"its format is {header.get('format')}, this version reads {FORMAT_VERSION}")
+            num_layers, _, _, num_tokens, _ = kv.get_shape()
+            found = ContextFile(header["model"], num_layers, num_tokens, kv)
+        except READ_ERRORS as error:
+            raise ValueError(f"the KV before the chunks, {name}, cannot be read: {error}") from error
+        yield found

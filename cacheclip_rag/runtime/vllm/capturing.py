@@ -18,8 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ...errors import CacheClipError, ConfigurationError
-from ...handoff import read_handoff
-from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule
+from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
 from .connector import CacheClipConnector, Loads, check_request, salt
 from .loading import local_heads
 from .requests import Ready
@@ -42,8 +41,8 @@ class CapturingConnector(CacheClipConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        if self._settings.handoffs is None:
-            raise ValueError("an engine that ingests needs handoffs, a folder, in kv_connector_extra_config.")
+        if self._settings.exchange is None:
+            raise ValueError("an engine that ingests needs exchange, a folder, in kv_connector_extra_config.")
         dtype = vllm_config.cache_config.cache_dtype
         if dtype not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
             raise ValueError(
@@ -69,7 +68,7 @@ class CapturingConnector(CacheClipConnector):
             capture = Capture.of(given, len(request.prompt_token_ids))
             if capture.context is not None:
                 self._check_context(capture)
-                self._keep(request, Ready(capture.name, capture.start, handoff=capture.context))
+                self._keep(request, Ready(capture.name, capture.start, context=capture.context))
         except (CacheClipError, ValueError, OSError) as error:
             self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
             return
@@ -79,9 +78,9 @@ class CapturingConnector(CacheClipConnector):
         salt(request, capture.name)  # a block that is found in the prefix cache is not computed, so not captured
 
     def _check_context(self, capture: Capture) -> None:
-        assert self._settings.handoffs is not None and capture.context is not None
-        with read_handoff(self._settings.handoffs, capture.context) as handoff:
-            found = handoff.model, handoff.num_layers, handoff.num_tokens
+        assert self._settings.exchange is not None and capture.context is not None
+        with open_context(self._settings.exchange, capture.context) as context:
+            found = context.model, context.num_layers, context.num_tokens
         if found != (self._runtime.fingerprint, self._runtime.num_layers, capture.start):
             raise ConfigurationError("the context was made for other weights, another dtype, or another length")
 
@@ -101,9 +100,9 @@ class CapturingConnector(CacheClipConnector):
         self._layers = {extract_layer_index(name): layers[name] for name in kv_caches}
         group, heads = get_tp_group(), local_heads(self._runtime.num_kv_heads)
         copies = max(1, group.world_size // self._runtime.num_kv_heads)
-        assert self._settings.handoffs is not None, "it was checked"
+        assert self._settings.exchange is not None, "it was checked"
         is_first = group.rank_in_group % copies == 0
-        self._captor = Captor(self._settings.handoffs, self._runtime.num_layers, heads.start, is_first)
+        self._captor = Captor(self._settings.exchange, self._runtime.num_layers, heads.start, is_first)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -7,7 +7,7 @@ vLLM, counted, and logged once per reason.
 
 KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
 later prompt with the same first tokens would find it. So the scheduler's connector salts the hashes of a request by the
-digest of its plan or handoff, whatever the client sent.
+digest of its plan, whatever the client sent.
 
 vLLM enters the hashes of a request's blocks in that cache when it schedules their load, and leaves them there when the
 load fails, because it will compute these blocks. A request that leaves before that would leave blocks with hashes and
@@ -52,8 +52,8 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Counters(KVConnectorStats):  # type: ignore[misc]
-    """Numbers since they were last taken: ``fused_requests``, ``plain_requests`` (with a plan or handoff that could not
-    be used), ``failed_loads``, ``loaded_tokens``, ``computed_rows``, ``load_s``."""
+    """Numbers since they were last taken: ``fused_requests``, ``plain_requests`` (with a plan that could not be
+    used), ``failed_loads``, ``loaded_tokens``, ``computed_rows``, ``load_s``."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Counters(KVConnectorStats):  # type: ignore[misc]
 
 
 class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Serves requests whose ``kv_transfer_params`` name a plan or a handoff (:mod:`.requests`)."""
+    """Serves requests whose ``kv_transfer_params`` name a plan (:mod:`.requests`)."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """
@@ -153,7 +153,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         found = Loads()
         for request_id, num_tokens in self._scheduled.items():
             ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
-            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.handoff)
+            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.context)
             found.loads.append(load)
             self._loading[request_id] = load, self._requests[request_id].num_output_tokens
             if self._outcomes[request_id]["outcome"] == "cached":  # not again after a preemption
@@ -196,8 +196,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._kv_cache_manager.evict_blocks({*load.block_ids[first:], *block_ids[first:]})
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """What became of the request is in its output's ``kv_transfer_params``. Only now are plan and handoff no longer
-        needed: a preempted request asks for them again."""
+        """What became of the request is in its output's ``kv_transfer_params``. Only now is its plan no longer needed:
+        a preempted request asks for it again."""
         self._forget_unreported(request.request_id, block_ids)
         self._ready.pop(request.request_id, None)
         self._scheduled.pop(request.request_id, None)

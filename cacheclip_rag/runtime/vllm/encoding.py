@@ -5,7 +5,7 @@
 
 The auxiliary model's KV is computed in this process, as ever. A chunk is encoded as the engine does it: after the KV
 of the shared prefix, the passages and the trained context, if there are any. vLLM computed or read that KV before, and
-gets it back for every chunk as a handoff.
+gets it back for every chunk in a file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ import torch
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError, ModelError
-from ...handoff import path_of, write_handoff
 from ...models.load import load_planning
 from ..transformers.planning import PlanningRuntime
 from ..transformers.rotary import rotate, unrotate
-from .captures import CAPTURE, Capture, read_capture, remove_capture
+from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
 from .offline import engine_options, worker_of
 from .served import Served
 
@@ -58,7 +57,8 @@ def encoding_options(
         folder: where KV goes between vLLM and this process; memory (``/dev/shm``) is best.
         device: ``cpu`` or ``gpu``.
     """
-    options = engine_options(store, namespace=namespace, handoffs=folder, device=device)
+    options = engine_options(store, namespace=namespace, device=device)
+    options["kv_transfer_config"]["kv_connector_extra_config"]["exchange"] = str(Path(folder).absolute())
     options["kv_transfer_config"] |= {
         "kv_connector": "CapturingConnector",
         "kv_connector_module_path": "cacheclip_rag.runtime.vllm.capturing",
@@ -79,7 +79,7 @@ class ChunkEncoder:
         self._llm, self._runtime, self._folder = llm, runtime, Path(folder)
         self._is_started = False
         self._context: tuple[torch.Tensor, str] | None = None
-        """The KV that the last chunks came after, and its handoff."""
+        """The KV that the last chunks came after, and the name of its file."""
 
     @property
     def llm(self) -> Any:
@@ -100,8 +100,8 @@ class ChunkEncoder:
         from vllm import SamplingParams
 
         start = 0 if context is None else context.shape[3]
-        handoff = self._handoff(context) if context is not None and start else None
-        captures = [Capture(secrets.token_hex(16), start, handoff) for _ in chunks]
+        before = self._written(context) if context is not None and start else None
+        captures = [Capture(secrets.token_hex(16), start, before) for _ in chunks]
         prompts = [{"prompt_token_ids": [int(ids[0])] * start + list(ids)} for ids in chunks]
         given = [
             SamplingParams(
@@ -131,7 +131,7 @@ class ChunkEncoder:
     def close(self) -> None:
         """Delete what this encoder left in its folder."""
         if self._context is not None:
-            path_of(self._folder, self._context[1]).unlink(missing_ok=True)
+            remove_context(self._folder, self._context[1])
             self._context = None
 
     def _answers(self, prompts: list[Any], params: list[Any]) -> list[Any]:
@@ -161,19 +161,18 @@ class ChunkEncoder:
             layer[0] = unrotate(layer[0], of_layer).to(kv.dtype)
         return kv.to(runtime.dtype)
 
-    def _handoff(self, context: torch.Tensor) -> str:
-        """Name of the handoff with the KV before chunks."""
+    def _written(self, context: torch.Tensor) -> str:
+        """Name of the file with the KV before chunks."""
         if self._context is not None and self._context[0] is context:
             return self._context[1]
         self.close()
         runtime, num_tokens = self._runtime, context.shape[3]
         tables = runtime.rotary_tables(0, num_tokens)
-        layers = [
-            (rotate(keys, of_layer).to(runtime.dtype), values.to(runtime.dtype))
+        rotated = [
+            torch.stack([rotate(keys, of_layer), values])
             for (keys, values), of_layer in zip(context, tables, strict=True)
         ]
-        # the KV stands for these tokens, which vLLM never reads
-        name = write_handoff(self._folder, [0] * (num_tokens + 1), layers, runtime.fingerprint)
+        name = write_context(self._folder, torch.stack(rotated).to(runtime.dtype), runtime.fingerprint)
         self._context = (context, name)
         return name
 

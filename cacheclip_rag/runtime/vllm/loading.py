@@ -18,10 +18,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ...fusion.correction import Chunks, offsets
 from ...fusion_plan import FusionPlan
-from ...handoff import read_handoff
 from ...store import KV, StoreReader
 from ..transformers.planning import PlanningRuntime
 from ..transformers.rotary import Tables, changed
+from .captures import open_context
 from .passes import Pass, passes
 from .requests import Settings
 from .rows import RowRunner, slots_of
@@ -37,10 +37,11 @@ class Load:
     request_id: str
     block_ids: tuple[int, ...]
     start: int
-    """First token. Earlier ones are in vLLM's own prefix cache, made by the same plan or handoff."""
+    """First token. Earlier ones are in vLLM's own prefix cache, made by the same plan."""
     stop: int
     plan: FusionPlan | None = None
-    handoff: str | None = None
+    context: str | None = None
+    """Without a plan, the file that holds the KV."""
 
     def failed_blocks(self, block_size: int) -> tuple[int, ...]:
         """Blocks whose KV is not there if the load fails."""
@@ -86,17 +87,17 @@ class Loader:
         """
         if load.plan is not None:
             return self._carry_out(load, load.plan)
-        assert self._settings.handoffs is not None and load.handoff is not None, "the scheduler checked the request"
-        self._write_handoff(load, self._settings.handoffs, load.handoff)
+        assert self._settings.exchange is not None and load.context is not None, "the scheduler checked the request"
+        self._write_context(load, self._settings.exchange, load.context)
         return 0
 
-    # -- handoffs ---------------------------------------------------------------------------------------------------
+    # -- the KV before chunks ---------------------------------------------------------------------------------------
 
-    def _write_handoff(self, load: Load, folder: Path, name: str) -> None:
+    def _write_context(self, load: Load, folder: Path, name: str) -> None:
         slots = slots_of(load.block_ids, self._block_size, torch.arange(load.start, load.stop))
-        with read_handoff(folder, name) as handoff:
+        with open_context(folder, name) as context:
             for number, layer in self._layers.items():
-                keys, values = handoff.layer(number, load.start, load.stop, self._heads)
+                keys, values = context.layer(number, load.start, load.stop, self._heads)
                 self._write(layer, keys, values, slots)
 
     def _write(self, layer: Any, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

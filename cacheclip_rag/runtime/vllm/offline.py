@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ...checks import check_choice
-from ...engine import CacheClipEngine
-from ...errors import CacheClipError, CertificateError, ConfigurationError, PromptTooLongError
+from ...errors import CertificateError, ConfigurationError, PromptTooLongError
 from ...fusion_plan import FusionPlan
 from ...guards.metrics import Metrics
-from ...handoff import path_of, remove_old_handoffs
 from ...methods.base import Method
 from ...types import Documents, Prompt
-from .planner import PlannedPrompt, Planner
+from .planner import Planner
 from .requests import UNREADABLE, request_parameters
 from .served import Served
 from .shadow import Shadow
@@ -33,8 +30,6 @@ __all__ = ["FusedLLM", "engine_options", "worker_of"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_HANDOFF_BYTES = 4 << 30
-"""Bytes of handoffs that exist at once."""
 _WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}
 
 
@@ -47,17 +42,15 @@ def engine_options(
     store: str | PathLike[str] | None = None,
     *,
     namespace: str | Sequence[str] | None = "default",
-    handoffs: str | PathLike[str] | None = None,
     device: str = "cpu",
     sealed: bool = False,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
 
     Args:
-        store: folder of the chunk-cache store, for methods that choose tokens without the primary's KV.
+        store: folder of the chunk-cache store.
         namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
             None: the environment names them (:data:`~cacheclip_rag.runtime.vllm.requests.NAMESPACES_VARIABLE`).
-        handoffs: folder of handoffs, for the other methods; memory (``/dev/shm``) is best.
         device: ``cpu`` or ``gpu``.
         sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
     """
@@ -67,7 +60,8 @@ def engine_options(
         extra["namespaces"] = [namespace] if isinstance(namespace, str) else sorted(namespace)
     if sealed:
         extra["sealed"] = True
-    extra |= {name: str(Path(f).absolute()) for name, f in (("store", store), ("handoffs", handoffs)) if f is not None}
+    if store is not None:
+        extra["store"] = str(Path(store).absolute())
     return {
         # a step that is scheduled ahead may have computed with KV whose load failed; CPUs schedule none ahead
         "async_scheduling": False,
@@ -90,28 +84,12 @@ class FusedLLM:
     was in vLLM's own prefix cache; ``plain``) and ``reason``.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        planner: Planner,
-        *,
-        engine: CacheClipEngine | None = None,
-        handoffs: str | PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, llm: Any, planner: Planner) -> None:
         """
         Args:
             llm: a ``vllm.LLM`` made with :func:`engine_options`.
-            engine: an engine with the primary's weights and the planner's settings. It fuses for the methods that
-                choose tokens by the primary's KV. None: prompts with such methods are answered by plain prefill.
-            handoffs: folder for what ``engine`` fuses, the one of :func:`engine_options`. Handoffs in it that are older
-                than an hour, which a killed process left, are removed.
         """
-        if (engine is None) != (handoffs is None):
-            raise ConfigurationError("engine and handoffs belong together: give both or none.")
-        self.llm, self.planner, self._engine = llm, planner, engine
-        self._handoffs = None if handoffs is None else Path(handoffs)
-        if self._handoffs is not None:
-            remove_old_handoffs(self._handoffs)
+        self.llm, self.planner = llm, planner
         planner.serve(Served.of(llm.llm_engine.vllm_config))
         self.metrics = Metrics(planner.parts.tier_stats)
         """Counters of shadow checks (``shadow_rate`` of the planner's settings) and of the store."""
@@ -136,8 +114,7 @@ class FusedLLM:
         Args:
             prompts: strings, or lists of chat messages.
             sampling_params: vLLM's ``SamplingParams``, one for all prompts or one each; default vLLM's.
-            options: passed to ``LLM.generate``, which is called several times if the handoffs take more than 4 GiB, or
-                half of what is free in their folder.
+            options: passed to ``LLM.generate``.
 
         Other arguments are those of :meth:`CacheClipEngine.generate`.
 
@@ -150,17 +127,12 @@ class FusedLLM:
         inputs: list[dict[str, Any]] = []
         chosen: list[Any] = []
         fusions: list[FusionPlan | None] = []
-        found: list[Any] = []
-        with _Handoffs(self._handoffs) as handoffs:
-            for prompt, params in zip(prompts, sampling, strict=True):
-                ids, fusion, carried = self._prepare(prompt, documents, asked, handoffs)
-                fusions.append(fusion)
-                inputs.append({"prompt_token_ids": list(ids)})
-                chosen.append(params if carried is None else _with(params, carried))
-                if handoffs.num_bytes >= handoffs.max_bytes or len(found) + len(inputs) == len(prompts):
-                    found += self.llm.generate(inputs, chosen, **options)
-                    handoffs.delete()
-                    inputs, chosen = [], []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            ids, fusion = self._prepare(prompt, documents, asked)
+            fusions.append(fusion)
+            inputs.append({"prompt_token_ids": list(ids)})
+            chosen.append(params if fusion is None else _with(params, request_parameters(fusion)))
+        found: list[Any] = self.llm.generate(inputs, chosen, **options) if inputs else []
         for output, fusion in zip(found, fusions, strict=True):
             outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
             if outcome.get("outcome") == "plain":
@@ -201,83 +173,24 @@ class FusedLLM:
         return list(given)
 
     def _prepare(
-        self, prompt: Prompt, documents: Documents, asked: dict[str, Any], handoffs: _Handoffs
-    ) -> tuple[Sequence[int], FusionPlan | None, dict[str, Any] | None]:
-        """Token ids of a prompt, its plan, and what its request carries."""
+        self, prompt: Prompt, documents: Documents, asked: dict[str, Any]
+    ) -> tuple[Sequence[int], FusionPlan | None]:
+        """Token ids of a prompt and its plan; None for plain prefill."""
         try:
             planned = self.planner.plan(prompt, documents=documents, **asked)
         except (ConfigurationError, PromptTooLongError, CertificateError):
             raise
         except Exception as error:  # vLLM answers what we cannot plan
             self._count(f"planning failed ({type(error).__name__}: {error})")
-            return self.planner.token_ids(prompt, tools=asked["tools"]), None, None
-        return planned.token_ids, planned.fusion, self._parameters(prompt, planned, documents, asked, handoffs)
-
-    def _parameters(
-        self, prompt: Prompt, planned: PlannedPrompt, documents: Documents, asked: dict[str, Any], handoffs: _Handoffs
-    ) -> dict[str, Any] | None:
-        """What the request carries; None for plain prefill."""
-        if planned.fusion is not None:
-            return request_parameters(plan=planned.fusion)
-        if planned.reason is None:
-            return None
-        if not planned.needs_engine or self._engine is None or self._handoffs is None:
+            return self.planner.token_ids(prompt, tools=asked["tools"]), None
+        if planned.reason is not None:
             self._count(planned.reason)
-            return None
-        try:
-            method = self.planner.make_method(asked["method"], asked["recompute_ratio"])
-            found = self._engine.prefill(
-                prompt, method=method, question=asked["question"], documents=documents, tools=asked["tools"]
-            )
-            if found.layout.token_ids != planned.token_ids:
-                raise ConfigurationError("engine and planner make other token ids: give them the same settings")
-            name = found.export(self._handoffs, self._engine.primary)
-        except CacheClipError as error:
-            self._count(str(error))
-            return None
-        except Exception as error:  # a full folder for handoffs is an error of safetensors
-            self._count(f"fusing failed ({type(error).__name__}: {error})")
-            return None
-        handoffs.add(name)
-        return request_parameters(handoff=name)
+        return planned.token_ids, planned.fusion
 
     def _count(self, reason: str) -> None:
         level = logging.DEBUG if reason in self.plain else logging.WARNING
         self.plain[reason] += 1
         logger.log(level, "answering by plain prefill: %s", reason)
-
-
-class _Handoffs:
-    """Handoffs that vLLM may read. A preempted request reads its handoff again, so all stay until all requests that
-    vLLM has are answered."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._paths: list[Path] = []
-        self.num_bytes = 0
-        self.max_bytes = _MAX_HANDOFF_BYTES
-        """More are not kept at once, but for the last one."""
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.max_bytes = min(self.max_bytes, shutil.disk_usage(folder).free // 2)
-
-    def add(self, name: str) -> None:
-        assert self._folder is not None, "an engine has a folder for what it fuses"
-        path = path_of(self._folder, name)
-        if path not in self._paths:  # equal prompts have equal handoffs
-            self._paths.append(path)
-            self.num_bytes += path.stat().st_size
-
-    def delete(self) -> None:
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-        self._paths, self.num_bytes = [], 0
-
-    def __enter__(self) -> _Handoffs:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.delete()
 
 
 def _with(params: Any, carried: Mapping[str, Any]) -> Any:

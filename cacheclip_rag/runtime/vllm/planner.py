@@ -53,8 +53,6 @@ class PlannedPrompt:
     """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
-    needs_engine: bool = False
-    """Whether an engine with the primary's weights could fuse the prompt nevertheless."""
 
 
 class Planner:
@@ -145,13 +143,9 @@ class Planner:
 
     def why_never(self, method: Method) -> str | None:
         """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
-        if method.composes:
-            return f"method {method.name!r} answers by several prompts, which vLLM cannot be given as one"
         if not method.reuses_chunks:
             return None
-        if type(method).positions is not Method.positions:
-            return _other_positions(method)
-        return _needs_engine(method) or self._obstacle_of_model()
+        return self._obstacle(method) or _needs_weights(method)
 
     def segments(
         self,
@@ -193,8 +187,6 @@ class Planner:
             CertificateError: as for :meth:`CacheClipEngine.generate`.
         """
         chosen = self.make_method(method, recompute_ratio)
-        if chosen.composes:
-            raise ConfigurationError(f"{self.why_never(chosen)}. Choose another method.")
         clock = PhaseClock()
         request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
         sources = self.parts.sources(chosen)
@@ -203,14 +195,10 @@ class Planner:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
         reason = plan.fallback if chosen.reuses_chunks else None
-        needs_engine = False
         if plan.reused:
-            reason = self._obstacle(plan)
-            if reason is None:
-                reason = _needs_engine(chosen)
-                needs_engine = reason is not None
+            reason = self._obstacle(chosen) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
-            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason, needs_engine)
+            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
@@ -241,26 +229,19 @@ class Planner:
         """Close file handles; the planner may be used again afterwards."""
         self.parts.close()
 
-    def _obstacle(self, plan: Plan) -> str | None:
+    def _obstacle(self, method: Method) -> str | None:
         """Why vLLM cannot decode what the method makes; None if it can."""
-        if plan.method.positions(plan.layout, plan.reused) is not None:
-            return _other_positions(plan.method)
-        return self._obstacle_of_model()
-
-    def _obstacle_of_model(self) -> str | None:
+        if type(method).positions is not Method.positions:
+            return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
         if self.primary.pinned_rope:
             return "the model's rotary frequencies depend on the length, and vLLM's differ from the stored chunks'"
         return None
 
 
-def _other_positions(method: Method) -> str:
-    return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
-
-
-def _needs_engine(method: Method) -> str | None:
-    """Why the method needs an engine with the primary's weights; None if it does not."""
+def _needs_weights(method: Method) -> str | None:
+    """Why the method needs the primary's weights before vLLM has the prompt; None if it does not."""
     if not method.plans_ahead:
-        return f"method {method.name!r} chooses tokens by the primary's KV, which only an engine with its weights has"
+        return f"method {method.name!r} chooses tokens by the primary's KV, which a planner does not have"
     if method.min_confidence:
         return "min_confidence needs the first token's logits before the answer, which vLLM does not give"
     return None

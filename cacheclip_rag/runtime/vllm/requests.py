@@ -1,9 +1,8 @@
 """What a request to vLLM carries, and whether its KV can be made. Everything here happens before a token is scheduled.
 
-A request names its plan or its handoff in vLLM's ``kv_transfer_params``, under ``cacheclip``::
+A request names its plan in vLLM's ``kv_transfer_params``, under ``cacheclip``::
 
     {"cacheclip": {"plan": {…}}}            FusionPlan.to_dict(): vLLM's workers recompute
-    {"cacheclip": {"handoff": "DIGEST"}}    an engine has prefilled: vLLM's workers read the file
 
 A server with clients of its own seals them: ``{"plan": {…}, "seal": "…"}`` holds a digest made with a secret key, which
 server and connector have from the environment. So no client can send plans past the server.
@@ -23,7 +22,6 @@ from typing import Any
 from ...checks import check_namespace
 from ...errors import ConfigurationError
 from ...fusion_plan import FusionPlan
-from ...handoff import read_handoff
 from ..transformers.planning import PlanningRuntime
 from .passes import passes
 
@@ -48,10 +46,10 @@ class Settings:
     """Folder of the store, for plans; None refuses them."""
     namespaces: frozenset[str] = frozenset({"default"})
     """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
-    handoffs: Path | None = None
-    """Folder of handoffs; None refuses them."""
+    exchange: Path | None = None
+    """Folder through which the KV of chunks goes that vLLM computes (:mod:`.captures`)."""
     sealed: bool = False
-    """Whether plans and handoffs without a seal are refused."""
+    """Whether plans without a seal are refused."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
@@ -60,17 +58,17 @@ class Settings:
         Raises:
             ConfigurationError: an unknown setting or a wrong value.
         """
-        known = ("store", "namespaces", "handoffs", "sealed")
+        known = ("store", "namespaces", "exchange", "sealed")
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ConfigurationError(
                 f"unknown setting {', '.join(unknown)} in kv_connector_extra_config. Known: {', '.join(known)}."
             )
-        if not given.get("store") and not given.get("handoffs"):
-            raise ConfigurationError("kv_connector_extra_config needs store (for plans), handoffs (a folder), or both.")
-        store, handoffs = (Path(given[name]) if given.get(name) else None for name in ("store", "handoffs"))
+        if not given.get("store") and not given.get("exchange"):
+            raise ConfigurationError("kv_connector_extra_config needs store (for plans), exchange (to ingest) or both.")
+        store, exchange = (Path(given[name]) if given.get(name) else None for name in ("store", "exchange"))
         namespaces = given["namespaces"] if "namespaces" in given else _namespaces_of_environment()
-        return cls(store, _checked_namespaces(namespaces), handoffs, bool(given.get("sealed", False)))
+        return cls(store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)))
 
 
 def _namespaces_of_environment() -> object:
@@ -100,7 +98,8 @@ class Ready:
     num_ready: int
     """Tokens whose KV is made; at least one token of the prompt is left to vLLM."""
     plan: FusionPlan | None = None
-    handoff: str | None = None
+    context: str | None = None
+    """Without a plan, the file that holds the KV (:mod:`.captures`)."""
 
     @classmethod
     def of(
@@ -125,36 +124,25 @@ class Ready:
             ConfigurationError, ValueError, OSError: why its KV cannot be made.
         """
         named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
-        if not isinstance(given, Mapping) or len(named) != 1 or not named <= {"plan", "handoff"}:
-            raise ConfigurationError(f"a request gives either a plan or a handoff under {PARAMETER!r}")
+        if not isinstance(given, Mapping) or named != {"plan"}:
+            raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")
         if settings.sealed:
             _check_seal(given)
-        if "plan" in given:
-            plan = FusionPlan.from_dict(given["plan"])
-            if settings.store is None:
-                raise ConfigurationError("the request has a plan, and the connector has no store")
-            if plan.namespace not in settings.namespaces:
-                raise ConfigurationError("the plan is for another tenant than the connector's")
-            if plan.rope_pin != runtime.rope_pin:
-                raise ConfigurationError("the plan is for another rotary embedding")
-            _check(plan.token_ids, plan.model, token_ids, runtime)
-            passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
-            return cls(plan.digest, plan.num_ready, plan=plan)
-        if settings.handoffs is None:
-            raise ConfigurationError("the request has a handoff, and the connector has no folder of handoffs")
-        with read_handoff(settings.handoffs, given["handoff"]) as handoff:
-            if handoff.num_layers != runtime.num_layers:
-                raise ConfigurationError(f"the handoff has {handoff.num_layers} layers, not {runtime.num_layers}")
-            _check(handoff.token_ids, handoff.model, token_ids, runtime)
-            return cls(given["handoff"], handoff.num_tokens, handoff=given["handoff"])
+        plan = FusionPlan.from_dict(given["plan"])
+        if settings.store is None:
+            raise ConfigurationError("the request has a plan, and the connector has no store")
+        if plan.namespace not in settings.namespaces:
+            raise ConfigurationError("the plan is for another tenant than the connector's")
+        if plan.rope_pin != runtime.rope_pin:
+            raise ConfigurationError("the plan is for another rotary embedding")
+        _check(plan.token_ids, plan.model, token_ids, runtime)
+        passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
+        return cls(plan.digest, plan.num_ready, plan=plan)
 
 
-def request_parameters(
-    *, plan: FusionPlan | None = None, handoff: str | None = None, key: str | None = None
-) -> dict[str, Any]:
-    """A request's ``kv_transfer_params``, for one of the two. ``key``: seal them with it."""
-    assert (plan is None) != (handoff is None), "a request has a plan or a handoff"
-    carried: dict[str, Any] = {"handoff": handoff} if plan is None else {"plan": plan.to_dict()}
+def request_parameters(plan: FusionPlan, *, key: str | None = None) -> dict[str, Any]:
+    """A request's ``kv_transfer_params``. ``key``: seal them with it."""
+    carried: dict[str, Any] = {"plan": plan.to_dict()}
     return {PARAMETER: carried if key is None else {**carried, "seal": _seal(carried, key)}}
 
 

@@ -30,8 +30,7 @@ def model_runner(vllm_config: Any) -> Any:
             return runner
     raise ValueError(
         "recompute inside vLLM needs a worker class of this package. Start vLLM with "
-        "worker_cls='cacheclip_rag.runtime.vllm.worker.CPUWorker', or GPUWorker on an accelerator; or leave store out "
-        "of kv_connector_extra_config, if all requests have handoffs."
+        "worker_cls='cacheclip_rag.runtime.vllm.worker.CPUWorker', or GPUWorker on an accelerator."
     )
 
 

@@ -28,8 +28,7 @@ class AuxiliaryAttention(PromptScorer):
 
     layers: str = "tuned"
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
-    ``last`` (the paper), ``all``, ``upper``, ``middle``, a range of depth (``0.3-0.6``), a depth and a count
-    (``0.3+4``), or layer numbers joined by ``+``."""
+    ``last`` (the paper), ``all``, ``upper`` (half), or layer numbers joined by ``+``."""
     pooled: bool = False
     """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
     use this). False (the paper): one softmax per chunk."""

@@ -234,7 +234,7 @@ class CacheClip:
         if way.planned is None or way.planned.fusion is None:
             return
         ids = list(way.planned.token_ids)
-        carried = request_parameters(plan=way.planned.fusion, key=self._settings.seal)
+        carried = request_parameters(way.planned.fusion, key=self._settings.seal)
         if path == _CHAT:
             carried["prompt_token_ids"] = ids
         else:

@@ -231,8 +231,6 @@ def _method(planner: Planner, field: CacheClipField) -> Method:
         method = planner.make_method(field.method, field.ratio)  # type: ignore[arg-type]
     except ConfigurationError as error:
         raise RequestError(str(error), param="cacheclip.method") from error
-    if method.composes:
-        raise RequestError(f"{planner.why_never(method)}. Choose another method.", param="cacheclip.method")
     return method
 
 

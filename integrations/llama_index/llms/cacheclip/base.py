@@ -101,7 +101,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         ConfigurationError: an unknown field or call option, a value out of range, or a message that is not text.
         PromptTooLongError: the prompt does not fit the model's context.
 
-    >>> llm = CacheClipLLM(primary="qwen2.5-coder-0.5b", store="my-store")
+    >>> llm = CacheClipLLM(primary="Qwen/Qwen2.5-0.5B-Instruct", store="my-store")
     >>> index.as_query_engine(llm=llm).query("How tall is it?")
     """
 

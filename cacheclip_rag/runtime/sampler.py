@@ -1,0 +1,79 @@
+"""Chooses the next token from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from .base import Constraint
+
+__all__ = ["LogitsObserver", "Sampler", "confidence", "is_greedy"]
+
+LogitsObserver = Callable[[torch.Tensor, int], None]
+"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
+
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether these settings always choose the likeliest token."""
+    return params.temperature < _GREEDY_BELOW
+
+
+def confidence(logits: torch.Tensor) -> float:
+    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
+    that of the second, 0 to 1."""
+    first, second = logits.float().softmax(-1).topk(2).values
+    return float(first - second)
+
+
+class Sampler:
+    """Picks the next token from logits."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        device: torch.device,
+        observe: LogitsObserver | None = None,
+        constraint: Constraint | None = None,
+    ) -> None:
+        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+        self._observe = observe
+        self._constraint = constraint
+        self._greedy = is_greedy(params)
+        self._warpers = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(params.top_p))
+        self._generator = torch.Generator(device=device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of tokens that may come next; others are at minus infinity."""
+        return logits if self._constraint is None else self._constraint.allowed(logits)
+
+    def pick(self, logits: torch.Tensor) -> int:
+        """Token id chosen from ``(vocab_size,)`` logits."""
+        token = self._choose(self.allowed(logits))
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if self._observe is not None:
+            self._observe(logits, token)
+        return token
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self._greedy:
+            return int(logits.argmax())
+        scores = self._warpers(None, logits.float()[None])
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))

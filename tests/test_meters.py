@@ -1,0 +1,140 @@
+"""Meters of the package's size. Each number only falls: a change that lets one rise says why in its commit."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from cacheclip_rag import CacheClipEngine
+from tests.conftest import CHUNKS
+from tests.test_imports import MODULES, imported, layer_of, tree
+
+REPOSITORY = Path(__file__).parents[1]
+
+MOST_FILES, MOST_FUNCTIONS = 61, 412
+"""That one ``generate`` passes (``cacheclip``, four hits)."""
+MOST_UPWARD_IMPORTS = 22
+MOST_MODULES_IN_CIRCLES = 48
+LARGEST_CIRCLE = 35
+MOST_DEEP_NAMES = 118
+"""Names that docs, examples and benchmarks take from modules that are not public."""
+MOST_SHARED_CLASS_NAMES = 24
+
+PUBLIC = ("", "methods", "selection", "store", "guards", "models", "runtime", "testing", "ingest", "vllm")
+"""Public modules of the package. The integrations are public, too."""
+
+
+def all_imports(module: str) -> set[str]:
+    """Modules of the package that a module names in imports: at import time, in functions, for type checkers."""
+    statements = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Import | ast.ImportFrom))
+    return {name for node in statements for name in imported(module, node)} - {module}
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[set[str]]:
+    """Sets of nodes that all reach one another, largest first."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found, ahead = set(), [start]
+        while ahead:
+            new = set(graph.get(ahead.pop(), ())) - found
+            found |= new
+            ahead.extend(new)
+        reached[start] = found
+    found_circles: list[set[str]] = []
+    for node in graph:
+        circle = {other for other in reached[node] if node in reached.get(other, ())}
+        if circle and circle not in found_circles:
+            found_circles.append(circle)
+    return sorted(found_circles, key=len, reverse=True)
+
+
+def shared_names(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Files of every class name that stands twice or more, a leading underscore apart."""
+    found = defaultdict(list)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(str(file.relative_to(REPOSITORY)))
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def deep_names(text: str) -> set[str]:
+    """Names that a page or a program imports, or documents, from modules of the package that are not public."""
+    found = {tuple(name.rpartition(".")[::2]) for name in re.findall(r"::: cacheclip_rag\.([\w.]+)", text)}
+    statement = r"from cacheclip_rag((?:\.\w+)*) import (\([^)]*\)|[^\n#]*)"
+    for module, names in re.findall(statement, text):
+        found |= {(module.lstrip("."), name) for name in re.findall(r"(\w+)(?: as \w+)?", names)}
+    return {f"{module}.{name}" for module, name in found if module not in PUBLIC}
+
+
+class TestOneAnswer:
+    def test_files_and_functions(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        meter = benchmark("opened_by_generate")
+        engine = CacheClipEngine(
+            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=tmp_path, method="cacheclip"
+        )
+        found = meter.opened_by(engine, CHUNKS)
+        functions = sum(map(len, found.values()))
+        assert 0 < len(found) <= MOST_FILES and functions <= MOST_FUNCTIONS, (len(found), functions)
+
+
+class TestImports:
+    def test_upward(self) -> None:
+        upward = {(m, name) for m in MODULES for name in all_imports(m) if layer_of(name) > layer_of(m)}
+        assert len(upward) <= MOST_UPWARD_IMPORTS, sorted(upward)
+
+    def test_circles(self) -> None:
+        found = circles({module: all_imports(module) for module in MODULES})
+        assert len(found[0] if found else ()) <= LARGEST_CIRCLE, [sorted(each) for each in found]
+        assert sum(map(len, found)) <= MOST_MODULES_IN_CIRCLES, [sorted(each) for each in found]
+
+    def test_circles_are_seen(self) -> None:
+        assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+        assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"e"}, "e": {"f"}, "f": {"d"}}) == [
+            {"d", "e", "f"},
+            {"b", "c"},
+        ]
+
+
+class TestPublicModules:
+    def test_docs_examples_and_benchmarks_import_from_no_other(self) -> None:
+        files = [REPOSITORY / "README.md"]
+        files += [file for folder in ("docs", "examples", "benchmarks") for file in (REPOSITORY / folder).rglob("*.*")]
+        texts = [file.read_text(encoding="utf-8") for file in files if file.suffix in (".md", ".py")]
+        found = {name for text in texts for name in deep_names(text)}
+        assert len(found) <= MOST_DEEP_NAMES, sorted(found)
+
+    def test_deep_names_are_seen(self) -> None:
+        text = """
+from cacheclip_rag import Plan
+from cacheclip_rag.store import ChunkStore
+    from cacheclip_rag.store.care import verify  # in a function
+from cacheclip_rag.errors import (
+    StoreError,
+    CacheClipError as Error,
+)
+::: cacheclip_rag.methods.Method
+::: cacheclip_rag.methods.base.Method
+"""
+        assert deep_names(text) >= {"store.care.verify", "errors.StoreError", "errors.CacheClipError"}
+        assert not {"store.ChunkStore", ".Plan", "methods.Method"} & deep_names(text)
+        assert "methods.base.Method" in deep_names(text)
+
+
+def test_class_names() -> None:
+    files = [file for folder in ("cacheclip_rag", "integrations") for file in (REPOSITORY / folder).rglob("*.py")]
+    shared = shared_names(files)
+    assert len(shared) <= MOST_SHARED_CLASS_NAMES, shared
+
+
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", REPOSITORY / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
