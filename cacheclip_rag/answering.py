@@ -86,7 +86,7 @@ class Answering:
             if event.answer is not None:
                 verified = None if exact is None else exact.result
                 self._observe(Answered(plan, event.answer, request.params, logits, verified))
-            yield self._shown(event, request)
+            yield event
         self.writer.store_missing(missing, request.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
@@ -165,18 +165,8 @@ class Answering:
         for event in request.method.compose(composition) if composition.chunks else composition.plain():
             if event.answer is not None:
                 self._observe(Answered(None, event.answer, request.params))
-            yield self._shown(event, request)
+            yield event
         self.writer.store_missing(tuple(missing), request.documents, PREFIX)
-
-    def _shown(self, event: Event, request: Request) -> Event:
-        """The event as the caller sees it."""
-        if not self.parts.config.hide_hits:
-            return event
-        if event.answer is None:  # only an answer from reused chunks may be revised
-            return replace(event, is_final=event.is_final and request.finish != "revise")
-        assert request.method is not None
-        stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
-        return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:

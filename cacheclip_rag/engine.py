@@ -208,8 +208,7 @@ class CacheClipEngine:
         self.library.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.prefix_caches, *loaded):
-            if caches.can_reuse:
-                _ = caches.prefix
+            _ = caches.prefix
         plain = self.make_method("full") if method.composes else method
         ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), plain))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))

@@ -13,23 +13,23 @@ METHODS: dict[str, str] = {}
 """Presets, by name."""
 
 SETTINGS: dict[str, str] = {
-    "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
-    "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
-    "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
-    "shadow_mode": "shadow_mode is gone: answers are always compared in the background; wait for the comparisons with "
-    "engine.wait_for_observers().",
-    "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
-    "transformers itself.",
+    "heads": "heads is gone: the scorer of the method names its head set, as in AuxiliaryAttention(heads="
+    "'./my.safetensors'); what calibrate or finetune wrote is found without it.",
+    "auxiliary_codec": "auxiliary_codec is gone: use codec, which the auxiliary's chunk caches follow.",
+    "shadow_mode": "shadow_mode is gone: answers are compared in the background, and engine.wait_for_observers() waits "
+    "for it.",
+    "fallback": "fallback is gone: use transformers itself for a model whose KV cannot be reused.",
+    "hide_hits": "hide_hits is gone: use the server, cacheclip serve --hide-hits.",
 }
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name."""
 
 OPTIONS: dict[str, str] = {
-    "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
-    "let calibrate or finetune write it, which cacheclip finds by itself.",
-    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow --codec.",
-    "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
+    "--heads": "--heads is gone: use --variants, a file of methods whose scorer names a head set (scorer = {heads = "
+    "'./my.safetensors'}); what calibrate or finetune wrote is found without it.",
+    "--auxiliary-codec": "--auxiliary-codec is gone: use --codec, which the auxiliary's chunk caches follow.",
+    "--fallback": "--fallback is gone: use transformers itself for a model whose KV cannot be reused.",
 }
-"""Options and commands of the command line, options with their dashes."""
+"""Options and commands of the command line; options with their dashes."""
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:

@@ -12,7 +12,6 @@ from .common import (
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
-    HeadsOption,
     JsonOption,
     PrimaryOption,
     VariantsOption,
@@ -24,7 +23,6 @@ from .common import (
 def bench(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
     ratio: Annotated[
@@ -64,7 +62,6 @@ def bench(
         primary,
         auxiliary,
         dtype,
-        heads=heads,
         store=store,
         device=device,
         recompute_ratio=ratio,

@@ -15,7 +15,6 @@ from .common import (
     ChunkContextOption,
     DeviceOption,
     DtypeOption,
-    HeadsOption,
     JsonOption,
     PrimaryOption,
     RatioOption,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 def certify(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
     method: Annotated[str, typer.Option(help="Preset or variant to certify.")] = DEFAULT_METHOD,
     variants: VariantsOption = None,
     ratio: RatioOption = None,
@@ -43,7 +41,6 @@ def certify(
     auxiliary_device: AuxiliaryDeviceOption = None,
     chunk_context: ChunkContextOption = None,
     codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     backend: BackendOption = "transformers",
     vllm: VLLMOption = None,
     as_json: JsonOption = False,
@@ -62,13 +59,11 @@ def certify(
         auxiliary,
         dtype,
         chunk_context,
-        heads=heads,
         method=method_named(method, read_variants(variants)),
         recompute_ratio=ratio,
         device=device,
         auxiliary_device=auxiliary_device,
         codec=codec,
-        auxiliary_codec=auxiliary_codec,
     )
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm

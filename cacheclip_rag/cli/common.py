@@ -15,7 +15,6 @@ import typer
 
 from ..checks import check_choice
 from ..chunks.context import CONTEXT_NAMES
-from ..config import FALLBACK_MODES
 from ..errors import CacheClipError, ConfigurationError, DocumentError, StoreError, UnknownModelError
 from ..runtime.base import DTYPES
 
@@ -31,9 +30,7 @@ __all__ = [
     "DtypeOption",
     "EmbeddingOption",
     "ExistingStoreOption",
-    "FallbackOption",
     "FinishOption",
-    "HeadsOption",
     "JsonOption",
     "MinConfidenceOption",
     "NamespaceOption",
@@ -104,12 +101,6 @@ AuxiliaryOption = Annotated[
     typer.Option("--auxiliary", callback=_checked_model, help="Small model that scores tokens; 'none' for none."),
 ]
 AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model. [default: --device]")]
-HeadsOption = Annotated[
-    str,
-    typer.Option(
-        "--heads", help="Head set of the auxiliary model: a file, auto, or none (its last layer, for cacheclip)."
-    ),
-]
 EmbeddingOption = Annotated[
     str | None,
     typer.Option("--embedding", callback=_checked_model, help="sentence-transformers model for retrieval."),
@@ -118,14 +109,6 @@ DtypeOption = Annotated[
     str | None, typer.Option("--dtype", callback=_one_of("dtype", DTYPES), help="float32, bfloat16 or float16.")
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto spreads the layers.")]
-FallbackOption = Annotated[
-    str,
-    typer.Option(
-        "--fallback",
-        callback=_one_of("fallback", FALLBACK_MODES),
-        help="'full': models that cannot be reused answer by plain prefill.",
-    ),
-]
 ChunkContextOption = Annotated[
     str | None,
     typer.Option(

@@ -14,7 +14,6 @@ from .common import (
     AuxiliaryOption,
     DeviceOption,
     DtypeOption,
-    HeadsOption,
     JsonOption,
     PrimaryOption,
     VariantsOption,
@@ -46,7 +45,6 @@ def evaluate(
     overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 50,
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
     methods: Annotated[
         str,
         typer.Option(
@@ -84,7 +82,6 @@ def evaluate(
     device: DeviceOption = "cpu",
     auxiliary_device: AuxiliaryDeviceOption = None,
     codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
@@ -117,12 +114,10 @@ def evaluate(
     config = EngineConfig(
         primary=primary or DEFAULT_SETTINGS.primary,
         auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
-        heads=heads,
         dtype=dtype or DEFAULT_SETTINGS.dtype,
         device=device,
         auxiliary_device=auxiliary_device,
         codec=codec,
-        auxiliary_codec=auxiliary_codec,
     )
     names = _split(methods)
     if "all" in names and (without := every_method(config)[1]):

@@ -17,7 +17,6 @@ from .common import (
     DeviceOption,
     DtypeOption,
     EmbeddingOption,
-    FallbackOption,
     JsonOption,
     NamespaceOption,
     PrimaryOption,
@@ -50,7 +49,6 @@ def ingest(
     embedding: EmbeddingOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
-    fallback: FallbackOption = "error",
     namespace: NamespaceOption = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
     overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
@@ -118,7 +116,7 @@ def ingest(
     if upgrade and chunk_context is not None:
         settings = replace(settings, chunk_context=chunk_context)
     check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    config = engine_config(settings, str(folder), device=device, fallback=fallback)
+    config = engine_config(settings, str(folder), device=device)
     if backend == "vllm":
         from ..runtime.vllm.encoding import vllm_engine
 

@@ -14,7 +14,6 @@ from .common import (
     ChunkContextOption,
     DeviceOption,
     DtypeOption,
-    HeadsOption,
     JsonOption,
     PrimaryOption,
     VariantsOption,
@@ -29,7 +28,6 @@ _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
 def profile(
     primary: PrimaryOption = None,
     auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
     method: Annotated[str, typer.Option(help="Preset or variant whose ratio is to be chosen.")] = DEFAULT_METHOD,
     variants: VariantsOption = None,
     dtype: DtypeOption = None,
@@ -40,7 +38,6 @@ def profile(
     store: Annotated[
         str | None, typer.Option(help="Store whose reading speed is measured too. It is left as it was.")
     ] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Measure prefills of growing prompts on this machine, and save the profile by which recompute ratios are chosen.
@@ -57,13 +54,11 @@ def profile(
         auxiliary,
         dtype,
         chunk_context,
-        heads=heads,
         method=method_named(method, read_variants(variants)),
         device=device,
         auxiliary_device=auxiliary_device,
         codec=codec,
         store=store,
-        auxiliary_codec=auxiliary_codec,
     )
     engine = CacheClipEngine(config)
     found = engine.profile_machine()

@@ -12,14 +12,13 @@ import typer
 
 from ..errors import ConfigurationError
 from ..methods import DEFAULT_METHOD, check_method
+from ..removed import OPTIONS, refuse_removed
 from .common import (
     AuxiliaryOption,
     ChunkContextOption,
     DeviceOption,
     DtypeOption,
-    FallbackOption,
     FinishOption,
-    HeadsOption,
     JsonOption,
     MinConfidenceOption,
     NamespaceOption,
@@ -79,13 +78,11 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.1, help="Most seconds of a request, waiting included.")] = 600.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 2**23,
     memory_bytes: Annotated[int, typer.Option(min=0, help="Memory tier before the disk; 0: none.")] = 0,
-    heads: HeadsOption = "auto",
     dtype: DtypeOption = None,
     device: DeviceOption = "cpu",
     namespace: NamespaceOption = None,
     chunk_context: ChunkContextOption = None,
     system_prompt: Annotated[str | None, typer.Option(help="For conversations without one.")] = None,
-    fallback: FallbackOption = "error",
     require_certificate: RequireCertificateOption = False,
     shadow_rate: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers compared with full prefill afterwards; see /metrics.")
@@ -104,6 +101,7 @@ def serve(
     from ..serving.backend import check_backend
 
     # what can be refused without torch, which takes seconds to import
+    refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
     if backend == "vllm":
         from ..serving.vllm.options import check_given, check_vllm
@@ -137,12 +135,9 @@ def serve(
             "min_confidence": least,
             "finish": finish,
             "memory_bytes": memory_bytes,
-            "heads": heads,
             "system_prompt": system_prompt,
-            "fallback": fallback,
             "require_certificate": require_certificate,
             "shadow_rate": shadow_rate,
-            "hide_hits": hide_hits,
         },
     )
     if backend == "vllm":
@@ -176,7 +171,7 @@ def serve(
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config),
+        TransformersBackend(config, hide_hits=hide_hits),
         name=name,
         access=access,
         limits=Limits(max_running, max_queue, timeout, max_body_bytes),

@@ -83,6 +83,4 @@ def engine_config(settings: LibrarySettings, store: str, *, device: str, **optio
         codec=settings.codec,
         device=device,
     )
-    if settings.codec == "int8":
-        base = replace(base, auxiliary_codec="int8")
     return EngineConfig.from_options(base, options)

@@ -434,10 +434,6 @@ def _command(config: EngineConfig, method: Method, backend: str) -> str:
         "auxiliary-device": config.auxiliary_device if method.needs_auxiliary else None,
         "codec": config.codec,
     }
-    if method.needs_auxiliary and config.auxiliary_codec != defaults.auxiliary_codec:
-        options["auxiliary-codec"] = config.auxiliary_codec
-    if method.needs_auxiliary and config.heads != defaults.heads:
-        options["heads"] = config.heads
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     return " ".join(["cacheclip certify", *given])
 

@@ -93,7 +93,7 @@ def _texts(library: Library) -> Iterator[str]:
 
 
 def _is_stored(text: str, models: list[ChunkCaches]) -> bool:
-    return all(text in caches for caches in models if caches.can_reuse)
+    return all(text in caches for caches in models)
 
 
 def _remove(engine: CacheClipEngine, text: str, models: list[ChunkCaches], earlier: list[ChunkCaches]) -> int:

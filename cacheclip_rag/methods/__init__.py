@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..checks import did_you_mean
 from ..errors import ConfigurationError
+from ..removed import METHODS, refuse_removed
 
 if TYPE_CHECKING:
     from .base import Method
@@ -68,6 +69,7 @@ def check_method(method: object) -> None:
     if isinstance(method, str):
         if method == DEFAULT_METHOD or method in PRESET_NAMES:
             return
+        refuse_removed([method], METHODS)
         raise ConfigurationError(
             f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join(PRESET_NAMES)}, got {method!r}."
             f"{did_you_mean(method, PRESET_NAMES)}"

@@ -119,9 +119,6 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
 
 def _obstacle(sources: Sources, layout: Layout) -> str | None:
     """Why reuse would not be exact for this model or prompt; None if it would."""
-    for caches in (sources.primary, sources.auxiliary.caches if sources.auxiliary else None):
-        if caches is not None and caches.runtime.unsupported:
-            return caches.runtime.unsupported
     runtime = sources.primary.runtime
     if sources.captured is not None and not runtime.can_score:
         return f"captured chunk caches need attention weights, which {runtime.name!r} does not show"

@@ -22,6 +22,7 @@ from ..store import ChunkStore
 from ..types import Event, Message
 from .backend import Asked, Backend, ModelCard
 from .field import CacheClipField
+from .hidden import without_hits
 
 __all__ = ["TransformersBackend"]
 
@@ -29,9 +30,13 @@ __all__ = ["TransformersBackend"]
 class TransformersBackend(Backend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """``config``: settings of the engines; its namespace is that of the server's own tenant."""
-        self._config = config
+    def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
+        """
+        Args:
+            config: settings of the engines; its namespace is that of the server's own tenant.
+            hide_hits: whether answers do not tell which chunks were stored (:mod:`.hidden`).
+        """
+        self._config, self._hide_hits = config, hide_hits
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes
         )
@@ -73,6 +78,7 @@ class TransformersBackend(Backend):
         if isinstance(prompt, str):
             parts = not engine.context_of(given.method).isolated
             prompt = engine.parts.segment_as_it_stands(prompt, given_texts(given.documents), parts=parts)
+        reuse = _reuse(engine, given)
         stream = engine.stream(
             prompt,
             SamplingParams().with_options(options),
@@ -80,9 +86,21 @@ class TransformersBackend(Backend):
             documents=given.documents,
             finish=given.finish,
             tools=tools,
-            **_reuse(engine, given),
+            **reuse,
         )
+        if self._hide_hits:
+            method = engine.make_method(reuse["method"], _number(reuse["recompute_ratio"]))
+            stream = without_hits(
+                stream,
+                method=method.name,
+                nominal_ratio=method.nominal_ratio,
+                finish=given.finish or engine.config.finish,
+            )
         return final_events(stream, one_call=asked.one_call)
+
+
+def _number(ratio: float | str | None) -> float | None:
+    return None if isinstance(ratio, str) else ratio
 
 
 def _reuse(engine: CacheClipEngine, given: CacheClipField) -> dict[str, Any]:

@@ -272,14 +272,6 @@ class TestExplanations:
 
 
 class TestOtherRuntimes:
-    def test_one_that_reuses_nothing_needs_none(self, tiny_models: dict[str, str], trained: TrainedContext) -> None:
-        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, chunk_context="trained")
-        engine.primary.can_reuse = False
-        try:
-            assert CacheClipEngine(engine.config).context_of() == CONTEXTS["passages"]
-        finally:
-            del engine.primary.can_reuse
-
     def test_fake(self) -> None:
         assert find_trained_context(FakeRuntime()) is None
         context = made_for(FakeRuntime())

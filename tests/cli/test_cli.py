@@ -398,7 +398,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
         (("ingest", "{here}", "--store", "{none}", "--vllm", "seed=1"), 2, "--vllm is for --backend vllm"),
         (("certify", "--backend", "vllm", "--vllm", "seed"), 2, "--vllm must be NAME=VALUE"),
-        (("ingest", "{here}", "--store", "{none}", "--fallback", "ful"), 2, "Did you mean 'full'?"),
+        (("ingest", "{here}", "--store", "{none}", "--fallback=full"), 2, "--fallback is gone: use transformers"),
         (("ingest", "{here}", "--store", "{none}", "--chunk-context", "passage"), 2, "Did you mean 'passages'?"),
         (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "Did you mean 'all-MiniLM-L6-v2'?"),
     ],

@@ -820,13 +820,13 @@ class TestCommand:
 
     def test_how_chunks_are_stored(self, dataset: Path, tiny_models: dict[str, str]) -> None:
         models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
-        options = ("--codec", "float16", "--auxiliary-codec", "float32", "--auxiliary-device", "cpu")
+        options = ("--codec", "float16", "--auxiliary-device", "cpu")
         result = self.run("--dataset", dataset, *models, *options, "--methods", "cacheclip", "--limit", 1, "--json")
         assert result.exit_code == 0, result.output
         settings = json.loads(result.stdout)["settings"]
         assert (settings["codec"], settings["auxiliary_codec"], settings["auxiliary_device"]) == (
             "float16",
-            "float32",
+            "float16",
             "cpu",
         )
 

@@ -182,7 +182,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--temperature", "0"], "--override-generation-config"),
         (["--max-tokens", "4"], "max_new_tokens"),
         (["--hide-hits"], "--hide-hits has no effect"),
-        (["--fallback", "full"], "--fallback has no effect"),
+        (["--fallback", "full"], "--fallback is gone"),
         (["--ratio", "auto"], "recompute_ratio as a number"),
         (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
         (["--method", "direct_gapped"], "changes positions"),

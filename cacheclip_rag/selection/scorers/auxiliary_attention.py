@@ -39,7 +39,8 @@ class AuxiliaryAttention(PromptScorer):
     """2: the best-scoring sentence is put before the question, and the chunks are scored a second time; each token gets
     the larger of its two scores. This finds evidence that shares no word with the question, and costs a second pass."""
     heads: str = "auto"
-    """Head set for ``tuned``: ``auto`` (the engine's head set), ``none`` (the last layer unchanged), a name (the file
+    """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip calibrate`` or
+    ``cacheclip finetune`` wrote, else the one in the package), ``none`` (the last layer unchanged), a name (the file
     ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ _NO_EFFECT = {
     "max_running": ("--max-running", "give vLLM's own: -- --max-num-seqs 8"),
     "max_queue": ("--max-queue", "vLLM takes every request. Limit them in a proxy"),
     "timeout": ("--timeout", "vLLM has no limit for a request's time. Limit it in a proxy"),
-    "fallback": ("--fallback", "start vLLM itself for models whose KV cannot be reused"),
     "hide_hits": ("--hide-hits", "vLLM counts cached tokens itself. Leave it out"),
 }
 """Options of ``cacheclip serve`` that change nothing with vLLM, by parameter: the option, and what to do instead."""
