@@ -289,30 +289,6 @@ class FusionStats:
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
 
-    def without_hits(self, method: str, nominal_ratio: float) -> FusionStats:
-        """These statistics without anything that tells which chunks were stored.
-
-        Args:
-            method: the requested method, because the method that answered depends on hits.
-            nominal_ratio: the requested method's ratio, for the same reason.
-        """
-        tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
-        counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
-        zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
-        unknown: dict[str, Any] = dict.fromkeys(
-            ("confidence", "verified_tokens", "diverged_at", "completed_at", "partial_share", "predicted_ttft_s")
-        )
-        zero |= {
-            "fresh_tokens": self.prompt_tokens,
-            "verify_s": 0.0,
-            "left_to_read_s": 0.0,
-            "reading_s": 0.0,
-            "gated": False,
-            "bypassed": False,
-            **unknown,
-        }
-        return replace(self, **zero, method=method, nominal_ratio=nominal_ratio, fallback=None, phases_s={})
-
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""
         names = ("effective_ratio", "effective_ratio_of_stale")

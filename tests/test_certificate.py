@@ -397,7 +397,7 @@ class TestEngine:
             {"chunk_context": "passages", "method": "epic"},
             {"method": replace(preset("cacheclip"), chunk_context="passages")},
             {"method": "cacheclip-paper"},
-            {"auxiliary_codec": "float32", "codec": "bfloat16"},
+            {"codec": "bfloat16"},
             {"method": "direct", "auxiliary": None},
             {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},
         ],

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
@@ -19,8 +20,26 @@ from .options import SettingsCommand
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """Commands of which what is gone is refused with what to use instead."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
+                refuse_removed([error.option_name], OPTIONS)  # type: ignore[attr-defined]
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_removed(args[:1], OPTIONS)
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="cacheclip",
+    cls=_Commands,
     help="Answers over your documents, with the first token several times sooner.",
     no_args_is_help=True,
     add_completion=False,

@@ -57,6 +57,7 @@ def serve(
     from ..serving.backend import check_backend
 
     # what can be refused without torch, which takes seconds to import
+    refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
     door = Door(host, port, api_key, tenants)
     if backend == "vllm":
@@ -110,7 +111,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config),
+        TransformersBackend(config, hide_hits=hide_hits),
         name=name,
         access=access,
         limits=Limits(table.max_running, table.max_queue, table.timeout_s, table.max_body_bytes),

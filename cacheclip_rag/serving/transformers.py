@@ -27,9 +27,13 @@ __all__ = ["TransformersBackend"]
 class TransformersBackend(Backend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """``config``: settings of the engines; its namespace is that of the server's own tenant."""
-        self._config = config
+    def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
+        """
+        Args:
+            config: settings of the engines; its namespace is that of the server's own tenant.
+            hide_hits: whether answers do not tell which chunks were stored (:mod:`.hidden`).
+        """
+        self._config, self._hide_hits = config, hide_hits
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes
         )

@@ -80,8 +80,7 @@ class ServedFields(ModelFields):
         """Tokens of missing chunks that are stored after the answer."""
         if self.base_url is not None:
             return answer.stats.missed_tokens
-        stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
-        return answer.stats.missed_tokens if stores else 0
+        return answer.stats.missed_tokens if self._engine_config().on_miss == "store" else 0
 
     def _check(self) -> None:
         super()._check()

@@ -42,7 +42,7 @@ class EngineFields(BaseModel):
 
     Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
     are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too. Its other settings
-    (``codec``, ``fallback``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
+    (``codec``, ``on_miss``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
 
     Raises:
         ConfigurationError: a field or one of ``engine_kwargs`` is unknown, given twice, or out of range.
@@ -70,7 +70,7 @@ class EngineFields(BaseModel):
     """Device of both models."""
     engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Settings of :class:`~cacheclip_rag.config.EngineConfig` without a field here, such as ``max_bytes`` or
-    ``fallback``. Giving them to the constructor by name is the same."""
+    ``codec``. Giving them to the constructor by name is the same."""
 
     _engine: Any = PrivateAttr(default=None)
 
@@ -88,6 +88,7 @@ class EngineFields(BaseModel):
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
         unknown = sorted(set(given) - set(cls.model_fields) - set(aliases) - others)
         if unknown:
+            refuse_removed(unknown, SETTINGS)
             known = sorted({*cls.model_fields, *aliases, *others})
             hint = did_you_mean(unknown, known)
             raise ConfigurationError(f"unknown field {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")

@@ -105,7 +105,6 @@ class TestRefusals:
             ("chunk_context", "nonsense"),
             ("dtype", "float64"),
             ("codec", "int3"),
-            ("auxiliary_codec", "int3"),
             ("on_miss", "explode"),
             ("primary", ""),
             ("memory_bytes", -1),

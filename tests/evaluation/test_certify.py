@@ -16,7 +16,7 @@ import cacheclip_rag.guards.certificate as certificates
 import cacheclip_rag.lab.evaluation.certify as module
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import CertificateError, ConfigurationError, UnsupportedModelError
+from cacheclip_rag.errors import CertificateError, ConfigurationError
 from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.lab.evaluation import exactness
 from cacheclip_rag.lab.evaluation.certify import RATIOS, certify

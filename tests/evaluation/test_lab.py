@@ -745,7 +745,7 @@ class TestCommand:
         settings = json.loads(result.stdout)["settings"]
         assert (settings["codec"], settings["auxiliary_codec"], settings["auxiliary_device"]) == (
             "float16",
-            "float32",
+            "float16",
             "cpu",
         )
 

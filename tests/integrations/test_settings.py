@@ -94,13 +94,15 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
     component = kind(codec="int8", engine_kwargs={"memory_bytes": 5})
     assert component.engine_kwargs == {"codec": "int8", "memory_bytes": 5}
     assert component.engine is kind(engine_kwargs={"codec": "int8", "memory_bytes": 5}).engine
-    assert kind.from_engine(component.engine, fallback="full").engine_kwargs == {
+    assert kind.from_engine(component.engine, on_miss="ignore").engine_kwargs == {
         "codec": "int8",
         "memory_bytes": 5,
-        "fallback": "full",
+        "on_miss": "ignore",
     }
     with pytest.raises(ConfigurationError, match="codec was given twice"):
         kind(codec="int8", engine_kwargs={"codec": "int8"})
+    with pytest.raises(ConfigurationError, match="auxiliary_codec is gone: use codec"):
+        kind(auxiliary_codec="int8")
     with pytest.raises(ConfigurationError, match=r"unknown field auxilary\. Did you mean 'auxiliary'\?"):
         kind(auxilary="smollm2-135m")
 

@@ -140,7 +140,7 @@ class Lab:
     def run(self) -> Comparison:
         """Ask all questions without an answer; returns the whole comparison, including earlier answers."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
-        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
+        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False)
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
         wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
         with open_journal(self.folder, self._settings(engine), self.records) as journal:

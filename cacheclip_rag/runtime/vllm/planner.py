@@ -74,7 +74,7 @@ class Planner:
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
             raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
-        for name in ("finish", "max_ttft_s", "hide_hits"):
+        for name in ("finish", "max_ttft_s"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
         if self.config.fixed_ratio != self.config.recompute_ratio:

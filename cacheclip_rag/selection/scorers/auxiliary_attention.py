@@ -36,7 +36,8 @@ class AuxiliaryAttention(PromptScorer):
     sinks: int = 0
     """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     heads: str = "auto"
-    """Head set for ``tuned``: ``auto`` (the engine's head set), ``none`` (the last layer unchanged), a name (the file
+    """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip calibrate`` or
+    ``cacheclip finetune`` wrote, else the one in the package), ``none`` (the last layer unchanged), a name (the file
     ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
 
     def __post_init__(self) -> None:
