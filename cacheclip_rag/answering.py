@@ -82,7 +82,7 @@ class Answering:
             if event.answer is not None:
                 verified = None if exact is None else exact.result
                 self._observe(Answered(plan, event.answer, options.params, logits, verified))
-            yield self._shown(event, request)
+            yield event
         self.writer.store_missing(missing, options.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
@@ -132,15 +132,6 @@ class Answering:
         if segments is not None:
             return segments
         return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
-
-    def _shown(self, event: Event, request: Request) -> Event:
-        """The event as the caller sees it."""
-        if not self.parts.config.hide_hits:
-            return event
-        if event.answer is None:  # only an answer from reused chunks may be revised
-            return replace(event, is_final=event.is_final and request.options.finish != "revise")
-        stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
-        return replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:

@@ -65,9 +65,6 @@ class EngineConfig:
     certify`` shows what a value gives and costs. ``auto``: the least value with which every prompt of the certificate
     began as with full prefill, for less than its cost; it needs a thorough certificate. 0: none.
     None: the method's own. It holds for methods given by name; a Method instance has its own."""
-    heads: str | PathLike[str] = "auto"
-    """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
-    calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
     chunk_context: str = "passages"
     """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
     neutral paragraphs). After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right

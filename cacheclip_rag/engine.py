@@ -201,8 +201,7 @@ class CacheClipEngine:
         self.library.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.prefix_caches, *loaded):
-            if caches.can_reuse:
-                _ = caches.prefix
+            _ = caches.prefix
         ready = self._answering.prefill(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)

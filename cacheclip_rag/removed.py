@@ -31,13 +31,13 @@ METHODS: dict[str, str] = {
 SETTINGS: dict[str, str] = {
     "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
     "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
-    "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
-    "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
-    "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
-    "shadow_mode": "shadow_mode is gone: answers are always compared in the background; wait for the comparisons with "
-    "engine.wait_for_observers().",
-    "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
-    "transformers itself.",
+    "heads": "heads is gone: the scorer of the method names its head set, as in AuxiliaryAttention(heads="
+    "'./my.safetensors'); what calibrate or finetune wrote is found without it.",
+    "auxiliary_codec": "auxiliary_codec is gone: use codec, which the auxiliary's chunk caches follow.",
+    "shadow_mode": "shadow_mode is gone: answers are compared in the background, and engine.wait_for_observers() waits "
+    "for it.",
+    "fallback": "fallback is gone: use transformers itself for a model whose KV cannot be reused.",
+    "hide_hits": "hide_hits is gone: use the server's, hide_hits = true under [serve] in the file of --settings.",
 }
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 

@@ -8,12 +8,13 @@ not be read), 2 bad usage.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..removed import OPTIONS, refuse_removed
 from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
 from .options import SettingsCommand

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import ConfigurationError
+from ..removed import OPTIONS, refuse_removed
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options
 from .tables import ServeTable
@@ -94,7 +95,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from ..serving.access import Access, read_tenants
 
     table = settings.table(ServeTable)
-    config = replace(_config(settings), hide_hits=table.hide_hits)
+    config = _config(settings)
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from ..serving.app import Limits
@@ -111,7 +112,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
             typer.echo(f"{name} is ready at {address}/v1", err=True)
 
     server = Server(
-        TransformersBackend(config, hide_hits=hide_hits),
+        TransformersBackend(config, hide_hits=table.hide_hits),
         name=name,
         access=access,
         limits=Limits(table.max_running, table.max_queue, table.timeout_s, table.max_body_bytes),

@@ -52,5 +52,4 @@ def _absolute(name: str, value: Any) -> Any:
 def engine_config(settings: LibrarySettings, store: str, **options: object) -> EngineConfig:
     """Settings of an engine for a library, which fixes some of them; ``options`` are those of the others."""
     fixed = {name: getattr(settings, name) for name in _NAMES if hasattr(_DEFAULTS, name)}
-    coarse = {"auxiliary_codec": "int8"} if settings.codec == "int8" else {}
-    return EngineConfig.from_options(None, {**coarse, **options, **fixed, "store": store})
+    return EngineConfig.from_options(None, {**options, **fixed, "store": store})

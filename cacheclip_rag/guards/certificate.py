@@ -434,10 +434,6 @@ def _command(config: EngineConfig, method: Method, backend: str) -> str:
         "auxiliary_device": config.auxiliary_device if method.needs_auxiliary else None,
         "codec": config.codec,
     }
-    if method.needs_auxiliary and config.auxiliary_codec != defaults.auxiliary_codec:
-        in_file["auxiliary_codec"] = config.auxiliary_codec
-    if method.needs_auxiliary and config.heads != defaults.heads:
-        in_file["heads"] = config.heads
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     lines = [f"{name} = {json.dumps(str(value))}" for name, value in in_file.items() if value is not None]
     file = [f"--settings FILE (FILE: {'; '.join(lines)})"] if lines else []

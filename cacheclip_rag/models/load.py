@@ -154,7 +154,7 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
                 _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
             return _registry[name, dtype, device]
     packaged = packaged_name(name)
-    if fallback == "error" and packaged and not (Path(name) / "config.json").is_file():
+    if packaged and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
     folder = resolve(name)
     key = (str(folder), dtype, device)

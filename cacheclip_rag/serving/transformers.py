@@ -20,6 +20,7 @@ from ..prompt.segments import Segment, given_texts
 from ..store import ChunkStore
 from ..types import Event, Message
 from .backend import Backend, ModelCard, ServedQuestion
+from .hidden import without_hits
 
 __all__ = ["TransformersBackend"]
 
@@ -75,7 +76,13 @@ class TransformersBackend(Backend):
             prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), parts=parts)
         if question.min_confidence is not None:
             options = _with_confidence(engine, options, question.min_confidence)
-        return final_events(engine.stream(prompt, options=options), one_call=question.one_call)
+        stream = engine.stream(prompt, options=options)
+        if self._hide_hits:
+            ratio = options.recompute_ratio
+            method = engine.make_method(options.method, None if isinstance(ratio, str) else ratio)
+            finish = options.finish or engine.config.finish
+            stream = without_hits(stream, method=method.name, nominal_ratio=method.nominal_ratio, finish=finish)
+        return final_events(stream, one_call=question.one_call)
 
 
 def _with_confidence(engine: CacheClipEngine, options: CallOptions, least: float) -> CallOptions:

@@ -16,6 +16,7 @@ from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names,
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.frontend.tools import with_tool_choice
+from cacheclip_rag.removed import SETTINGS, refuse_removed
 from cacheclip_rag.sampling import SamplingParams
 
 if TYPE_CHECKING:

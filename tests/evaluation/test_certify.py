@@ -262,13 +262,6 @@ class TestCertify:
         assert certificate.exactness["passed"] and certificate.identity.method == "block"
         assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
 
-    @pytest.mark.parametrize("role", ["primary", "auxiliary"])
-    def test_unsupported_even_with_fallback(self, config: EngineConfig, tmp_path: Path, role: str) -> None:
-        from tests.models.test_architectures import build
-
-        with pytest.raises(UnsupportedModelError, match="gpt2"):
-            certify(replace(config, **{role: build(tmp_path / "gpt2", "gpt2")}, fallback="full"), quick=True)
-
     def test_prompts_that_were_not_reused_certify_nothing(
         self, config: EngineConfig, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
