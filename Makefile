@@ -42,7 +42,7 @@ test-weights: setup
 # The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine tests/training/test_gradients.py tests/training/test_context.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine
 
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,

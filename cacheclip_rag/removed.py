@@ -9,11 +9,11 @@ from .errors import ConfigurationError
 
 __all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
 
-_VARIANTS = "is a variant of the laboratory: pass --variants benchmarks/variants.toml to eval, bench or certify"
-_CHAINS = "use the chain of this name in LangChain or LlamaIndex, with our LLM"
+_VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
+_CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
 METHODS: dict[str, str] = {
     "direct_gapped": "direct_gapped is gone: use direct.",
-    "turborag": "turborag is gone: use block, with the checkpoint's special tokens in the chunks' texts.",
+    "turborag": "turborag is gone: use block, which puts no special tokens around chunks.",
     "link": "link is gone: use cacheclip or anchored.",
     "cachecraft": "cachecraft is gone: use cacheclip or anchored, with stored chunks.",
     "prophetkv": "prophetkv is gone: use query_attention.",

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_rag.chunks.trained import TrainedContext, trained_context_path
 from typer.testing import CliRunner
 
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
@@ -534,25 +533,6 @@ class TestResume:
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
         with pytest.raises(ConfigurationError, match="chunk_contexts_sha256 of passages is '.*' there and '.*' now"):
             lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
-
-    def test_a_trained_context_must_be_the_same(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        runtime: Any = CacheClipEngine(config).primary
-        trained = replace(config, chunk_context="auto")
-        folder = tmp_path / "run"
-        for seed in range(2):
-            shape = (runtime.num_layers, 2, runtime.num_kv_heads, 4, runtime.head_dim)
-            kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            made = TrainedContext(weights_digest(runtime.fingerprint), kv)
-            made.save(trained_context_path(made.primary_sha256))
-            if not seed:
-                found = lab(trained, folder, RECORDS[:1], ["direct"]).run().settings
-                assert found["chunk_context"] == "trained"
-                assert set(found["chunk_contexts_sha256"]) == {"prefix", "passages", "trained"}
-        with pytest.raises(ConfigurationError, match="chunk_contexts_sha256 of trained is '.*' there and '.*' now"):
-            lab(trained, folder, RECORDS[:1], ["direct"]).run()
 
     def test_another_machine_is_told_not_refused(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,20 +49,6 @@ class TestBudget:
         expected = min(round(ratio * result.stats.chunk_tokens), sum(len(span.tokens) for span in others))
         assert sum(int(mask.sum()) for mask in spy.masks) == result.stats.recomputed_tokens == expected
 
-    def test_sentences_are_taken_whole(self, case_of: Any) -> None:
-        from cacheclip_rag.selection.sentences import sentence_numbers
-
-        _, spy = spied(case_of("llama"), "query_attention", 0.4, budget={"grouping": "Sentences"})
-        cut = 0
-        for span, mask in zip(spy.view.spans, spy.masks, strict=True):
-            numbers = sentence_numbers(span.segment.text, span.tokens.offsets)
-            for number in numbers.unique():
-                inside = mask[numbers == number]
-                cut += bool(inside.any()) and not bool(inside.all())
-        assert cut <= 1, "one sentence is cut, where the budget ends"
-        _, windows = spied(case_of("llama"), "query_attention", 0.4)
-        assert not same(spy.masks, windows.masks)
-
     def test_scores_are_spared_where_nothing_is_chosen(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from cacheclip_rag.selection.scorers import QueryAttention
 

@@ -19,7 +19,7 @@ from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import describe, vary
 from cacheclip_rag.selection.budget import Budget, FixedStarts
-from cacheclip_rag.selection.grouping import AlignedWindows, Sentences, Tokens, Votes
+from cacheclip_rag.selection.grouping import AlignedWindows, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, PromptScorer, QueryAttention
 from cacheclip_rag.testing.methods import MethodConformance, PromptCase
 from tests.methods.spying import made
@@ -44,7 +44,7 @@ class TestNames:
             preset("cacheclp")
         with pytest.raises(ConfigurationError, match="only an engine can resolve 'auto'"):
             preset(DEFAULT_METHOD)
-        with pytest.raises(ConfigurationError, match="^map_reduce is gone: use the chain"):
+        with pytest.raises(ConfigurationError, match="^map_reduce is gone: use LangChain"):
             check_method("map_reduce")
         for wrong in ("cacheclip:layers=last", "", 3, None, Recompute):
             with pytest.raises(ConfigurationError, match="method must be"):
@@ -107,15 +107,15 @@ class TestVary:
     def test_another_type_has_its_own_defaults(self) -> None:
         changes = {
             "scorer": {"type": "QueryAttention", "layers": "upper"},
-            "budget": {"grouping": {"type": "Votes", "threshold": 2}},
+            "budget": {"grouping": {"type": "AlignedWindows", "threshold": 2}},
         }
         method: Any = vary(preset("cacheclip"), changes)
         assert method.scorer == QueryAttention(layers="upper")
-        assert method.budget.grouping == Votes(8, 2) and method.budget.chunk_starts == 0.5
+        assert method.budget.grouping == AlignedWindows(8, 2) and method.budget.chunk_starts == 0.5
 
     def test_a_type_by_its_name_alone_or_made(self) -> None:
-        for given in ("Sentences", {"type": "Sentences"}, Sentences()):
-            assert made("epic", budget={"grouping": given}).budget == Budget(grouping=Sentences())
+        for given in ("Tokens", {"type": "Tokens"}, Tokens()):
+            assert made("epic", budget={"grouping": given}).budget == Budget(grouping=Tokens())
 
     def test_parts_of_a_mix(self) -> None:
         method: Any = vary(preset("anchored"), {"scorer": {"weight": 0.8, "second": {"within": 8}}})

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.selection.grouping import AlignedWindows, Grouping, Sentences, Tokens, Votes, Windows
+from cacheclip_rag.selection.grouping import AlignedWindows, Grouping, Tokens, Windows
 
 FIXED = settings(max_examples=150, deadline=None)
 
 # Small integers: many ties, and means of windows of 8 that floats hold exactly.
 chunk_scores = st.lists(st.integers(0, 4), min_size=0, max_size=30)
 all_scores = st.lists(chunk_scores, min_size=1, max_size=4)
-EVERY: list[Grouping] = [Windows(), Tokens(), Votes(), AlignedWindows(), Sentences()]
+EVERY: list[Grouping] = [Windows(), Tokens(), AlignedWindows()]
 groupings = st.sampled_from(EVERY)
 
 
@@ -55,20 +55,6 @@ class TestExamples:
         scores[2] = 3.0
         assert chosen(Windows().take([scores], 6)) == [list(range(16, 22))]
 
-    def test_vote_sliding_keeps_a_span_over_a_window_border(self) -> None:
-        assert chosen(Votes().take([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
-
-    def test_vote_sliding_keeps_whole_windows_that_pass_the_vote(self) -> None:
-        """Seven of eight: one window, and the token between them comes along."""
-        assert chosen(Votes().take([hot(8, 9, 10, 12, 13, 14, 15)], 7)) != [[]]
-        scores = hot(8, 9, 10, 12, 13, 14, 15)
-        scores[11] = 0.5
-        scores[0] = 0.6  # takes the eighth place among the top tokens, and is voted down
-        assert chosen(Votes().take([scores], 8)) == [list(range(8, 16))]
-
-    def test_vote_sliding_drops_what_is_scattered(self) -> None:
-        assert chosen(Votes().take([hot(0, 3, 6, 9, 12, 15, 18, 21)], 8)) == [[]]
-
     def test_v1_literal_loses_a_span_over_a_window_border(self) -> None:
         """Tokens 5 to 12: three in the first window, five in the second; more than five are needed."""
         assert chosen(AlignedWindows().take([hot(*range(5, 13))], 8)) == [[]]
@@ -97,12 +83,10 @@ class TestExamples:
 
     def test_chunk_of_one_token(self) -> None:
         assert chosen(Windows().take([torch.tensor([1.0]), torch.tensor([2.0])], 1)) == [[], [0]]
-        assert chosen(Votes().take([torch.tensor([1.0])], 1)) == [[]]
         assert chosen(AlignedWindows().take([torch.tensor([1.0])], 1)) == [[]]
 
     def test_ties_go_to_the_lower_index(self) -> None:
         assert chosen(Windows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
-        assert chosen(Votes().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
         assert chosen(AlignedWindows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(8)), []]
 
     def test_single_tokens_by_their_own_score(self) -> None:
@@ -116,8 +100,8 @@ class TestExamples:
             (Windows, (2.5,)),
             (AlignedWindows, (8, 8)),
             (AlignedWindows, (8, -1)),
-            (Votes, (4, 5)),
-            (Votes, (4, True)),
+            (AlignedWindows, (4, 5)),
+            (AlignedWindows, (4, True)),
         ],
     )
     def test_contradictions_are_refused(self, cls: type[Grouping], settings: tuple[int, ...]) -> None:
@@ -160,32 +144,6 @@ class TestProperties:
         assert [t.tolist() for t in given_tensors] == scores
 
     @FIXED
-    @given(
-        scores=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=30), min_size=1, max_size=4),
-        budget=st.integers(0, 130),
-        window=st.integers(1, 9),
-        data=st.data(),
-    )
-    def test_vote_sliding_is_whole_windows_unless_trimmed(
-        self, scores: list[list[int]], budget: int, window: int, data: st.DataObject
-    ) -> None:
-        threshold = data.draw(st.integers(0, window - 1))
-        masks = Votes(window, threshold).take(tensors(scores), budget)
-        union = brute_vote_union(scores, budget, window, threshold)
-        if len(union) <= budget:
-            assert flat(masks) == union
-        else:
-            assert flat(masks) < union and len(flat(masks)) == budget
-        for number, mask in enumerate(masks):
-            for token in range(len(mask)) if len(union) <= budget else ():
-                if mask[token]:
-                    assert any(
-                        bool(mask[s : s + window].all())
-                        for s in range(max(0, token - window + 1), token + 1)
-                        if s + window <= len(mask) or len(mask) < window
-                    ), (number, token)
-
-    @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130))
     def test_order_of_equal_chunks_decides_nothing_but_ties(self, scores: list[list[int]], budget: int) -> None:
         """How many tokens are taken does not depend on the order of the chunks."""
@@ -219,32 +177,6 @@ class TestProperties:
         assert flat(grouping.take(tensors(scores), budget, among=everything)) == flat(
             grouping.take(tensors(scores), budget)
         )
-
-
-class TestSentences:
-    @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130), data=st.data())
-    def test_whole_ones_by_their_mean(self, scores: list[list[int]], budget: int, data: st.DataObject) -> None:
-        numbers = [sorted(data.draw(st.lists(st.integers(0, 5), min_size=len(s), max_size=len(s)))) for s in scores]
-        masks = Sentences().take(tensors(scores), budget, sentences=[torch.tensor(n).long() for n in numbers])
-        assert flat(masks) == brute_sentences(scores, numbers, budget)
-        whole = {}
-        for c, of in enumerate(numbers):
-            for t, number in enumerate(of):
-                whole.setdefault((c, number), []).append((c, t) in flat(masks))
-        assert sum(any(taken) and not all(taken) for taken in whole.values()) <= 1, "one is cut, where the budget ends"
-
-    def test_the_last_one_is_cut_at_its_lowest_scores(self) -> None:
-        scores = torch.tensor([3.0, 3.0, 0.0, 2.0, 1.0, 0.0])
-        sentences = [torch.tensor([0, 0, 1, 1, 1, 2])]
-        assert chosen(Sentences().take([scores], 4, sentences=sentences)) == [[0, 1, 3, 4]]
-
-    def test_of_what_is_left(self) -> None:
-        """A sentence counts by those of its tokens that may be chosen."""
-        scores, sentences = hot(0, 1, 2, 9, length=12), [torch.arange(12) // 4]
-        among = [torch.arange(12) > 2]
-        masks = Sentences().take([scores], 4, sentences=sentences, among=among)
-        assert chosen(masks) == [[8, 9, 10, 11]]
 
 
 class TestBruteForce:
@@ -295,25 +227,3 @@ def brute_window_score(scores: list[list[float]], budget: int, window: int) -> s
             best.setdefault((c, t), rank)
     order = sorted(best, key=lambda ct: (best[ct], -scores[ct[0]][ct[1]], ct))
     return set(order[:budget])
-
-
-def brute_sentences(scores: list[list[int]], numbers: list[list[int]], budget: int) -> set[tuple[int, int]]:
-    tokens: dict[tuple[int, int], list[int]] = {}
-    for c, of in enumerate(numbers):
-        for t, number in enumerate(of):
-            tokens.setdefault((c, number), []).append(t)
-    best = {(c, n): max(scores[c][t] for t in ts) for (c, n), ts in tokens.items()}
-    order = sorted(tokens, key=lambda sentence: (-best[sentence], sentence))
-    ranked = [(c, t) for c, n in order for t in sorted(tokens[c, n], key=lambda t: (-scores[c][t], t))]
-    return set(ranked[:budget])
-
-
-def brute_vote_union(scores: list[list[int]], budget: int, window: int, threshold: int) -> set[tuple[int, int]]:
-    top = brute_top(scores, budget)
-    return {
-        (c, t)
-        for c, chunk in enumerate(scores)
-        for run in brute_windows(len(chunk), window)
-        if sum((c, u) in top for u in run) > threshold
-        for t in run
-    }

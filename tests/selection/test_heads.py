@@ -1,8 +1,7 @@
-"""Head sets: what they score, against transformers' eager attention with the same updates, and their files."""
+"""Head sets: what they score, against transformers' eager attention, and their files."""
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import (
     HeadSet,
-    LowRank,
     check_head_set_name,
     find_head_set,
     head_set_path,
@@ -37,13 +35,6 @@ from tests.conftest import CACHECLIP, CHUNKS
 from tests.selection.test_auxiliary_scores import Scored, eager
 
 SHA = "a" * 64
-
-
-def update(width: int, seed: int, rank: int = 2) -> LowRank:
-    generator = torch.Generator().manual_seed(seed)
-    return LowRank(
-        0.3 * torch.randn(rank, width, generator=generator), 0.3 * torch.randn(width, rank, generator=generator)
-    )
 
 
 def some_heads(runtime: Any, **changes: Any) -> HeadSet:
@@ -74,35 +65,9 @@ class TestScores:
         for ours, untuned in zip(scores(scored, uniform), scores(scored, "mean", pooled=True), strict=True):
             torch.testing.assert_close(ours, untuned, atol=1e-6, rtol=0)
 
-    def test_an_update_of_nothing_changes_nothing(self, scored: Scored) -> None:
-        runtime, plain = scored.runtime, some_heads(scored.runtime)
-        widths = (runtime.model.config.num_attention_heads, runtime.num_kv_heads)
-        zero = [LowRank(torch.randn(2, n * runtime.head_dim), torch.zeros(n * runtime.head_dim, 2)) for n in widths]
-        for ours, without in zip(
-            scores(scored, replace(plain, queries=zero[0], keys=zero[1])), scores(scored, plain), strict=True
-        ):
-            torch.testing.assert_close(ours, without, atol=1e-6, rtol=0)
-
-    @pytest.mark.parametrize("updated", [(True, False), (False, True), (True, True), (False, False)])
-    def test_updates_equal_updated_projections_in_plain_transformers(
-        self, scored: Scored, folder: str, updated: tuple[bool, bool]
-    ) -> None:
+    def test_heads_are_those_of_plain_transformers(self, scored: Scored, folder: str) -> None:
         """Of one chunk, where a pooled softmax is eager attention over the chunk's columns alone."""
-        runtime = scored.runtime
-        model = copy.deepcopy(eager(folder))
-        layer = model.base_model.layers[-1].self_attn
-        widths = (runtime.model.config.num_attention_heads, runtime.num_kv_heads)
-        updates = [
-            update(n * runtime.head_dim, seed) if on else None
-            for seed, (n, on) in enumerate(zip(widths, updated, strict=True))
-        ]
-        for projection, change in zip((layer.q_proj, layer.k_proj), updates, strict=True):
-            if change is not None:
-                matrix = torch.eye(len(change.up)) + change.up @ change.down
-                projection.weight.data = matrix @ projection.weight.data
-                if projection.bias is not None:
-                    projection.bias.data = matrix @ projection.bias.data
-        heads = some_heads(runtime, queries=updates[0], keys=updates[1])
+        model, heads = eager(folder), some_heads(scored.runtime)
         for number, ids in enumerate(scored.chunk_ids):
             sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
             start = len(scored.prefix_ids)
@@ -114,8 +79,8 @@ class TestScores:
                 expected += weight * (rows / rows.sum(-1, keepdim=True)).mean(0)
             [found] = scores(scored, heads, number)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-            if any(updated):
-                assert float((found - scores(scored, some_heads(runtime), number)[0]).abs().max()) > 1e-4
+            other = some_heads(scored.runtime, heads=((0, 0), *heads.heads[1:]))
+            assert float((found - scores(scored, other, number)[0]).abs().max()) > 1e-4
 
     def test_one_softmax_over_all_chunks(self, scored: Scored) -> None:
         found = scores(scored, some_heads(scored.runtime))
@@ -148,11 +113,8 @@ def mix(first: Scorer, second: Scorer = ChunkStart(within=64)) -> Method:  # noq
 
 
 class TestFiles:
-    @pytest.mark.parametrize("with_updates", [False, True])
-    def test_round_trip(self, tmp_path: Path, with_updates: bool) -> None:
+    def test_round_trip(self, tmp_path: Path) -> None:
         heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), sinks=3, about={"seed": 7, "data": ["x"]})
-        if with_updates:
-            heads = replace(heads, queries=update(8, 0), keys=update(4, 1))
         heads.save(tmp_path / "heads.safetensors")
         found = HeadSet.load(tmp_path / "heads.safetensors")
         assert (
@@ -161,19 +123,17 @@ class TestFiles:
             and found.heads == heads.heads
             and found.sinks == 3
         )
-        assert torch.equal(found.weights, heads.weights) and found.is_updated == with_updates
+        assert torch.equal(found.weights, heads.weights)
 
     def test_the_digest_covers_what_decides_scores(self) -> None:
-        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]), update(8, 0))
+        heads = HeadSet(SHA, ((0, 1), (2, 0)), torch.tensor([0.25, 0.75]))
         others = [
             replace(heads, auxiliary_sha256="b" * 64),
             replace(heads, heads=((0, 1), (2, 1))),
             replace(heads, weights=torch.tensor([0.5, 0.5])),
-            replace(heads, queries=update(8, 1)),
-            replace(heads, queries=None, keys=update(8, 0)),
             replace(heads, sinks=1),
         ]
-        assert len({each.digest() for each in (heads, *others)}) == 7
+        assert len({each.digest() for each in (heads, *others)}) == 5
         assert replace(heads, about={"x": 1}).digest() == heads.digest()
 
     def test_bad_files_are_refused(self, tmp_path: Path) -> None:
@@ -183,7 +143,7 @@ class TestFiles:
         path.write_bytes(b"rubbish")
         with pytest.raises(ModelError, match="cannot be read"):
             HeadSet.load(path)
-        heads = HeadSet(SHA, ((0, 1),), torch.tensor([1.0]), update(8, 0))
+        heads = HeadSet(SHA, ((0, 1),), torch.tensor([1.0]))
         heads.save(path)
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -356,15 +316,12 @@ class TestEngine:
                 clip(**settings)
 
     def test_chunk_caches_do_not_depend_on_it(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        """What is learned acts on stored keys: nothing is computed anew."""
-        runtime = CacheClipEngine(config).auxiliary
-        width = runtime.num_kv_heads * runtime.head_dim  # type: ignore[union-attr]
-        replace(heads, keys=update(width, 0)).save(tmp_path / "own.safetensors")
+        heads.save(tmp_path / "own.safetensors")
         store = tmp_path / "store"
         assert CacheClipEngine(config, store=store, heads="none").precompute(CHUNKS)
         assert not CacheClipEngine(config, store=store, heads=tmp_path / "own.safetensors").precompute(CHUNKS)
 
-    @pytest.mark.parametrize("settings", [{"passes": 2}, {"sinks": 12}, {"pooled": True, "passes": 2}])
+    @pytest.mark.parametrize("settings", [{"sinks": 12}, {"pooled": True}])
     def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, settings: dict[str, Any]) -> None:
         engine = CacheClipEngine(config, heads="none")
         engine.precompute(CHUNKS)

@@ -14,7 +14,7 @@ from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, Blo
 from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CHUNKS, QUESTION
 from tests.selection.test_auxiliary_scores import Scored
-from tests.selection.test_heads import SHA, scores, update
+from tests.selection.test_heads import SHA, scores
 
 NUM_HEADS, NUM_KV_HEADS, NUM_KEYS, SIZE = 6, 2, 24, 8
 SINKS = torch.linspace(-1, 2, NUM_HEADS)
@@ -68,14 +68,10 @@ def test_logits_equal_those_of_one_head_at_a_time(rule: str) -> None:
 
 
 def named(runtime: Any, kind: str) -> HeadSet:
-    """Two heads of the first layer and one of the last, of unequal weights or of equal ones, or with updates."""
+    """Two heads of the first layer and one of the last, of unequal weights or of equal ones."""
     heads = ((0, 1), (0, 3), (runtime.num_layers - 1, 2))
     weights = torch.full((3,), 1 / 3) if kind == "equal" else torch.tensor([0.2, 0.5, 0.3])
-    if kind != "updated":
-        return HeadSet(SHA, heads, weights)
-    widths = (runtime.model.config.num_attention_heads, runtime.num_kv_heads)
-    queries, keys = (update(count * runtime.head_dim, seed) for seed, count in enumerate(widths))
-    return HeadSet(SHA, heads, weights, queries, keys, sinks=1)
+    return HeadSet(SHA, heads, weights, sinks=1)
 
 
 def with_all_heads(heads: HeadSet, num_heads: int) -> HeadSet:
@@ -83,10 +79,10 @@ def with_all_heads(heads: HeadSet, num_heads: int) -> HeadSet:
     weights = dict(zip(heads.heads, heads.weights.tolist(), strict=True))
     every = tuple((layer, head) for layer in heads.layers for head in range(num_heads))
     found = torch.tensor([weights.get(each, 0.0) for each in every])
-    return HeadSet(heads.auxiliary_sha256, every, found, heads.queries, heads.keys, heads.sinks)
+    return HeadSet(heads.auxiliary_sha256, every, found, heads.sinks)
 
 
-@pytest.mark.parametrize("kind", ["weighted", "equal", "updated"])
+@pytest.mark.parametrize("kind", ["weighted", "equal"])
 @pytest.mark.parametrize("name", ["auxiliary", "qwen2", "gemma2", "gpt-oss"])
 def test_scores_are_those_of_all_heads(
     tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
@@ -109,5 +105,5 @@ def test_scores_are_those_of_all_heads(
     assert set(counted) == {1, 2} < {num_heads, 1, 2}, "not for heads that the head set does not name"
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right, atol=1e-6, rtol=0)
-    other = HeadSet(SHA, ((0, 0), *heads.heads[1:]), heads.weights, heads.queries, heads.keys, heads.sinks)
+    other = HeadSet(SHA, ((0, 0), *heads.heads[1:]), heads.weights, heads.sinks)
     assert max(float((a - b).abs().max()) for a, b in zip(found, scores(scored, other), strict=True)) > 1e-4

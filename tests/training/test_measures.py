@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheclip_rag.lab.training.measures import chosen, chosen_sentences, rank_correlation, span_recall, token_recall
+from cacheclip_rag.lab.training.measures import chosen, rank_correlation, span_recall, token_recall
 from cacheclip_rag.selection.grouping import Windows
 
 
@@ -22,30 +22,6 @@ class TestChosen:
             for row, mask in zip(scores, ours, strict=True):
                 expected = Windows(8).take(list(row.double().split(lengths)), round(ratio * len(row)))
                 assert torch.equal(mask, torch.cat(expected))
-
-
-class TestChosenSentences:
-    @pytest.mark.parametrize("seed", range(6))
-    def test_it_takes_sentences_by_their_best_token(self, seed: int) -> None:
-        """By hand: the sentence with the best token first, of the last one its best tokens; ties by place."""
-        generator = torch.Generator().manual_seed(seed)
-        lengths = [11, 1, 30, 7]
-        scores = torch.rand(sum(lengths), generator=generator)
-        if seed % 2:
-            scores = (scores * 4).round() / 4  # ties
-        sentences = [(torch.rand(n, generator=generator) < 0.3).long().cumsum(0) for n in lengths]
-        whole: dict[tuple[int, int], list[int]] = {}
-        start = 0
-        for chunk, numbers in enumerate(sentences):
-            for place, number in enumerate(numbers.tolist()):
-                whole.setdefault((chunk, number), []).append(start + place)
-            start += len(numbers)
-        order = sorted(whole.values(), key=lambda tokens: (-max(scores[t] for t in tokens), tokens[0]))
-        in_order = [t for tokens in order for t in sorted(tokens, key=lambda t: (-scores[t], t))]
-        for ratio in (0.0, 0.1, 0.2, 0.55, 1.0):
-            expected = torch.zeros(len(scores), dtype=torch.bool)
-            expected[in_order[: round(ratio * len(scores))]] = True
-            assert torch.equal(chosen_sentences(scores, lengths, sentences, ratio), expected)
 
 
 class TestRecall:

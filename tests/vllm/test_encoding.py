@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from cacheclip_rag.chunks.trained import CONTEXT_FILE, TrainedContext
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.errors import ConfigurationError, EncodingError
@@ -20,8 +18,6 @@ from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.splitting import Splitter
-from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.vllm import captures
 from cacheclip_rag.runtime.vllm.encoding import encoding_options, encoding_primary
 from cacheclip_rag.runtime.vllm.offline import FusedLLM
@@ -89,17 +85,9 @@ def made(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 class TestKV:
-    @pytest.mark.parametrize("context", ["prefix", "passages", "trained"])
+    @pytest.mark.parametrize("context", ["prefix", "passages"])
     def test_contexts(self, made: Encoding, context: str) -> None:
-        folder = Path(made.setting.model)
-        runtime = load_model(folder)
-        shape = (runtime.num_layers, 2, runtime.num_kv_heads, 7, runtime.head_dim)
-        kv = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-        TrainedContext(weights_digest(runtime.fingerprint), kv).save(folder / CONTEXT_FILE)
-        try:
-            check(made, chunk_context=context)
-        finally:
-            (folder / CONTEXT_FILE).unlink()
+        check(made, chunk_context=context)
 
     def test_twin_the_context_matters(self, made: Encoding) -> None:
         kv = []

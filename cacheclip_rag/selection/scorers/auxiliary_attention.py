@@ -28,8 +28,8 @@ class AuxiliaryAttention(PromptScorer):
 
     layers: str = "tuned"
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
-    ``last`` (the paper), ``all``, ``upper`` (half), ``middle`` (third), or layer numbers
-    joined by ``+``."""
+    ``last`` (the paper), ``all``, ``upper`` (half), ``middle`` (third), or layer numbers joined
+    by ``+``."""
     pooled: bool = False
     """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
     use this). False (the paper): one softmax per chunk."""

@@ -1,0 +1,44 @@
+"""Chunk contexts: two names, keys that never change, and what earlier versions had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag import EngineConfig
+from cacheclip_rag.cli.settings import DEFAULT_SETTINGS
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.ingest.library import Library
+from cacheclip_rag.store import chunk_key
+
+
+def test_keys_are_those_of_earlier_versions() -> None:
+    found = [
+        chunk_key(model_fingerprint="m:t:float32", prefix_ids=ids, chunk_ids=[5, 6], rope_pin="", namespace="default")
+        for ids in ([1, 2, 3], [1, 2, 3, 9, 8])
+    ]
+    assert found == [
+        "a400201748323bb29abbceedda135ab34adbba49003d83471dda3d2ed4554f66",
+        "160e1ee6ad041f9f184e187a79f4fda3531b2ecc9dd62cec7d2b9b392cb3a170",
+    ]
+
+
+@pytest.mark.parametrize("name", ["auto", "trained"])
+def test_values_that_are_gone_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"chunk_context='{name}' is gone: use chunk_context='passages'"):
+        EngineConfig(chunk_context=name)
+
+
+def test_a_store_of_an_earlier_version_opens(tmp_path: Path) -> None:
+    """Its default was auto, which without a trained context was passages."""
+    known = Library(tmp_path)
+    known.fix_settings(replace(DEFAULT_SETTINGS, chunk_context="passages"))
+    assert known.settings == DEFAULT_SETTINGS
+    known.close()
+    other = Library(tmp_path / "older")
+    with pytest.raises(ConfigurationError, match="made with chunk_context 'passages', not 'auto'"):
+        other.fix_settings(replace(DEFAULT_SETTINGS, chunk_context="auto"))  # an older version records this
+    assert other.settings == DEFAULT_SETTINGS
+    other.close()
