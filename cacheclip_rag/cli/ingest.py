@@ -80,12 +80,6 @@ def ingest(
         print_json({"store": store, **report.to_dict()})
     else:
         _print_report(report, limit)
-    if report.chunks and any(known != engine.context_of() for known in library.contexts()):
-        typer.echo(
-            "Some passages are stored with another chunk context and are not found any more. Ingest their documents "
-            "into a new store.",
-            err=True,
-        )
     if report.failed or report.evicted:
         raise typer.Exit(1)
 

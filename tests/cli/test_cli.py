@@ -400,7 +400,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("ingest", "{here}", "--store", "{none}", "--vllm=seed=1"), 2, "write NAME = VALUE under [vllm]"),
         (("serve", "--store", "{none}", "--max-queue", "1"), 2, "write max_queue = ... under [serve]"),
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
-        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "Did you mean 'all-MiniLM-L6-v2'?"),
+        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
@@ -443,7 +443,7 @@ class TestSettingsFile:
         [
             ("primry = 'a/b'", "unknown option primry. Did you mean 'primary'?"),
             ("recompute_ratio = 2", "recompute_ratio must be between 0"),
-            ("primary = 'smollm-135m'", "Did you mean 'smollm2-135m'?"),
+            ("primary = 'smollm-135m'", "Did you mean 'packaged:smollm2-135m'?"),
             ("[server]", "unknown table [server]. Did you mean 'serve'?"),
             ("[serve]\nmax_runing = 1", "[serve]: unknown setting max_runing. Did you mean 'max_running'?"),
             ("[serve]\nmax_running = 0", "[serve]: max_running must be a whole number, 1 or more, got 0"),
