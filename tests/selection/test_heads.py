@@ -187,7 +187,7 @@ class TestEngine:
         of_package, of_pair, own = (
             replace(heads, weights=torch.tensor(w)) for w in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0])
         )
-        of_package.save(tmp_path / "shipped" / f"{heads.auxiliary_sha256[:16]}.safetensors")
+        of_package.save(tmp_path / "shipped" / f"{module.model_digest(auxiliary)[:16]}.safetensors")
         assert find_head_set("auto", auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
         of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
         assert find_head_set("auto", auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
