@@ -196,7 +196,7 @@ class TestEngine:
             replace(heads, weights=torch.tensor(w)) for w in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0])
         )
         of_package.save(tmp_path / "shipped" / f"{model_digest(auxiliary)[:16]}.safetensors")
-        assert find_head_set("auto", auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
+        assert find_head_set(auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
         of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
         assert find_head_set(auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
 

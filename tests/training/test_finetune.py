@@ -345,7 +345,9 @@ class TestCommands:
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(heads_module, "_SHIPPED", tmp_path / "shipped")
-        heads.save(heads_module.shipped_path(heads.auxiliary_sha256))
+        heads.save(
+            tmp_path / "shipped" / f"{heads_module.model_digest(CacheClipEngine(config).auxiliary)[:16]}.safetensors"
+        )
         found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {}, tmp_path)
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
