@@ -1,9 +1,9 @@
-"""What a codec of stored KV costs in answers: distance from full prefill, per codec of the primary and the auxiliary.
+"""What a codec of stored KV costs in answers: distance from full prefill, per codec.
 
     python benchmarks/codecs.py --dataset 2wikimqa.jsonl.gz --limit 50 --log codecs.jsonl
 
-Every question's chunks are computed once and stored with each pair of codecs. Questions in the log are not asked again.
-Prints means of KL to full prefill along full's own answer, and ratios to the first pair with 95 % intervals (paired
+Every question's chunks are computed once and stored with each codec. Questions in the log are not asked again.
+Prints means of KL to full prefill along full's own answer, and ratios to the first codec with 95 % intervals (paired
 bootstrap).
 """
 
@@ -26,8 +26,8 @@ from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
 from cacheclip_rag.progress import progress_bar
 
-PAIRS = (("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int8", "int8"))
-"""Codecs of the primary and the auxiliary; the first pair is what the others are compared with."""
+CODECS = ("bfloat16", "int8")
+"""The first is what the others are compared with."""
 
 
 @torch.inference_mode()
@@ -73,8 +73,8 @@ def main() -> None:
     lines = args.log.read_text().splitlines() if args.log.exists() else []
     done = {item["id"]: item for item in map(json.loads, lines)}
     options = {"primary": args.primary, "auxiliary": args.auxiliary, "prefix_cache_bytes": 0}
-    finest = CacheClipEngine(**options, auxiliary_codec="float32")
-    engines = {"+".join(pair): CacheClipEngine(**options, codec=pair[0], auxiliary_codec=pair[1]) for pair in PAIRS}
+    finest = CacheClipEngine(**options, codec="float32")
+    engines = {codec: CacheClipEngine(**options, codec=codec) for codec in CODECS}
     with progress_bar("asking", len(records), "questions") as advance, args.log.open("a") as log:
         for number, record in enumerate(records, 1):
             if record.id not in done:
@@ -83,7 +83,7 @@ def main() -> None:
             advance(number)
     items = [done[record.id] for record in records]
     for method in args.methods.split(","):
-        first, *others = ("+".join(pair) for pair in PAIRS)
+        first, *others = CODECS
         base = [item[f"{method} {first}"]["kl"] for item in items]
         for name in (first, *others):
             rows = [item[f"{method} {name}"] for item in items]

@@ -1,7 +1,7 @@
 """What the frameworks cost: seconds to the first token through LlamaIndex and LangChain, against the bare engine; and
 how long an event loop waits while an answer is streamed into it.
 
-    python benchmarks/frameworks.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --chunks 8 --runs 5
+    python benchmarks/frameworks.py --chunks 8 --runs 5
 
 The same chunks, question and settings; runs interleaved in a random order, the prefix cache
 emptied before each; medians, of the ratios within each round too.

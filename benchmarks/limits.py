@@ -1,7 +1,7 @@
 """What the engine costs beside plain transformers: decoding, ingestion, memory.
 
     python benchmarks/limits.py
-    python benchmarks/limits.py --only decode,memory --primary packaged:qwen2.5-coder-0.5b --dtype bfloat16 --json limits.json
+    python benchmarks/limits.py --only decode,memory --primary packaged:qwen2.5-coder-0.5b --dtype bfloat16
 
 ``decode``: seconds per token after the first one, of a streamed answer with a stop string that never comes, against
 transformers' ``generate``. ``ingest``: seconds to store texts that are cut already, for primary and auxiliary, against

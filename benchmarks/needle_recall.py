@@ -54,14 +54,13 @@ def main() -> None:
     parser.add_argument("--haystack", type=Path)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--limit", type=int, default=4, help="questions of each kind")
-    parser.add_argument("--heads", default="auto", help="as of 'cacheclip eval'")
     parser.add_argument("--ratios", default="0.1,0.2")
     parser.add_argument("--methods", default="cacheclip,cacheclip-paper,epic")
     parser.add_argument("--variants", type=Path, help="TOML file of methods of your own, as of 'cacheclip eval'")
     given = parser.parse_args()
 
     # in memory: what is looked at is no one's store
-    config = EngineConfig(primary=given.primary, auxiliary=given.auxiliary, heads=given.heads)
+    config = EngineConfig(primary=given.primary, auxiliary=given.auxiliary)
     engine = CacheClipEngine(config, store=None, max_bytes=None)
     samples = synthetic_samples("test", given.limit * len(FAMILIES), families=FAMILIES, num_chunks=8)
     if given.haystack:

@@ -72,7 +72,7 @@ def cases(folder: Path, models: tuple[str, ...]) -> Iterator[Case]:
                 yield Case(f"{name}#{number}", primary, auxiliary, context, 24 + 16 * number)
         else:
             for number in range(4):
-                yield Case(f"{name}#{number}", name, "smollm2-135m", _CONTEXTS[number % 2], 60)
+                yield Case(f"{name}#{number}", f"packaged:{name}", "packaged:smollm2-135m", _CONTEXTS[number % 2], 60)
 
 
 def digest(logits: torch.Tensor) -> str:

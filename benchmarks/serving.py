@@ -3,7 +3,8 @@
     python benchmarks/serving.py --json serving.json
     python benchmarks/serving.py --only poisoning,failures --primary packaged:smollm2-135m --chunk-tokens 80 --chunks 4
     python benchmarks/serving.py --only soak --minutes 30
-    python benchmarks/serving.py --only equality --primary packaged:smollm2-135m --chunk-tokens 80 --chunks 4 --dtype float32
+    python benchmarks/serving.py --only equality --primary packaged:smollm2-135m --dtype float32 \
+        --chunk-tokens 80 --chunks 4
 
 Run it with the interpreter of an environment that has this package and vLLM. It stores chunks in a temporary folder,
 starts the server, and asks it over HTTP. Methods take turns, so that a slow minute hits all of them.

@@ -24,8 +24,9 @@ from .plan.controller import Controller
 from .plan.planner import make_plan
 from .prompt.calls import parameters_of, read_calls
 from .prompt.segments import Segment, as_segments, given_texts
-from .runtime.beside import Beside, Gate
+from .runtime.beside import Beside
 from .runtime.decoding import decode, room_for
+from .runtime.gate import Gate
 from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.sampler import is_greedy
 from .runtime.turns import Turns, turns_of
@@ -52,14 +53,15 @@ class Answering:
         """Stream the answer; the last event carries the whole answer."""
         _check(request)
         events = self._stream(request)
-        return read_calls(events, parameters_of(request.tools)) if request.tools else events
+        return read_calls(events, parameters_of(tools)) if (tools := request.options.tools) else events
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        runtime, schema = sources.primary.runtime, request.params.json_schema
+        options, runtime = request.options, sources.primary.runtime
+        schema = options.params.json_schema
         constraint = runtime.constrain(schema) if schema else None
-        text_of = runtime.decode_calls if request.tools else None
+        text_of = runtime.decode_calls if options.tools else None
         clock = PhaseClock()
         with self.turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
@@ -68,7 +70,7 @@ class Answering:
             events = decode(
                 runtime,
                 prefilled,
-                request.params,
+                options.params,
                 beside=_beside(exact, request, plan.method),
                 turn=self.turns.token,
                 constraint=constraint,
@@ -79,14 +81,14 @@ class Answering:
         for event in events:
             if event.answer is not None:
                 verified = None if exact is None else exact.result
-                self._observe(Answered(plan, event.answer, request.params, logits, verified))
-            yield self._shown(event, request)
-        self.writer.store_missing(missing, request.documents, sources.primary.context)
+                self._observe(Answered(plan, event.answer, options.params, logits, verified))
+            yield event
+        self.writer.store_missing(missing, options.documents, sources.primary.context)
 
     def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
         """Decide how to answer. Computes no tensor."""
         with clock.phase("lookup"):
-            given = given_texts(request.documents)
+            given = given_texts(request.options.documents)
             segments = self._segments(request, given, parts=not sources.primary.context.isolated)
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
             controller = self._controller(request)
@@ -94,11 +96,11 @@ class Answering:
                 return plan
             known = sources.known_tokens(plan)
             reading = controller.profile.reading(plan, sources, known)
-            return controller.decide(plan, known, request.max_ttft_s, reading)
+            return controller.decide(plan, known, request.options.max_ttft_s, reading)
 
     def _controller(self, request: Request) -> Controller | None:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
-        if not request.auto_ratio or not request.method.reuses_chunks:
+        if not request.options.auto_ratio or not request.method.reuses_chunks:
             return None
         return self.parts.controller(request.method)
 
@@ -118,8 +120,8 @@ class Answering:
         plan = self.plan(request, sources, clock)
         for observer in observers:
             observer.on_plan(plan, sources)
-        room = room_for(request.params)
-        found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.trace)
+        room = room_for(request.options.params)
+        found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self._controller(request)) is not None:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
@@ -129,16 +131,7 @@ class Answering:
         segments = as_segments(request.prompt)
         if segments is not None:
             return segments
-        return self.parts.segment(request.prompt, given, tools=request.tools, parts=parts)  # type: ignore[arg-type]
-
-    def _shown(self, event: Event, request: Request) -> Event:
-        """The event as the caller sees it."""
-        if not self.parts.config.hide_hits:
-            return event
-        if event.answer is None:  # only an answer from reused chunks may be revised
-            return replace(event, is_final=event.is_final and request.finish != "revise")
-        stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
-        return replace(event, answer=replace(event.answer, stats=stats, trace=None))
+        return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
 
     def _observe(self, answered: Answered) -> None:
         for observer in self.observers:
@@ -152,17 +145,18 @@ def _begun(events: Iterator[Event]) -> Iterator[Event]:
 
 def _check(request: Request) -> None:
     """Raise ConfigurationError for what cannot be combined."""
-    if request.params.json_schema and request.finish != "none":
+    options = request.options
+    if options.params.json_schema and options.finishes:
         raise ConfigurationError(
-            f"json_schema cannot be combined with finish={request.finish!r}, which compares the answer with what full "
+            f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what full "
             "prefill would choose without a schema. Set finish='none' for this call."
         )
 
 
 def _question(request: Request) -> str | None:
     """The text that scores the chunks. After results of tools there is no question: it is the user's last message."""
-    if request.question is not None or isinstance(request.prompt, str):
-        return request.question
+    if request.options.question is not None or isinstance(request.prompt, str):
+        return request.options.question
     messages = [message for message in request.prompt if isinstance(message, dict)]
     if not messages or messages[-1]["role"] != "tool":
         return None
@@ -171,14 +165,14 @@ def _question(request: Request) -> str | None:
 
 def _beside(exact: Verification | None, request: Request, method: Method) -> Beside | None:
     """What goes on beside the answer. ``finish`` completes the exact KV in any case, so that it needs no gate."""
-    return exact if exact is None or request.finish != "none" else Gate(exact, method.min_confidence)
+    return exact if exact is None or request.options.finishes else Gate(exact, method.min_confidence)
 
 
 def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
     runtime, layout = sources.primary.runtime, prefilled.layout
-    asked = request.finish != "none" or method.min_confidence > 0
+    asked = request.options.finishes or method.min_confidence > 0
     if not asked or not runtime.can_extend or prefilled.is_exact:
         return None
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
@@ -187,9 +181,9 @@ def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefil
     return Verification(
         runtime,
         layout.ids,
-        capacity=layout.num_tokens + room_for(request.params),
+        capacity=layout.num_tokens + room_for(request.options.params),
         find_match=lambda: sources.prefixes.match(known),
         keeping=Keeping(sources.prefixes, runtime.reuse_tokens) if keeps else None,
-        is_greedy=is_greedy(request.params),
-        revises=request.finish == "revise",
+        is_greedy=is_greedy(request.options.params),
+        revises=request.options.finish == "revise",
     )

@@ -26,15 +26,14 @@ from .methods import DEFAULT_METHOD, check_method
 
 if TYPE_CHECKING:
     from .methods.base import Method
+from .removed import SETTINGS, refuse_removed
 from .runtime.base import DTYPES
 from .sampling import FINISH_MODES
 
-__all__ = ["FALLBACK_MODES", "SHADOW_MODES", "EngineConfig"]
+__all__ = ["EngineConfig"]
 
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
-FALLBACK_MODES = ("error", "full")
-SHADOW_MODES = ("background", "inline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +65,6 @@ class EngineConfig:
     certify`` shows what a value gives and costs. ``auto``: the least value with which every prompt of the certificate
     began as with full prefill, for less than its cost; it needs a thorough certificate. 0: none.
     None: the method's own. It holds for methods given by name; a Method instance has its own."""
-    heads: str | PathLike[str] = "auto"
-    """Head set of the auxiliary model: a file, ``none`` or ``auto``. ``auto`` takes the head set that ``cacheclip
-    calibrate`` or ``cacheclip finetune`` wrote for this pair of models, else the head set in the package."""
     chunk_context: str = "passages"
     """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
     neutral paragraphs). After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right
@@ -83,23 +79,15 @@ class EngineConfig:
     ``sequential``), accelerate spreads the layers over all devices."""
     auxiliary_device: str | None = None
     """Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``."""
-    fallback: str = "error"
-    """For models whose KV cannot be reused exactly: ``error`` refuses the model, ``full`` answers by plain prefill and
-    says so in every answer's statistics."""
     codec: str | None = None
-    """Codec of the primary's chunk caches; None: the compute dtype, which is lossless."""
-    auxiliary_codec: str = "bfloat16"
-    """Codec of the auxiliary's chunk caches. They only rank tokens, so that a coarser codec suffices."""
+    """Codec of chunk caches. None: the compute dtype, which is lossless, for the primary's; ``bfloat16`` for the
+    auxiliary's, which only rank tokens, so that a coarser codec suffices."""
     memory_bytes: int = 0
     """Limit of a memory tier before a disk store; 0: none. The operating system's page cache serves repeated reads too,
     but its pages are checked at each read."""
     max_bytes: int | None = None
     """Limit of the store, recorded in it for all its users. Above it, the tenant with the most bytes loses its least
     recently used chunk caches. None: the recorded limit, or no limit."""
-    hide_hits: bool = False
-    """True: statistics of answers do not tell which chunks were stored, for services whose users must not learn what
-    others of the same tenant have. Observers and metrics still see it. The time to the first token shows it too, and so
-    does a revision (``finish="revise"``)."""
     prefix_cache_bytes: int = 2**28
     """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
     on_miss: str = "store"
@@ -112,11 +100,9 @@ class EngineConfig:
     while the answer is decoded, and states in the statistics how many tokens full prefill would choose too; ``revise``
     also corrects a greedy answer from the first token that differs. The exact KV goes into the prefix cache."""
     shadow_rate: float = 0.0
-    """Share of the answers, 0 to 1, that are compared with full prefill. Results go to metrics and log. Each comparison
-    costs a full prefill. Answers that ``finish`` verifies are always compared, at no further cost."""
-    shadow_mode: str = "background"
-    """When answers are compared: ``background`` (after the answer, in a thread) or ``inline`` (before the call
-    returns)."""
+    """Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread. Results go
+    to metrics and log. Each comparison costs a full prefill. Answers that ``finish`` verifies are always compared, at
+    no further cost."""
 
     def __post_init__(self) -> None:
         for name in ("primary", "auxiliary"):
@@ -128,17 +114,13 @@ class EngineConfig:
         check_chunk_context(self.chunk_context)
         choices = {
             "dtype": DTYPES,
-            "auxiliary_codec": _CODECS,
             "on_miss": _ON_MISS,
-            "fallback": FALLBACK_MODES,
-            "shadow_mode": SHADOW_MODES,
             "finish": FINISH_MODES,
         }
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed)
         check_number("shadow_rate", self.shadow_rate, "a number from 0 (none) to 1 (all)", most=1.0)
-        for name in ("require_certificate", "hide_hits"):
-            check_flag(name, getattr(self, name))
+        check_flag("require_certificate", self.require_certificate)
         if self.codec is not None:
             check_choice("codec", self.codec, _CODECS)
         if self.store is not None:
@@ -151,10 +133,6 @@ class EngineConfig:
                 )
             # absolute, so that a change of the working directory has no effect
             object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
-        if not isinstance(self.heads, str | PathLike) or not str(self.heads):
-            raise ConfigurationError(f"heads must be auto, none or a file, got {self.heads!r}.")
-        if self.heads not in ("auto", "none"):
-            object.__setattr__(self, "heads", os.path.abspath(os.path.expanduser(self.heads)))
         check_namespace(self.namespace)
         for name in ("primary", "device"):
             value = getattr(self, name)
@@ -174,6 +152,11 @@ class EngineConfig:
         """``recompute_ratio`` if it is a number."""
         return None if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
+    @property
+    def auxiliary_codec(self) -> str:
+        """Codec of the auxiliary's chunk caches."""
+        return self.codec or ("bfloat16" if self.auxiliary != self.primary else self.dtype)
+
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
         """``config`` (or the defaults) overridden by ``options``, also under their
@@ -182,6 +165,7 @@ class EngineConfig:
         options = by_real_names(options, known)
         unknown = sorted(set(options) - set(known))
         if unknown:
+            refuse_removed(unknown, SETTINGS)
             hint = did_you_mean(unknown, (*known, *aliases_of(known)))
             raise ConfigurationError(f"unknown option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
         return replace(config or cls(), **options)

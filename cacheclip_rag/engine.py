@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answering import Answering
-from .checks import AUTO_RATIO, check_choice, check_ratio_and_limit
+from .call_options import CallOptions
+from .checks import AUTO_RATIO
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
@@ -20,7 +21,6 @@ from .chunks.prefix_cache import PrefixCache
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .config import EngineConfig
-from .errors import ConfigurationError
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
@@ -30,10 +30,9 @@ from .plan.controller import Profile
 from .plan.planner import choose_method, context_of
 from .profiling import measure_profile
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
-from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.prefill import Prefilled
-from .sampling import FINISH_MODES, SamplingParams
+from .sampling import SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
 from .types import Answer, Documents, Event, Plan, Prompt, Request, WarmUp
@@ -202,9 +201,8 @@ class CacheClipEngine:
         self.library.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.prefix_caches, *loaded):
-            if caches.can_reuse:
-                _ = caches.prefix
-        ready = self._answering.prefill(Request("Ready?", SamplingParams(max_tokens=1), method))
+            _ = caches.prefix
+        ready = self._answering.prefill(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
@@ -289,56 +287,25 @@ class CacheClipEngine:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
         return self.parts.segment(prompt, given_texts(documents), date=date, tools=tools)
 
-    def plan(
-        self,
-        prompt: Prompt | Sequence[Segment],
-        *,
-        method: str | Method | None = None,
-        recompute_ratio: float | str | None = None,
-        max_ttft_s: float | None = None,
-        question: str | None = None,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Plan:
+    def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
-        auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, recompute_ratio, any_ratio=auto)
-        request = Request(prompt, SamplingParams(), chosen, question, documents, False, "none", tools, auto, limit)
-        return self._answering.plan(request, self.parts.sources(chosen), PhaseClock())
+        request = self._request(prompt, options, given)
+        return self._answering.plan(request, self.parts.sources(request.method), PhaseClock())
 
     def generate(
         self,
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams | None = None,
         *,
-        method: str | Method | None = None,
-        recompute_ratio: float | str | None = None,
-        max_ttft_s: float | None = None,
-        question: str | None = None,
-        documents: Documents = (),
-        trace: bool = False,
-        finish: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
+        options: CallOptions | None = None,
+        **given: Any,
     ) -> Answer:
         """Answer a prompt. Arguments are as in :meth:`stream`.
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
         answer = None
-        for event in self.stream(
-            prompt,
-            params,
-            method=method,
-            recompute_ratio=recompute_ratio,
-            max_ttft_s=max_ttft_s,
-            question=question,
-            documents=documents,
-            trace=trace,
-            finish=finish,
-            tools=tools,
-            **sampling,
-        ):
+        for event in self.stream(prompt, params, options=options, **given):
             answer = event.answer or answer
         assert answer is not None, "a stream ends with its answer"
         return answer
@@ -348,15 +315,8 @@ class CacheClipEngine:
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams | None = None,
         *,
-        method: str | Method | None = None,
-        recompute_ratio: float | str | None = None,
-        max_ttft_s: float | None = None,
-        question: str | None = None,
-        documents: Documents = (),
-        trace: bool = False,
-        finish: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        **sampling: Any,
+        options: CallOptions | None = None,
+        **given: Any,
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
@@ -365,25 +325,11 @@ class CacheClipEngine:
 
         Args:
             prompt: a string, chat messages, or segments from :meth:`segment`.
-            params: sampling settings; default greedy, 256 tokens.
-            method: preset's name or instance; default the engine's method.
-            recompute_ratio: default the engine's ratio. ``auto`` chooses it by predicted time
-                (:attr:`EngineConfig.recompute_ratio`).
-            max_ttft_s: seconds after which the first token should be there, instead of a ratio; default the engine's.
-                Methods that reuse no stored chunks take no notice of it.
-            question: text that scores the chunks; default the text after the last chunk.
-            documents: chunk texts known to be in the prompt. They become chunks even if they are not stored, unless
-                parts of stored ones cover them. A mapping also names each text's sources. Ignored if ``prompt`` is a
-                list of segments.
-            trace: record scores, recomputed tokens and seconds per layer in the answer's ``trace``.
-            finish: ``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`; default the engine's setting.
-                With ``revise``, an event may withdraw text (:attr:`~cacheclip_rag.types.Event.revised_from`).
-            tools: definitions of tools that the model may call, in OpenAI's function format. The chat template tells
-                the model of them; calls are in ``tool_calls`` of events and answer, and no longer in their text. Text
-                that may be a call, or be withdrawn, is held back. Segments are not changed.
-            sampling: fields of :class:`~cacheclip_rag.sampling.SamplingParams` by name (``max_tokens``,
-                ``temperature``, ``top_p``, ``stop``, ``seed``), as in the adapters, or as ``max_new_tokens`` and
-                ``stop_sequences``; they override ``params``.
+            params: sampling settings; default those of ``options``.
+            options: options of the call; default none.
+            given: fields of :class:`~cacheclip_rag.call_options.CallOptions` (``method``, ``question``, ``documents``,
+                ``finish``, ...) and of :class:`~cacheclip_rag.sampling.SamplingParams` (``max_tokens``, ...) by name;
+                they override ``options`` and ``params``.
 
         Raises:
             ConfigurationError: a setting is out of range, the method needs an auxiliary model and none is set, the chat
@@ -393,32 +339,7 @@ class CacheClipEngine:
             UnsupportedModelError: the model's KV cannot be reused exactly, and ``fallback`` is not ``"full"``.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
-        params = params or SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise ConfigurationError(f"params must be SamplingParams, got {type(params).__name__}.")
-        params = params.with_options(sampling)
-        if question is not None and not isinstance(question, str):
-            raise ConfigurationError(f"the question must be a string, got {type(question).__name__}.")
-        finish = self.config.finish if finish is None else finish
-        check_choice("finish", finish, FINISH_MODES)
-        auto, limit = self._time_limit(method, recompute_ratio, max_ttft_s)
-        chosen = self.make_method(method, recompute_ratio, any_ratio=auto)
-        called = tuple(check_tools(tools))
-        yield from self._answering.stream(
-            Request(prompt, params, chosen, question, documents, trace, finish, called, auto, limit)
-        )
-
-    def _time_limit(
-        self, method: str | Method | None, recompute_ratio: float | str | None, max_ttft_s: float | None
-    ) -> tuple[bool, float | None]:
-        """Whether the ratio of a call is chosen by predicted time, and the limit for it. A call's ratio or limit, or a
-        call's Method instance with its own ratio, takes the place of the settings' ratio and limit."""
-        check_ratio_and_limit(recompute_ratio, max_ttft_s)
-        if recompute_ratio is None and max_ttft_s is None and (method is None or isinstance(method, str)):
-            recompute_ratio, max_ttft_s = self.config.recompute_ratio, self.config.max_ttft_s
-        elif recompute_ratio == AUTO_RATIO and max_ttft_s is None:
-            max_ttft_s = self.config.max_ttft_s
-        return recompute_ratio == AUTO_RATIO or max_ttft_s is not None, max_ttft_s
+        yield from self._answering.stream(self._request(prompt, options, {"params": params, **given}))
 
     def prefill(
         self,
@@ -426,15 +347,22 @@ class CacheClipEngine:
         params: SamplingParams | None = None,
         *,
         method: Method,
-        question: str | None = None,
-        documents: Documents = (),
-        tools: Sequence[Mapping[str, Any]] = (),
+        **given: Any,
     ) -> Prefilled:
-        """Prefill up to the first token's logits, for evaluation. Arguments are as in :meth:`stream`.
+        """Prefill up to the first token's logits, for evaluation. Other arguments are as in :meth:`stream`.
 
         Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
-        request = Request(prompt, params or SamplingParams(), method, question, documents, tools=tools)
-        return self._answering.prefill(request)
+        options = CallOptions().with_options({"params": params, **given})
+        return self._answering.prefill(Request(prompt, method, options))
+
+    def _request(
+        self, prompt: Prompt | Sequence[Segment], options: CallOptions | None, given: Mapping[str, Any]
+    ) -> Request:
+        """The request of a call, with the engine's settings for what the call leaves out."""
+        called = (options or CallOptions()).with_options(given)
+        whole = called.with_settings(self.config)
+        method = self.make_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
+        return Request(prompt, method, whole)
 
 
 _engines: dict[EngineConfig, CacheClipEngine] = {}

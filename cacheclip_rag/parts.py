@@ -214,12 +214,12 @@ class Parts:
         if role == "primary" and self._load_primary is not None:
             runtime = self._load_primary(name, dtype=config.dtype)
         else:
-            runtime = load_any(name, dtype=config.dtype, device=device, fallback=config.fallback)
+            runtime = load_any(name, dtype=config.dtype, device=device)
         return ChunkCaches(
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=(config.codec or config.dtype) if name == config.primary else config.auxiliary_codec,
+            codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
             context=context,
         )
 
@@ -237,23 +237,22 @@ class Parts:
     def scoring_auxiliary(self) -> ModelRuntime | None:
         """The auxiliary model, if there is one whose attention can score."""
         caches = self.auxiliary
-        if caches is None or not (caches.runtime.can_reuse and caches.runtime.can_score):
+        if caches is None or not caches.runtime.can_score:
             return None
         return cast(ModelRuntime, caches.runtime)
 
     @property
     def head_set(self) -> HeadSet | None:
-        """The auxiliary's head set according to the settings; read once."""
+        """The auxiliary's head set, for methods that name none; read once."""
         with self._lock:
             if self._heads is None:
-                setting, found = str(self.config.heads), None
-                if setting != "none" and (auxiliary := self.scoring_auxiliary) is not None:
-                    found = find_head_set(setting, auxiliary, self.prefix_caches.runtime.fingerprint)
-                self._heads = (found,)
+                auxiliary = self.scoring_auxiliary
+                primary = self.prefix_caches.runtime.fingerprint
+                self._heads = (None if auxiliary is None else find_head_set(auxiliary, primary),)
             return self._heads[0]
 
     def use_heads(self, heads: HeadSet | None) -> None:
-        """Use these heads from now on, instead of the settings' head set; None: the auxiliary's last layer.
+        """Use these heads from now on, instead of those that are found; None: the auxiliary's last layer.
 
         Raises:
             ConfigurationError: no auxiliary model is set.
@@ -288,10 +287,9 @@ class Parts:
 
     @property
     def has_head_set(self) -> bool:
-        """Whether a head set can be used. False if the auxiliary cannot be loaded, or the primary cannot reuse KV. A
-        head set that cannot be read raises an error."""
-        config = self.config
-        if not config.auxiliary or config.heads == "none" or not self.prefix_caches.runtime.can_reuse:
+        """Whether a head set can be used. False if the auxiliary cannot be loaded. A head set that cannot be read
+        raises an error."""
+        if not self.config.auxiliary:
             return False
         try:
             _ = self.auxiliary

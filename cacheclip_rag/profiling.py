@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from .answering import Answering
+from .call_options import CallOptions
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .errors import ConfigurationError, StoreError
@@ -173,7 +174,7 @@ class _Measuring:
         return "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
 
     def _prefill(self, prompt: str, method: Method) -> Sample:
-        request = Request(prompt, SamplingParams(max_tokens=1), method, QUESTION)
+        request = Request(prompt, method, CallOptions(SamplingParams(max_tokens=1), question=QUESTION))
         plan = self._answering.plan(request, self.parts.sources(method), PhaseClock())
         stats = self._answering.prefill(request).stats
         return Sample(Work.of(plan, 0), method.nominal_ratio if method.reuses_chunks else None, stats.phases_s)

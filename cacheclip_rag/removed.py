@@ -9,11 +9,11 @@ from .errors import ConfigurationError
 
 __all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
 
-_VARIANTS = "is a variant of the laboratory: pass --variants benchmarks/variants.toml to eval, bench or certify"
-_CHAINS = "use the chain of this name in LangChain or LlamaIndex, with our LLM"
+_VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
+_CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
 METHODS: dict[str, str] = {
     "direct_gapped": "direct_gapped is gone: use direct.",
-    "turborag": "turborag is gone: use block, with the checkpoint's special tokens in the chunks' texts.",
+    "turborag": "turborag is gone: use block, which puts no special tokens around chunks.",
     "link": "link is gone: use cacheclip or anchored.",
     "cachecraft": "cachecraft is gone: use cacheclip or anchored, with stored chunks.",
     "prophetkv": "prophetkv is gone: use query_attention.",
@@ -31,28 +31,38 @@ METHODS: dict[str, str] = {
 SETTINGS: dict[str, str] = {
     "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
     "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
-    "heads": "heads is gone: name the head set in the method, as in preset('cacheclip').with_settings(scorer={'heads': "
-    "'my.safetensors'}), or let calibrate or finetune write it, which cacheclip finds by itself.",
-    "auxiliary_codec": "auxiliary_codec is gone: the auxiliary's chunk caches follow codec.",
-    "shadow_mode": "shadow_mode is gone: answers are always compared in the background; wait for the comparisons with "
-    "engine.wait_for_observers().",
-    "fallback": "fallback is gone: a model whose KV cannot be reused is refused when it is loaded; run it with "
-    "transformers itself.",
+    "heads": "heads is gone: the scorer of the method names its head set, as in AuxiliaryAttention(heads="
+    "'./my.safetensors'); what calibrate or finetune wrote is found without it.",
+    "auxiliary_codec": "auxiliary_codec is gone: use codec, which the auxiliary's chunk caches follow.",
+    "shadow_mode": "shadow_mode is gone: answers are compared in the background, and engine.wait_for_observers() waits "
+    "for it.",
+    "fallback": "fallback is gone: use transformers itself for a model whose KV cannot be reused.",
+    "hide_hits": "hide_hits is gone: use the server's, hide_hits = true under [serve] in the file of --settings.",
 }
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
-    "train-context": "train-context is gone: use --chunk-context passages.",
-    "--upgrade": "--upgrade is gone: ingest the documents into another store.",
+    "train-context": "train-context is gone: chunk_context is passages or prefix.",
+    "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--rank": "--rank is gone: finetune chooses heads and weights only.",
     "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
     "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let calibrate or finetune write it, which cacheclip finds by itself.",
-    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow --codec.",
+    "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
+    "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
+    "--explain": "--explain is gone: bench --json has the seconds of every phase.",
+    "--max-ttft": "--max-ttft is gone: write max_ttft_s = SECONDS in the file of --settings.",
+    "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
+    "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
+    "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
+    "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
+    "--variants": "--variants is gone here: bench, certify and eval take it.",
+    "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
 }
-"""Options and commands of the command line, options with their dashes."""
+"""Options and commands of the command line, options with their dashes. An option that
+became a setting of the same name in the file of ``--settings`` needs no entry."""
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:

@@ -8,33 +8,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .checks import (
-    AUTO_RATIO,
     aliases_of,
     by_real_names,
-    check_choice,
     check_whole_number,
     did_you_mean,
     is_whole_number,
 )
 from .errors import ConfigurationError
 
-__all__ = ["CALL_OPTIONS", "FINISH_MODES", "SamplingParams", "merge_call_options"]
+__all__ = ["FINISH_MODES", "SamplingParams"]
 
-CALL_OPTIONS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "stop",
-    "seed",
-    "method",
-    "recompute_ratio",
-    "max_ttft_s",
-    "question",
-    "finish",
-    "json_schema",
-    "tools",
-)
-"""Options that a front end may set per call; their aliases are accepted too."""
 FINISH_MODES = ("none", "verify", "revise")
 """What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
 
@@ -84,7 +67,7 @@ class SamplingParams:
         given = by_real_names(options, known)
         unknown = sorted(set(given) - set(known))
         if unknown:
-            hint = did_you_mean(unknown, (*known, *aliases_of(known), *CALL_OPTIONS))
+            hint = did_you_mean(unknown, (*known, *aliases_of(known)))
             raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
         if "stop" in given:
             given["stop"] = _stops(given["stop"])
@@ -108,41 +91,3 @@ def _schema_text(schema: Any) -> str | None:
     except (TypeError, ValueError):
         pass
     raise ConfigurationError(f"json_schema must be a JSON schema, as a dict or as JSON text, got {str(schema)[:80]!r}.")
-
-
-def merge_call_options(own: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """A front end's settings overridden by a call's options, as keyword arguments of ``engine.generate``.
-
-    Args:
-        own: values of all :data:`CALL_OPTIONS` except ``question`` and ``tools``.
-        options: options of the call; None means not given.
-
-    Returns:
-        ``params``, ``method``, ``recompute_ratio``, ``max_ttft_s``, ``question``, ``finish`` and ``tools``.
-
-    Raises:
-        ConfigurationError: an unknown option, or a value out of range.
-    """
-    given = by_real_names({name: value for name, value in options.items() if value is not None}, CALL_OPTIONS)
-    unknown = sorted(set(options) - set(CALL_OPTIONS) - set(aliases_of(CALL_OPTIONS)))
-    if unknown:
-        hint = did_you_mean(unknown, (*CALL_OPTIONS, *aliases_of(CALL_OPTIONS)))
-        raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(CALL_OPTIONS)}.")
-    merged = {**own, **given}
-    params = SamplingParams(
-        max_tokens=merged["max_tokens"],
-        temperature=merged["temperature"],
-        top_p=merged["top_p"],
-        stop=_stops(merged["stop"]),
-        seed=merged["seed"],
-        json_schema=merged["json_schema"],
-    )
-    if given.get("recompute_ratio") is not None or given.get("max_ttft_s") is not None:
-        # a call's ratio or time limit takes the place of the front end's
-        merged |= {name: given.get(name) for name in ("recompute_ratio", "max_ttft_s")}
-        if given.get("recompute_ratio") == AUTO_RATIO:
-            merged["max_ttft_s"] = given.get("max_ttft_s", own.get("max_ttft_s"))
-    others = {name: merged.get(name) for name in ("method", "recompute_ratio", "max_ttft_s", "question", "finish")}
-    if others["finish"] is not None:
-        check_choice("finish", others["finish"], FINISH_MODES)
-    return {"params": params, **others, "tools": merged.get("tools") or ()}

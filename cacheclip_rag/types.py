@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .call_options import CallOptions
     from .methods.base import Method
     from .prompt.layout import Layout, Span
     from .prompt.segments import Segment
     from .prompt.tools import ToolCall
-    from .sampling import SamplingParams
 
 __all__ = [
     "PHASES",
@@ -48,23 +48,13 @@ others: only the time in which the request waits for it counts."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to an engine. The fields are arguments of :meth:`CacheClipEngine.generate`."""
+    """One question to an engine."""
 
     prompt: Prompt | Sequence[Segment]
-    params: SamplingParams
     method: Method
-    question: str | None = None
-    """Text that scores the chunks; None: the text after the last chunk."""
-    documents: Documents = ()
-    trace: bool = False
-    finish: str = "none"
-    """One of :data:`~cacheclip_rag.sampling.FINISH_MODES`."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of tools that the model may call."""
-    auto_ratio: bool = False
-    """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.plan.controller`)."""
-    max_ttft_s: float | None = None
-    """Seconds after which the first token should be there; used with ``auto_ratio`` only."""
+    """The method of ``options`` and the engine's settings."""
+    options: CallOptions
+    """What the caller said, with the engine's settings for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,30 +288,6 @@ class FusionStats:
         """Recomputed tokens divided by chunk tokens that are not exact: 1.0 means that no stale token is left."""
         stale = self.chunk_tokens - self.exact_tokens
         return self.recomputed_tokens / stale if stale else 1.0
-
-    def without_hits(self, method: str, nominal_ratio: float) -> FusionStats:
-        """These statistics without anything that tells which chunks were stored.
-
-        Args:
-            method: the requested method, because the method that answered depends on hits.
-            nominal_ratio: the requested method's ratio, for the same reason.
-        """
-        tokens = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "missed_tokens")
-        counts = ("cached_prefix_tokens", "hits", "misses", "unusable", "not_found", "partial_hits", "charged_ratio")
-        zero: dict[str, Any] = dict.fromkeys((*tokens, *counts), 0)
-        unknown: dict[str, Any] = dict.fromkeys(
-            ("confidence", "verified_tokens", "diverged_at", "completed_at", "partial_share", "predicted_ttft_s")
-        )
-        zero |= {
-            "fresh_tokens": self.prompt_tokens,
-            "verify_s": 0.0,
-            "left_to_read_s": 0.0,
-            "reading_s": 0.0,
-            "gated": False,
-            "bypassed": False,
-            **unknown,
-        }
-        return replace(self, **zero, method=method, nominal_ratio=nominal_ratio, fallback=None, phases_s={})
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and ratios, ready for JSON."""

@@ -12,7 +12,7 @@ from typing import Any
 from cacheclip_rag.methods import PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PREFIX
 
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
@@ -52,7 +52,7 @@ def _exact(method: Method) -> str:
 def packaged_models_table() -> str:
     """One row a packaged model."""
     rows = [
-        (f"`{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
+        (f"`{PREFIX}{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
         for m in PACKAGED_MODELS.values()
     ]
     return _table(("name", "model", "download", "context, tokens", "licence"), rows)

@@ -314,8 +314,9 @@ class TestEngine:
         information = [record.getMessage() for record in said if record.levelno == logging.INFO]
         assert "has not been certified" in information[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
-        options = "--method cacheclip --ratio 0.2 --chunk-context prefix --dtype float32 --device cpu"
-        assert information[0].endswith(f"{command} {options}")
+        options = "--method cacheclip --ratio 0.2 --dtype float32 --device cpu"
+        file = '--settings FILE (FILE: chunk_context = "prefix")'
+        assert information[0].endswith(f"{command} {options} {file}")
 
     def test_with_it_is_silent(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
@@ -396,13 +397,13 @@ class TestEngine:
             {"chunk_context": "passages", "method": "epic"},
             {"method": replace(preset("cacheclip"), chunk_context="passages")},
             {"method": "cacheclip-paper"},
-            {"auxiliary_codec": "float32", "codec": "bfloat16"},
+            {"codec": "bfloat16"},
             {"method": "direct", "auxiliary": None},
             {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},
         ],
     )
     def test_the_command_makes_what_is_missing(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, options: Any
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: Any, tmp_path: Path, options: Any
     ) -> None:
         """What the command measures is tested elsewhere; here, that it is of this engine and method."""
         from typer.testing import CliRunner
@@ -420,6 +421,9 @@ class TestEngine:
         with pytest.raises(CertificateError) as error:
             engine.generate(rag_prompt(chunks), ONE)
         command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
+        command, _, lines = command.partition(" (FILE: ")
+        monkeypatch.chdir(tmp_path)
+        Path("FILE").write_text(lines.removesuffix(")").replace("; ", "\n"))
         CliRunner().invoke(app, shlex.split(command))
         found, why = find_certificate(engine.parts.identity(engine.make_method()))
         assert found is not None, why

@@ -62,15 +62,11 @@ class TestSettings:
             # the weights' digest covers the dtype that they compute in, and chunk caches follow it
             ({"dtype": "bfloat16"}, {"primary_sha256", "auxiliary_sha256", "dtype", "codec"}),
             ({"codec": "bfloat16"}, {"codec"}),
-            ({"auxiliary_codec": "float32"}, {"codec"}),
+            ({"codec": "float32"}, {"codec"}),  # the auxiliary's
         ],
     )
     def test_of_the_engine(self, make: Make, options: dict[str, str], expected: set[str]) -> None:
         assert changed(identity(make()), identity(make(**options))) == expected
-
-    def test_codecs_swapped_are_not_the_same(self, make: Make) -> None:
-        one = make(codec="bfloat16", auxiliary_codec="float32")
-        assert changed(identity(one), identity(make(codec="float32", auxiliary_codec="bfloat16"))) == {"codec"}
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     def test_kind_of_device(self, make: Make, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
@@ -125,9 +121,9 @@ class TestModels:
         assert changed(identity(make()), identity(make(**{role: str(folder)}))) == {f"{role}_tokenizer_sha256"}
 
     def test_of_a_method_without_an_auxiliary(self, make: Make, tiny_models: dict[str, str]) -> None:
-        """Its models do not count there, nor does the codec of its chunk caches."""
+        """Its models do not count there."""
         one = identity(make(method="epic"))
-        other = identity(make(method="epic", auxiliary=tiny_models["qwen2"], auxiliary_codec="float32"))
+        other = identity(make(method="epic", auxiliary=tiny_models["qwen2"]))
         assert one.auxiliary_sha256 is one.auxiliary_tokenizer_sha256 is None
         assert changed(one, other) == set()
 

@@ -17,7 +17,6 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.cli import app
 from cacheclip_rag.plan.explain import MissReport, explain_miss, plausible
 from tests.conftest import SENTENCES
-from tests.models.test_architectures import build
 
 TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
 
@@ -111,11 +110,6 @@ class TestReasons:
         whole = f"Log book. {TEXT} Signed."
         engine.precompute([whole])
         assert why(engine, whole).reason == "inside_another"
-
-    def test_models_that_cannot_reuse(self, tmp_path: Path) -> None:
-        engine = CacheClipEngine(primary=build(tmp_path, "mamba"), auxiliary=None, fallback="full", method="direct")
-        found = explain_miss(engine, asked(TEXT), TEXT)
-        assert found.reason == "cannot_reuse" and "plain prefill" in found.explanation
 
     def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
         call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
@@ -235,8 +229,10 @@ class TestCommand:
     def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
         file = tmp_path / "prompt.txt"
         file.write_text(prompt)
-        models = ["--primary", engine.config.primary, "--auxiliary", str(engine.config.auxiliary)]
-        return CliRunner().invoke(app, ["explain-miss", str(file), "--store", str(engine.config.store), *models, *more])
+        settings = tmp_path / "settings.toml"
+        settings.write_text(f"primary = '{engine.config.primary}'\nauxiliary = '{engine.config.auxiliary}'")
+        given = ["--store", str(engine.config.store), "--settings", str(settings)]
+        return CliRunner().invoke(app, ["explain-miss", str(file), *given, *more])
 
     def test_the_texts_that_the_store_knows(self, engine: CacheClipEngine, tmp_path: Path) -> None:
         good = self.run(engine, tmp_path, asked(TEXT), "--json")

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("chunks",),
     ("selection", "fusion.correction"),
     ("methods",),
-    ("config",),
+    ("config", "call_options"),
     ("fusion",),
     ("runtime.transformers.model", "runtime.transformers.planning", "runtime.prefill"),
     ("models",),

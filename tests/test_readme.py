@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from cacheclip_rag.cli.options import read_settings
 from cacheclip_rag.lab.variants import AGAIN, read_variants
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
 from cacheclip_rag.methods.base import Method
@@ -205,10 +206,19 @@ class TestPages:
     def toml_blocks(self, page: str) -> list[dict[str, Method]]:
         found = []
         for number, text in enumerate(blocks(WRITTEN[page], "toml")):
+            if text.startswith("# settings.toml"):
+                continue
             file = Path(f"variants{number}.toml")
             file.write_text(text, encoding="utf-8")
             found.append(read_variants(file))
         return found
+
+    def test_settings_files_are_read(self) -> None:
+        written = [text for page in PAGES.values() for text in blocks(page, "toml") if "# settings.toml" in text]
+        for text in written:
+            Path("settings.toml").write_text(text, encoding="utf-8")
+            read_settings(Path("settings.toml"), {})
+        assert written
 
     def test_variants_are_read(self) -> None:
         assert sum(len(each) for page in PAGES for each in self.toml_blocks(page)) >= 3
@@ -253,7 +263,7 @@ class TestPages:
         rows = {row.split("|")[1].strip(): row for row in tables.methods_table().splitlines()}
         assert "an auxiliary model" in rows["`cacheclip`"] and "at ratio 1.0" in rows["`cacheclip`"]
         assert "always" in rows["`full`"] and "never" in rows["`direct`"]
-        assert "`smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
+        assert "`packaged:smollm2-135m`" in tables.on_page_markdown(PAGES["docs/pages/reference/models.md"])
 
     def test_nothing_is_left_to_fill_in(self) -> None:
         for name, text in WRITTEN.items():

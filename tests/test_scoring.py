@@ -20,7 +20,7 @@ class Asked:
     """A scorer whose looks are recorded."""
 
     def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, heads: Any = None) -> None:
-        self.caches = CacheClipEngine(config, heads="none").parts.auxiliary_caches
+        self.caches = CacheClipEngine(config).parts.auxiliary_caches
         self.runtime = self.caches.runtime
         self.scorer = AuxiliaryScorer(self.caches, heads(self.runtime) if heads else None)
         self.looks: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []

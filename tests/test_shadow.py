@@ -59,12 +59,11 @@ def by_hand(engine: CacheClipEngine, answer_ids: tuple[int, ...], method: str, r
 
 
 class TestShadow:
-    @pytest.mark.parametrize("mode", ["inline", "background"])
     @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 1.0)])
     def test_records_what_a_slow_comparison_finds(
-        self, make: Callable[..., CacheClipEngine], mode: str, method: str, ratio: float
+        self, make: Callable[..., CacheClipEngine], method: str, ratio: float
     ) -> None:
-        engine = make(shadow_rate=1.0, shadow_mode=mode)
+        engine = make(shadow_rate=1.0)
         ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
         answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
         assert engine.wait_for_observers(30)
@@ -80,39 +79,40 @@ class TestShadow:
             assert kl > 1e-3
 
     def test_never_changes_the_answer(self, make: Callable[..., CacheClipEngine]) -> None:
-        texts = {
-            make(shadow_rate=rate, shadow_mode=mode).generate(rag_prompt(CHUNKS), PARAMS).token_ids
-            for rate, mode in ((0.0, "inline"), (1.0, "inline"), (1.0, "background"))
-        }
+        texts = {make(shadow_rate=rate).generate(rag_prompt(CHUNKS), PARAMS).token_ids for rate in (0.0, 1.0)}
         assert len(texts) == 1
 
     def test_is_in_the_log(
         self, make: Callable[..., CacheClipEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         caplog.set_level(logging.INFO)
-        engine = make(shadow_rate=1.0, shadow_mode="inline")
+        engine = make(shadow_rate=1.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
         [record] = [r for r in caplog.records if r.getMessage().startswith("shadow:")]
         assert "nats" in record.getMessage() and "of 10 tokens agree" in record.getMessage()
         monkeypatch.setattr("cacheclip_rag.guards.shadow._ALARM_KL", 0.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
         assert caplog.records[-1].levelno == logging.WARNING
 
     def test_share(self, make: Callable[..., CacheClipEngine]) -> None:
         """About a third of the answers, and none at rate 0."""
-        engine = make(shadow_rate=0.3, shadow_mode="inline", method="direct")
+        engine = make(shadow_rate=0.3, method="direct")
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
         for _ in range(60):
             engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+            assert engine.wait_for_observers(30)
         assert 5 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 40
         never = make(shadow_rate=0.0)
         never.generate(rag_prompt(CHUNKS), PARAMS)
         assert "shadow_checks_total" not in never.metrics.snapshot()
 
     def test_plain_answers_are_not_compared(self, make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(shadow_rate=1.0, shadow_mode="inline")
+        engine = make(shadow_rate=1.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS, method="full")
         engine.generate("No chunk here at all.", PARAMS)
+        assert engine.wait_for_observers(30)
         assert "shadow_checks_total" not in engine.metrics.snapshot()
 
     def test_a_failing_comparison_leaves_the_answer(
@@ -158,19 +158,22 @@ class TestShadow:
 
     def test_sampled_answers_have_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
         """At temperature 1 even an exact answer's tokens are often not the likeliest: that says nothing."""
-        engine = make(shadow_rate=1.0, shadow_mode="inline", recompute_ratio=1.0)
+        engine = make(shadow_rate=1.0, recompute_ratio=1.0)
         engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
         assert "shadow_agreement_sum" not in values and "shadow_greedy_checks_total" not in values
         engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
 
     def test_streamed_answers_too(self, make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(shadow_rate=1.0, shadow_mode="inline")
+        engine = make(shadow_rate=1.0)
         for _ in engine.stream(rag_prompt(CHUNKS), PARAMS):
             pass
+        assert engine.wait_for_observers(30)
         assert engine.metrics.snapshot()["shadow_checks_total"] == 1
 
     @pytest.mark.parametrize("rate", [0.0, 1.0])
@@ -184,8 +187,9 @@ class TestShadow:
         rate: float,
     ) -> None:
         """At any rate, once, and with the figures of a slow comparison."""
-        engine = make(shadow_rate=rate, shadow_mode="inline", finish="verify")
+        engine = make(shadow_rate=rate, finish="verify")
         engine.generate("Weights are loaded, and the shared prefix is stored.", PARAMS)
+        assert engine.wait_for_observers(30)
 
         def refuse(*args: object, **options: object) -> None:
             raise AssertionError("a prefill for the comparison")
@@ -196,6 +200,7 @@ class TestShadow:
             patch.setattr(type(engine.primary), "prefill_from", refuse)
             patch.setattr(ShadowChecker, "_compare", refuse)
             answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
+            assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         engine.prefixes.clear()
         kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
@@ -223,7 +228,7 @@ class TestShadow:
     @pytest.mark.parametrize(
         "options",
         [{"shadow_rate": 1.5}, {"shadow_rate": -0.1}, {"shadow_rate": "all"}, {"shadow_rate": True}]
-        + [{"shadow_mode": "later"}, {"require_certificate": "yes"}, {"fallback": "maybe"}, {"auxiliary_device": 3}],
+        + [{"require_certificate": "yes"}, {"auxiliary_device": 3}],
     )
     def test_senseless_settings(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(options))):
@@ -247,8 +252,9 @@ class TestMetrics:
     def test_prometheus_text(self, make: Callable[..., CacheClipEngine]) -> None:
         metrics = Metrics()
         assert metrics.to_prometheus() == ""
-        engine = make(shadow_rate=1.0, shadow_mode="inline")
+        engine = make(shadow_rate=1.0)
         engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
         lines = engine.metrics.to_prometheus().splitlines()
         assert 'cacheclip_answers_total{method="cacheclip"} 1' in lines
         assert "cacheclip_shadow_checks_total 1" in lines

@@ -45,11 +45,6 @@ class ChunkCaches:
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
 
     @property
-    def can_reuse(self) -> bool:
-        """Whether this model's KV can be reused; if not, nothing is stored."""
-        return self.runtime.can_reuse
-
-    @property
     def is_exact_after_prefix(self) -> bool:
         """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
         return self.context.is_exact_after_prefix
@@ -124,8 +119,6 @@ class ChunkCaches:
     def held(self, texts: Iterable[str]) -> set[str]:
         """The chunks among ``texts`` that are stored with at least the precision of this engine's codec. One query asks
         the store for all of them."""
-        if not self.can_reuse:
-            return set()
         keys = {text: self.key(text) for text in texts}
         codecs = self._store.codecs_of([*keys.values()])
         return {text for text, key in keys.items() if key in codecs and keeps(codecs[key], self.codec)}
@@ -176,10 +169,10 @@ class ChunkCaches:
 
     def prefetch(self, text: str) -> bool:
         """Read a chunk's KV into the store's fastest tier; True if it is stored."""
-        return self.can_reuse and self.read(text, ReadBuffer()) is not None
+        return self.read(text, ReadBuffer()) is not None
 
     def write(self, text: str) -> bool:
-        """Compute and store a chunk's KV unless it is stored already or cannot be reused; True if it was computed."""
+        """Compute and store a chunk's KV unless it is stored already; True if it was computed."""
         with WriteBehind() as behind:
             return self.write_many([text], behind)[0]
 
@@ -192,7 +185,7 @@ class ChunkCaches:
         Raises:
             EncodingError: some texts failed; the others are stored.
         """
-        missing = self._missing(texts, behind) if self.can_reuse else []
+        missing = self._missing(texts, behind)
         if missing:
             for text in missing:
                 self.check_length(text)
@@ -234,7 +227,7 @@ class ChunkCaches:
                 "Leave the chunk out."
             )
         room = self.runtime.reuse_tokens - self.num_prefix
-        if self.can_reuse and len(tokens) > room:
+        if len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
                 "after the shared prefix. Split the document into smaller chunks."

@@ -7,18 +7,40 @@ not be read), 2 bad usage.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
+from ..removed import OPTIONS, refuse_removed
 from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
+from .options import SettingsCommand
 
 __all__ = ["app", "main"]
 
+
+class _Commands(TyperGroup):
+    """Commands of which what is gone is refused with what to use instead."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
+                refuse_removed([error.option_name], OPTIONS)  # type: ignore[attr-defined]
+            raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_removed(args[:1], OPTIONS)
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="cacheclip",
+    cls=_Commands,
     help="Answers over your documents, with the first token several times sooner.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,16 +65,22 @@ def _options(
 
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
-app.command("ingest")(ingest.ingest)
-app.command("ask")(ask.ask)
-app.command("bench")(bench.bench)
-app.command("certify")(certify.certify)
-app.command("eval")(evaluate.evaluate)
-app.command("calibrate")(training.calibrate)
-app.command("explain-miss")(explain.explain_miss)
-app.command("finetune")(training.finetune)
-app.command("profile")(profile.profile)
-app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ingest": ingest.ingest,
+    "ask": ask.ask,
+    "bench": bench.bench,
+    "certify": certify.certify,
+    "eval": evaluate.evaluate,
+    "calibrate": training.calibrate,
+    "explain-miss": explain.explain_miss,
+    "finetune": training.finetune,
+    "profile": profile.profile,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name, cls=SettingsCommand)(_command)
+app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    serve.serve
+)
 
 
 def main() -> None:

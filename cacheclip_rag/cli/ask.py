@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..methods import DEFAULT_METHOD, check_method
-from .common import (
-    AuxiliaryOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingOption,
-    ExistingStoreOption,
-    FallbackOption,
-    FinishOption,
-    HeadsOption,
-    JsonOption,
-    MinConfidenceOption,
-    PrimaryOption,
-    RequireCertificateOption,
-    VariantsOption,
-    number_or_name,
-    print_json,
-)
+from .common import JsonOption, print_json
+from .options import CommandSettings, engine_options, existing_store
 
 if TYPE_CHECKING:
     from ..ingest.library import Passage
@@ -41,92 +24,36 @@ def rag_prompt(passages: list[str], question: str) -> str:
     return f"{body}\n\n{INSTRUCTION}\nQuestion: {question}" if passages else question
 
 
+@engine_options("store", "method", "recompute_ratio", "primary", "auxiliary", "device", "finish")
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask of the documents.")],
-    store: ExistingStoreOption,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="Preset or variant: cacheclip, anchored, full, direct, ...; auto chooses cacheclip or anchored."
-        ),
-    ] = DEFAULT_METHOD,
-    variants: VariantsOption = None,
-    ratio: Annotated[
-        str | None,
-        typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1, or auto. [default: the method's]"),
-    ] = None,
-    max_ttft_s: Annotated[
-        float | None,
-        typer.Option(
-            "--max-ttft", help="Seconds to the first token: the largest ratio that is predicted to keep to it."
-        ),
-    ] = None,
+    settings: CommandSettings,
     top_k: Annotated[int, typer.Option(help="Passages to retrieve.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
-    embedding: EmbeddingOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    fallback: FallbackOption = "error",
-    require_certificate: RequireCertificateOption = False,
-    finish: FinishOption = "none",
-    min_confidence: MinConfidenceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..checks import check_choice, check_confidence, check_ratio_and_limit
     from ..errors import ConfigurationError
-    from ..sampling import FINISH_MODES, SamplingParams
 
-    # what can be refused without torch, which takes seconds to import
     if not question.strip():
         raise ConfigurationError("the question is empty.")
-    chosen_ratio = number_or_name(ratio)
-    check_ratio_and_limit(chosen_ratio, max_ttft_s)
-    least = number_or_name(min_confidence)
-    if least is not None:
-        check_confidence("--min-confidence", least)
-    if variants is None:
-        check_method(method)
-    check_choice("finish", finish, FINISH_MODES)
+    store = existing_store(settings.store)
 
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.library import Library
-    from ..lab.variants import method_named, read_variants
-    from .settings import engine_config, merge_settings
+    from ..sampling import SamplingParams
 
-    chosen = method_named(method, read_variants(variants))
     library = Library.open(store)
-    without_auxiliary = auxiliary == "none"  # for this question only: the store's settings stay unchanged
-    settings = merge_settings(
-        library,
-        primary=primary,
-        auxiliary=None if without_auxiliary else auxiliary,
-        embedding=embedding,
-        dtype=dtype,
-    )
-    if without_auxiliary:
-        settings = replace(settings, auxiliary=None)
-    config = engine_config(
-        settings,
-        store,
-        device=device,
-        method=chosen,
-        recompute_ratio=chosen_ratio,
-        max_ttft_s=max_ttft_s,
-        min_confidence=least,
-        heads=heads,
-        fallback=fallback,
-        require_certificate=require_certificate,
-        finish=finish,
-    )
+    documents = library.settings
+    assert documents is not None, "a library without settings has no documents"
+    # 'none' holds for this question only: the store's settings stay unchanged
+    own = {"auxiliary": None} if settings.engine.get("auxiliary", "") is None else {}
+    config = settings.config_of(library, **own)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
-    passages = library.search(Embedder(settings.embedding, device).embed([question]), top_k)
+    passages = library.search(Embedder(documents.embedding, config.device).embed([question]), top_k)
     gc.collect()  # free the embedding model's memory before the large models load
     texts = [passage.text for passage in passages]
     answer, shown = None, ""

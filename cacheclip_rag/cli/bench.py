@@ -7,68 +7,36 @@ from typing import Annotated, Any
 import typer
 
 from ..methods import DEFAULT_METHOD
-from .common import (
-    AuxiliaryOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingOption,
-    HeadsOption,
-    JsonOption,
-    PrimaryOption,
-    VariantsOption,
-    output,
-    print_json,
-)
+from .common import JsonOption, VariantsOption, print_json, print_tables
+from .options import CommandSettings, engine_options
 
 
+@engine_options("primary", "auxiliary", "recompute_ratio", "dtype", "device")
 def bench(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
+    settings: CommandSettings,
     context_tokens: Annotated[int, typer.Option(help="Tokens of all chunks together.")] = 4096,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of one chunk.")] = 512,
-    ratio: Annotated[
-        float | None,
-        typer.Option(
-            "--ratio",
-            help="Share of chunk tokens to recompute, 0 to 1, by presets and by variants whose budget names no ratio. "
-            "[default: each method's]",
-        ),
-    ] = None,
     methods: Annotated[str, typer.Option(help="Comma-separated names of presets and variants.")] = (
         f"full,direct,{DEFAULT_METHOD}"
     ),
     variants: VariantsOption = None,
     runs: Annotated[int, typer.Option(help="Interleaved repeats.")] = 3,
-    store: Annotated[
-        str | None, typer.Option("--store", help="Keep the chunk caches here. [default: temporary]")
-    ] = None,
-    keep_page_cache: Annotated[bool, typer.Option(help="Do not drop chunk caches from memory before a run.")] = False,
-    embedding: EmbeddingOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
+    keep_page_cache: Annotated[
+        bool, typer.Option("--keep-page-cache", help="Do not drop chunk caches from memory before a run.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure methods on a prompt of generated text; the content of the text does not affect the speed.
 
-    Nothing is retrieved, so --embedding is accepted but not used.
+    Variants whose budget names a ratio keep it.
     """
     from ..lab.evaluation.bench import bench as run
     from ..lab.variants import read_variants
-    from .settings import config_of_models
 
-    config = config_of_models(
-        primary,
-        auxiliary,
-        dtype,
-        heads=heads,
-        store=store,
-        device=device,
-        recompute_ratio=ratio,
-    )
+    config = settings.measured()
     result = run(
         config,
-        variants=read_variants(variants, ratio),
+        variants=read_variants(variants, config.fixed_ratio),
         methods=[name.strip() for name in methods.split(",") if name.strip()],
         context_tokens=context_tokens,
         chunk_tokens=chunk_tokens,
@@ -82,23 +50,19 @@ def bench(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(
-        title=f"{result['primary']} + {result['auxiliary']}, {result['chunks']} chunks, {result['runs']} runs (medians)"
-    )
     ratios = ("nominal", "effective", "charged")
-    for column in ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for name, row in result["methods"].items():
-        ttft, speedup = row["ttft_s"], row["speedup_vs_full"]
-        table.add_row(
+    titles = ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS")
+    rows = [
+        (
             name,
-            *(f"{ttft[key]:.2f}" for key in ("median", "min", "max")),
-            "" if speedup is None else f"{speedup:.2f}x",
+            *(f"{row['ttft_s'][key]:.2f}" for key in ("median", "min", "max")),
+            "" if row["speedup_vs_full"] is None else f"{row['speedup_vs_full']:.2f}x",
             *(f"{row[f'{ratio}_ratio']:.3f}" for ratio in ratios),
             str(row["reused_tokens"]),
             str(row["recomputed_tokens"]),
             f"{row['peak_rss_bytes'] / 1e9:.2f} GB",
         )
-    output().print(table)
+        for name, row in result["methods"].items()
+    ]
+    models = f"{result['primary']} + {result['auxiliary']}"
+    print_tables({f"{models}, {result['chunks']} chunks, {result['runs']} runs (medians)": (titles, rows)})

@@ -2,78 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..methods import DEFAULT_METHOD
-from .common import (
-    AuxiliaryDeviceOption,
-    AuxiliaryOption,
-    BackendOption,
-    ChunkContextOption,
-    DeviceOption,
-    DtypeOption,
-    HeadsOption,
-    JsonOption,
-    PrimaryOption,
-    RatioOption,
-    VariantsOption,
-    VLLMOption,
-    output,
-    print_json,
-    vllm_options,
-)
+from .common import BackendOption, JsonOption, Rows, VariantsOption, print_json, print_tables
+from .options import CommandSettings, engine_options
 
 if TYPE_CHECKING:
     from ..guards.certificate import Certificate
 
 
+@engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")
 def certify(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
-    method: Annotated[str, typer.Option(help="Preset or variant to certify.")] = DEFAULT_METHOD,
+    settings: CommandSettings,
     variants: VariantsOption = None,
-    ratio: RatioOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
-    chunk_context: ChunkContextOption = None,
-    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     backend: BackendOption = "transformers",
-    vllm: VLLMOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that reuse is exact on these models, measure how close answers are to full prefill, save a certificate.
 
     Exit code 1 if the verdict is "not faithful".
     """
-    options = vllm_options(vllm, backend)
-
     from ..lab.variants import method_named, read_variants
-    from .settings import config_of_models
 
-    config = config_of_models(
-        primary,
-        auxiliary,
-        dtype,
-        chunk_context,
-        heads=heads,
-        method=method_named(method, read_variants(variants)),
-        recompute_ratio=ratio,
-        device=device,
-        auxiliary_device=auxiliary_device,
-        codec=codec,
-        auxiliary_codec=auxiliary_codec,
-    )
+    method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
+    config = settings.measured(method=method)
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 
-        certificate = certify_vllm(config, quick=quick, vllm=options)
+        certificate = certify_vllm(config, quick=quick, vllm=dict(settings.vllm))
     else:
         from ..lab.evaluation.certify import certify as run
 
@@ -88,77 +50,79 @@ def certify(
 
 
 def _print(certificate: Certificate, path: Path) -> None:
-    from rich.table import Table
-
-    out = output()
-    exactness = certificate.exactness
-    checks = Table(title=f"Exactness of {certificate.primary}, {exactness['prompt_tokens']} tokens")
-    for column in ("check", "figure", "limit", "", "what it is"):
-        checks.add_column(column, justify="right" if column in ("figure", "limit") else "left")
-    for name, check in exactness["checks"].items():
-        verdict = "passed" if check["passed"] else "FAILED"
-        checks.add_row(name, f"{check['figure']:.3g}", f"{check['limit']:.3g}", verdict, check["says"])
-    out.print(checks)
-    floor = exactness["noise_floor"]
+    exactness, limits = certificate.exactness, certificate.thresholds
     backend = certificate.identity.backend or "plain transformers"
-    out.print(f"Noise floor of {backend} here: logits {floor['logits']:.2g}, KL {floor['kl']:.2g} nats.")
-    fidelity = Table(
-        title=f"Fidelity of {certificate.identity.method} ({certificate.auxiliary}) to full prefill, "
-        f"{certificate.prompts} prompts"
-    )
-    ratios = ("nominal", "effective", "charged")
-    for column in (*ratios, "first KL mean", "median", "answer KL mean", "median", "max", "agree", "needles"):
-        fidelity.add_column(column, justify="right")
-    fidelity.add_column("verdict")
-    for row in certificate.ratios:
-        figures = [row.first_token_kl["mean"], row.first_token_kl["median"]]
-        figures += [row.answer_kl[key] for key in ("mean", "median", "max")]
-        fidelity.add_row(
-            f"{row.ratio:g}",
-            f"{row.effective_ratio:.3f}",
-            "-" if row.charged_ratio is None else f"{row.charged_ratio:.3f}",
-            *(f"{figure:.4f}" for figure in figures),
-            f"{row.agreement:.1%}",
-            f"{row.needle_accuracy:.0%}",
-            row.verdict,
-        )
-    out.print(fidelity)
-    limits = certificate.thresholds
-    out.print(
+    floor = exactness["noise_floor"]
+    tables = {
+        f"Exactness of {certificate.primary}, {exactness['prompt_tokens']} tokens": _checks(exactness),
+        f"Fidelity of {certificate.identity.method} ({certificate.auxiliary}) to full prefill, "
+        f"{certificate.prompts} prompts": _fidelity(certificate),
+    }
+    lines = [
+        f"Noise floor of {backend} here: logits {floor['logits']:.2g}, KL {floor['kl']:.2g} nats.",
         f"Full prefill finds {certificate.needle_accuracy_of_full:.0%} of the needles. 'faithful' needs a mean KL of "
         f"at most {limits['first_token_kl']:g} nats at the first token and {limits['answer_kl']:g} along the answer, "
         f"{limits['agreement']:.0%} equal greedy tokens, and {limits['needle_accuracy_of_full']:.0%} of the needles "
-        "that full prefill finds."
-    )
+        "that full prefill finds.",
+    ]
     if not_measured := exactness.get("not_measured"):
-        out.print(f"Not measured with {backend}: {'; '.join(not_measured)}.")
-    _print_gate(certificate)
-    out.print(
+        lines.append(f"Not measured with {backend}: {'; '.join(not_measured)}.")
+    if next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio):
+        tables[f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)"] = _gate(certificate)
+        lines += _said_of_auto(certificate)
+    verdict = (
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )
-    out.print(f"Certificate: {path}", soft_wrap=True)
+    print_tables(tables, *lines, verdict, f"Certificate: {path}")
 
 
-def _print_gate(certificate: Certificate) -> None:
-    from rich.table import Table
+def _checks(exactness: Mapping[str, Any]) -> Rows:
+    return ("check", "figure", "limit", "", "what it is"), [
+        (
+            name,
+            f"{check['figure']:.3g}",
+            f"{check['limit']:.3g}",
+            "passed" if check["passed"] else "FAILED",
+            check["says"],
+        )
+        for name, check in exactness["checks"].items()
+    ]
 
+
+def _fidelity(certificate: Certificate) -> Rows:
+    titles = ("nominal", "effective", "charged", "first KL mean", "median", "answer KL mean", "median", "max")
+    rows = []
+    for row in certificate.ratios:
+        figures = [row.first_token_kl["mean"], row.first_token_kl["median"]]
+        figures += [row.answer_kl[key] for key in ("mean", "median", "max")]
+        charged = "-" if row.charged_ratio is None else f"{row.charged_ratio:.3f}"
+        shares = (f"{row.agreement:.1%}", f"{row.needle_accuracy:.0%}", row.verdict)
+        rows.append(
+            (f"{row.ratio:g}", f"{row.effective_ratio:.3f}", charged, *(f"{each:.4f}" for each in figures), *shares)
+        )
+    return (*titles, "agree", "needles", "verdict"), rows
+
+
+def _gate(certificate: Certificate) -> Rows:
+    rows = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
+    return ("min_confidence", "equal first tokens", "charged ratio", "full prefills", "verdict"), [
+        (
+            f"{each.min_confidence:g}",
+            f"{each.first_token_agreement:.0%}",
+            f"{each.charged_ratio:.2f}",
+            f"{each.full_prefills:.0%}",
+            each.verdict,
+        )
+        for each in rows
+    ]
+
+
+def _said_of_auto(certificate: Certificate) -> list[str]:
     from ..guards.certificate import confidence_at
 
-    rows = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
-    if not rows:
-        return
-    gate = Table(title=f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)")
-    for column in ("min_confidence", "equal first tokens", "charged ratio", "full prefills", "verdict"):
-        gate.add_column(column, justify="right")
-    for each in rows:
-        shares = (f"{each.first_token_agreement:.0%}", f"{each.charged_ratio:.2f}", f"{each.full_prefills:.0%}")
-        gate.add_row(f"{each.min_confidence:g}", *shares, each.verdict)
-    out = output()
-    out.print(gate)
     least = confidence_at(certificate, certificate.ratio)
     if certificate.quick:
-        return
+        return []
     if least is None:
-        out.print("min_confidence 'auto' is refused here: no gate keeps all first tokens for less than full prefill.")
-    else:
-        out.print(f"min_confidence 'auto' is {least:g} here: the least with which all first tokens are equal.")
+        return ["min_confidence 'auto' is refused here: no gate keeps all first tokens for less than full prefill."]
+    return [f"min_confidence 'auto' is {least:g} here: the least with which all first tokens are equal."]

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, output, errors."""
+"""Shared parts of the commands: options, printing, errors."""
 
 from __future__ import annotations
 
@@ -9,190 +9,57 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..checks import check_choice
-from ..chunks.context import CONTEXTS
-from ..config import FALLBACK_MODES
-from ..errors import CacheClipError, ConfigurationError, DocumentError, StoreError, UnknownModelError
-from ..runtime.base import DTYPES
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+from .options import existing_store
 
 __all__ = [
-    "AuxiliaryDeviceOption",
-    "AuxiliaryOption",
     "BackendOption",
-    "ChunkContextOption",
-    "DeviceOption",
-    "DtypeOption",
-    "EmbeddingOption",
     "ExistingStoreOption",
-    "FallbackOption",
-    "FinishOption",
-    "HeadsOption",
     "JsonOption",
-    "MinConfidenceOption",
     "NamespaceOption",
-    "PrimaryOption",
-    "RatioOption",
-    "RequireCertificateOption",
-    "StoreOption",
-    "VLLMOption",
+    "Rows",
     "VariantsOption",
     "check_folder",
-    "existing_store",
     "format_bytes",
     "guarded",
-    "no_store",
-    "number_or_name",
-    "output",
     "print_json",
+    "print_names",
     "print_tables",
     "stoppable",
-    "vllm_options",
 ]
 
 
-def _checked_model(name: str | None) -> str | None:
-    """Refuse a name that no model can have before anything is imported or loaded."""
-    if name is not None and name != "none":
-        from ..models.load import check_name
-
-        check_name(name)
+def _checked_backend(name: str) -> str:
+    check_choice("backend", name, ("transformers", "vllm"))
     return name
 
 
-def existing_store(store: str) -> str:
-    """Refuse a folder that does not exist, before anything is imported or loaded."""
-    if not Path(store).expanduser().is_dir():
-        raise no_store(store)
-    return store
-
-
-def no_store(store: str) -> StoreError:
-    """The error about a folder that holds no store."""
-    return StoreError(
-        f"there is no store at {store}. Give the folder that ingest or the engine used, or make one: cacheclip "
-        f"ingest PATH --store {store}"
-    )
-
-
-def _one_of(name: str, allowed: Sequence[str]) -> Callable[[str | None], str | None]:
-    def check(value: str | None) -> str | None:
-        if value is not None:
-            check_choice(name, value, allowed)
-        return value
-
-    return check
-
-
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A table: the titles of its columns, and its rows."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-StoreOption = Annotated[str, typer.Option("--store", help="Folder of chunk caches and documents.")]
 ExistingStoreOption = Annotated[
     str, typer.Option("--store", callback=existing_store, help="Folder of chunk caches and documents.")
-]
-PrimaryOption = Annotated[
-    str | None,
-    typer.Option("--primary", callback=_checked_model, help="Model that answers: hub id, folder, packaged:NAME."),
-]
-AuxiliaryOption = Annotated[
-    str | None,
-    typer.Option("--auxiliary", callback=_checked_model, help="Small model that scores tokens; 'none' for none."),
-]
-AuxiliaryDeviceOption = Annotated[str | None, typer.Option(help="Device of the auxiliary model. [default: --device]")]
-HeadsOption = Annotated[
-    str,
-    typer.Option(
-        "--heads", help="Head set of the auxiliary model: a file, auto, or none (its last layer, for cacheclip)."
-    ),
-]
-EmbeddingOption = Annotated[
-    str | None,
-    typer.Option("--embedding", callback=_checked_model, help="sentence-transformers model for retrieval."),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", callback=_one_of("dtype", DTYPES), help="float32, bfloat16 or float16.")
-]
-DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1; auto spreads the layers.")]
-FallbackOption = Annotated[
-    str,
-    typer.Option(
-        "--fallback",
-        callback=_one_of("fallback", FALLBACK_MODES),
-        help="'full': models that cannot be reused answer by plain prefill.",
-    ),
-]
-ChunkContextOption = Annotated[
-    str | None,
-    typer.Option(
-        "--chunk-context",
-        callback=_one_of("chunk_context", tuple(CONTEXTS)),
-        help="What each chunk is precomputed after: 'prefix' or 'passages'. [default: passages]",
-    ),
-]
-RatioOption = Annotated[
-    float | None, typer.Option("--ratio", help="Share of chunk tokens to recompute, 0 to 1. [default: the method's]")
-]
-MinConfidenceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--min-confidence",
-        help="Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1; auto: the "
-        "certificate's value.",
-    ),
-]
-FinishOption = Annotated[
-    str,
-    typer.Option(
-        "--finish",
-        help="Full prefill while the answer is shown: none, verify (compares it), revise (corrects it).",
-    ),
-]
-RequireCertificateOption = Annotated[
-    bool,
-    typer.Option("--require-certificate", help="Refuse models that 'cacheclip certify' has not found faithful."),
 ]
 VariantsOption = Annotated[
     Path | None,
     typer.Option("--variants", help="TOML file of methods by name: each a preset with changed settings."),
 ]
-BACKENDS = ("transformers", "vllm")
 BackendOption = Annotated[
     str,
     typer.Option(
         "--backend",
-        callback=_one_of("backend", BACKENDS),
+        callback=_checked_backend,
         help="What runs the primary: transformers in this process, or vllm.",
-    ),
-]
-VLLMOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vllm", metavar="NAME=VALUE", help="Argument of vLLM's LLM, such as tensor_parallel_size=2; may be repeated."
     ),
 ]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
 _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
-
-
-def number_or_name(given: str | None) -> float | str | None:
-    """An option's value as a number, if it is one."""
-    try:
-        return None if given is None else float(given)
-    except ValueError:
-        return given
-
-
-def output() -> Console:
-    """Console for tables. It is wide if stdout is not a terminal, so that no figure is cut off in a file."""
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -201,11 +68,13 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
 
 
-def print_tables(tables: Mapping[str, tuple[Sequence[str], Sequence[Sequence[str]]]], *lines: str) -> None:
-    """Print tables by title, each the titles of its columns and its rows, then lines of text."""
+def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
+    """Print tables by title, then lines of text."""
+    from rich.console import Console
     from rich.table import Table
 
-    out = output()
+    # wide if stdout is not a terminal, so that no figure is cut off in a file
+    out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
     for title, (titles, rows) in tables.items():
         printed = Table(title=title)
         for number, each in enumerate(titles):
@@ -226,6 +95,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def print_names(title: str, names: Sequence[object], *, err: bool = False) -> None:
+    """Print a line for each name, up to 20."""
+    for name in names[:20]:
+        typer.echo(f"{title}: {name}", err=err)
+    if len(names) > 20:
+        typer.echo(f"{title}: and {len(names) - 20} more (all of them: --json)", err=err)
+
+
 def format_bytes(count: float) -> str:
     """A size as text, such as ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -241,38 +118,13 @@ def check_folder(path: Path | None, of: str) -> None:
         raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
 
 
-def vllm_options(given: Sequence[str] | None, backend: str) -> dict[str, Any]:
-    """``--vllm NAME=VALUE`` as arguments. A value that is JSON is read as such, any other is text.
-
-    Raises:
-        ConfigurationError: no ``=``, or another backend.
-    """
-    if given and backend != "vllm":
-        raise ConfigurationError(f"--vllm is for --backend vllm, and the backend is {backend}. Leave one out.")
-    found: dict[str, Any] = {}
-    for each in given or ():
-        name, equals, value = each.partition("=")
-        name = name.strip().lstrip("-").replace("-", "_")
-        if not equals or not name:
-            raise ConfigurationError(f"--vllm must be NAME=VALUE, got {each!r}. For instance: max_model_len=4096.")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = {"True": True, "False": False}.get(value, value)
-    return found
-
-
 @contextmanager
-def stoppable(folder: Path | None = None) -> Iterator[None]:
-    """On Ctrl-C, print one line about kept work, and exit with code 130.
-
-    Args:
-        folder: where the work is kept; None: where the interrupted job says, if it says so.
-    """
+def stoppable() -> Iterator[None]:
+    """On Ctrl-C, print one line about kept work, and exit with code 130."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        folder = folder or getattr(stop, "folder", None)  # of an Interrupted
+        folder = getattr(stop, "folder", None)  # of an Interrupted
         kept = (
             "This run saved no work."
             if folder is None

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ConfigurationError
-from .common import (
-    AuxiliaryDeviceOption,
-    AuxiliaryOption,
-    DeviceOption,
-    DtypeOption,
-    HeadsOption,
-    JsonOption,
-    PrimaryOption,
-    VariantsOption,
-    print_json,
-    print_tables,
-)
+from .common import JsonOption, VariantsOption, print_json, print_tables
+from .options import CommandSettings, engine_options
+from .tables import EvalTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
+    from ..lab.evaluation.lab import PlannedRun
     from ..lab.evaluation.records import Record, SkippedRecord
 
 _PER_TASK = 20
 """Questions of a RULER task."""
 
 
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """What is asked."""
+
+    name: str
+    records: list[Record]
+    skipped: tuple[SkippedRecord, ...] = ()
+    """Records that cannot be read."""
+
+
+@engine_options("primary", "auxiliary", "dtype")
 def evaluate(
+    settings: CommandSettings,
     dataset: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,11 +47,6 @@ def evaluate(
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a RULER prompt.")] = 4096,
     haystack: Annotated[Path | None, typer.Option(help="Text file that RULER hides its needles in.")] = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk of a RULER prompt.")] = 1000,
-    overlap_tokens: Annotated[int, typer.Option(help="Tokens that neighbouring chunks share.")] = 50,
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    heads: HeadsOption = "auto",
     methods: Annotated[
         str,
         typer.Option(
@@ -60,109 +59,47 @@ def evaluate(
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, of variants too.")] = "0.2",
     limit: Annotated[
         int | None,
-        typer.Option(help="Most questions of each file; questions of each RULER task. [default: all; RULER: 20]"),
+        typer.Option(show_default="all; RULER: 20", help="Most questions of each file or RULER task."),
     ] = None,
     half: Annotated[
         str | None,
         typer.Option(help="Every second question of each file: dev (to choose settings) or test (to judge them)."),
     ] = None,
-    shuffle: Annotated[
-        int | None, typer.Option(help="Seed of another order of every question's chunks. [default: as in the file]")
-    ] = None,
     against: Annotated[
         str,
         typer.Option(help="Label of a method (direct, epic@0.2); every method's mean KL is divided by this method's."),
     ] = "full",
-    metrics: Annotated[
-        str | None, typer.Option(help="Comma-separated metrics instead of the records' own: f1, f1_zh, em, ...")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated needles.")] = 42,
     out: Annotated[
         Path | None, typer.Option(help="Folder for answers and report; an interrupted run continues from it.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in that folder.")] = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
-    codec: Annotated[str | None, typer.Option(help="Codec of the primary's chunk caches.")] = None,
-    auxiliary_codec: Annotated[str, typer.Option(help="Codec of the auxiliary's chunk caches.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
-    from ..config import EngineConfig
-    from ..lab.evaluation.journal import check_folder
-    from ..lab.evaluation.lab import Lab, every_method, planned_runs
+    from ..lab.evaluation.lab import Lab
     from ..lab.evaluation.questions import INSTRUCTION
-    from ..lab.evaluation.records import read_together, shuffled
-    from ..lab.evaluation.report import FILES, summarise, write_report
-    from ..lab.evaluation.ruler import chosen_tasks
+    from ..lab.evaluation.report import summarise, write_report
     from ..lab.evaluation.scores import check_metric
     from ..lab.evaluation.tables import console_tables, notes
     from ..lab.variants import read_variants
-    from .settings import DEFAULT_SETTINGS, parse_auxiliary
 
-    if (not dataset) == (ruler is None):
-        raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
-    if half is not None and not dataset:
-        raise ConfigurationError("--half divides the questions of files: give --dataset FILE, or another --seed.")
-    if shuffle is not None and not dataset:
-        raise ConfigurationError("--shuffle orders the chunks of files: give --dataset FILE.")
-    if limit is not None and limit < 1:
-        raise ConfigurationError(
-            f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
-        )
     # check options before weights are loaded
+    table = settings.table(EvalTable)
+    _check_source(dataset, ruler, half, limit, table)
     if out is not None:
-        if not overwrite and (out / FILES["summary"]).exists():
-            raise ConfigurationError(f"{out} holds a report already. Name another folder, or add --overwrite.")
-        check_folder(out)
-    config = EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
-        heads=heads,
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
-        device=device,
-        auxiliary_device=auxiliary_device,
-        codec=codec,
-        auxiliary_codec=auxiliary_codec,
-    )
-    names = _split(methods)
-    if "all" in names and (without := every_method(config)[1]):
-        typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
-    runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config, read_variants(variants))
-    labels = [planned.run.label for planned in runs]
-    if against not in labels:
-        raise ConfigurationError(f"--against must be one of {', '.join(labels)}, got {against!r}.")
-    chosen_metrics = _split(metrics or "")
-    for metric in chosen_metrics:
+        _check_out(out)
+    config = settings.measured(recompute_ratio=None)
+    runs = _runs(config, methods, ratios, read_variants(variants), against)
+    metrics = _split(table.metrics or "")
+    for metric in metrics:
         check_metric(metric)
-    unreadable: tuple[SkippedRecord, ...] = ()
     if dataset:
-        found = read_together(_files(dataset), limit=limit, half=half)
-        name, records, unreadable = found.name, list(found.records), found.skipped
-        if half is not None:
-            name += f" ({half} half)"
-        if shuffle is not None:
-            name += f" (chunks shuffled by {shuffle})"
-            records = [shuffled(record, shuffle) for record in records]
+        asked = _read_questions(_files(dataset), limit, half, table.shuffle)
         config = replace(config, system_prompt=INSTRUCTION)
     else:
-        assert ruler is not None
-        name = f"ruler-{length}"
-        text = _read_haystack(haystack)
-        tasks = chosen_tasks(_split(ruler), has_haystack=text is not None)
-        count = _PER_TASK if limit is None else limit
-        records = _needles(config, tasks, length, count, seed, text, chunk_tokens, overlap_tokens)
-    lab = Lab(
-        name=name,
-        records=records,
-        config=config,
-        runs=runs,
-        folder=out,
-        metrics=chosen_metrics,
-    )
+        asked = _needles(config, _split(ruler or ""), length, limit or _PER_TASK, _read_haystack(haystack), table)
+    lab = Lab(name=asked.name, records=asked.records, config=config, runs=runs, folder=out, metrics=metrics)
     comparison = lab.run()
-    comparison = replace(comparison, skipped=[*unreadable, *comparison.skipped])
+    comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
     summary = summarise(comparison, against=against)
     if out is not None:
         write_report(comparison, summary, out)
@@ -174,6 +111,57 @@ def evaluate(
 
         tables = {escape(title): rows for title, rows in console_tables(summary).items()}
         print_tables(tables, *map(escape, notes(summary)))
+
+
+def _check_source(
+    dataset: list[str] | None, ruler: str | None, half: str | None, limit: int | None, table: EvalTable
+) -> None:
+    if (not dataset) == (ruler is None):
+        raise ConfigurationError("give either --dataset FILE or --ruler TASKS.")
+    if half is not None and not dataset:
+        raise ConfigurationError("--half divides the questions of files: give --dataset FILE, or another seed.")
+    if table.shuffle is not None and not dataset:
+        raise ConfigurationError("shuffle orders the chunks of files: give --dataset FILE.")
+    if limit is not None and limit < 1:
+        raise ConfigurationError(
+            f"--limit must be 1 or more questions, got {limit}. Leave it out for the usual number."
+        )
+
+
+def _check_out(out: Path) -> None:
+    from ..lab.evaluation.journal import check_folder
+    from ..lab.evaluation.report import FILES
+
+    report = out / FILES["summary"]
+    if report.exists():
+        raise ConfigurationError(f"{out} holds a report already. Name another folder, or delete {report}.")
+    check_folder(out)
+
+
+def _runs(config: EngineConfig, methods: str, ratios: str, variants: dict[str, Any], against: str) -> list[PlannedRun]:
+    from ..lab.evaluation.lab import every_method, planned_runs
+
+    names = _split(methods)
+    if "all" in names and (without := every_method(config)[1]):
+        typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
+    runs = planned_runs(names, [_ratio(value) for value in _split(ratios)], config, variants)
+    labels = [planned.run.label for planned in runs]
+    if against not in labels:
+        raise ConfigurationError(f"--against must be one of {', '.join(labels)}, got {against!r}.")
+    return runs
+
+
+def _read_questions(files: list[str], limit: int | None, half: str | None, shuffle: int | None) -> Questions:
+    from ..lab.evaluation.records import read_together, shuffled
+
+    found = read_together(files, limit=limit, half=half)
+    name, records = found.name, list(found.records)
+    if half is not None:
+        name += f" ({half} half)"
+    if shuffle is not None:
+        name += f" (chunks shuffled by {shuffle})"
+        records = [shuffled(record, shuffle) for record in records]
+    return Questions(name, records, found.skipped)
 
 
 def _tell_skipped(summary: dict[str, Any]) -> None:
@@ -190,33 +178,29 @@ def _tell_skipped(summary: dict[str, Any]) -> None:
 
 
 def _needles(
-    config: EngineConfig,
-    tasks: list[str],
-    length: int,
-    count: int,
-    seed: int,
-    text: str | None,
-    chunk: int,
-    overlap: int,
-) -> list[Record]:
+    config: EngineConfig, tasks: list[str], length: int, count: int, haystack: str | None, table: EvalTable
+) -> Questions:
+    """Questions of RULER tasks, ``count`` of each, in prompts of ``length`` tokens."""
     from ..engine import CacheClipEngine
-    from ..lab.evaluation.ruler import generate
+    from ..lab.evaluation.ruler import chosen_tasks, generate
 
+    chosen = chosen_tasks(tasks, has_haystack=haystack is not None)
     runtime = CacheClipEngine(replace(config, auxiliary=None)).primary
-    return [
+    records = [
         record
-        for name in tasks
+        for name in chosen
         for record in generate(
             name,
             num_tokens=length,
             count=count,
             offsets=lambda part: runtime.tokenize(part).offsets,
-            seed=seed,
-            haystack=text,
-            chunk_tokens=chunk,
-            overlap_tokens=overlap,
+            seed=table.seed,
+            haystack=haystack,
+            chunk_tokens=table.chunk_tokens,
+            overlap_tokens=table.overlap_tokens,
         )
     ]
+    return Questions(f"ruler-{length}", records)
 
 
 def _read_haystack(path: Path | None) -> str | None:

@@ -9,53 +9,37 @@ from typing import Annotated
 import typer
 
 from ..errors import DocumentError
-from .common import (
-    AuxiliaryOption,
-    ChunkContextOption,
-    DtypeOption,
-    ExistingStoreOption,
-    JsonOption,
-    NamespaceOption,
-    PrimaryOption,
-    no_store,
-    print_json,
-)
+from .common import JsonOption, print_json
+from .options import CommandSettings, engine_options, existing_store, no_store
 
 _MOST_TEXTS = 20
 """Most stored texts that are explained if none is named."""
 
 
+@engine_options("store", "primary")
 def explain_miss(
     prompt: Annotated[Path, typer.Argument(help="File with the prompt as the model got it.")],
-    store: ExistingStoreOption,
+    settings: CommandSettings,
     text: Annotated[
         list[Path] | None, typer.Option(help="File with a text that should be reused; may be repeated.")
     ] = None,
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    dtype: DtypeOption = None,
-    namespace: NamespaceOption = None,
-    chunk_context: ChunkContextOption = None,
-    system_prompt: Annotated[str | None, typer.Option(help="The engine's system prompt, if it has one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Explain why texts were, or were not, reused in a prompt. Without --text, checks the stored texts that share most
     words with the prompt. Exit code 1 if a text is not reused."""
+    store = existing_store(settings.store)
+
     from ..engine import CacheClipEngine
     from ..ingest.library import Library
     from ..plan.explain import explain_miss as explain
     from ..plan.explain import plausible
     from ..store import is_store
-    from .settings import engine_config, merge_settings
 
     folder = Path(store).expanduser()
     if not is_store(folder):
         raise no_store(store)
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None
-    settings = merge_settings(
-        library, primary=primary, auxiliary=auxiliary, dtype=dtype, namespace=namespace, chunk_context=chunk_context
-    )
-    engine = CacheClipEngine(engine_config(settings, store, device="cpu", system_prompt=system_prompt))
+    engine = CacheClipEngine(settings.config_of(library))
     written = _read(prompt)
     found = (span.whole for span in engine.plan(written).layout.chunks)
     passages = (passage for _, _, passage in (library.passages() if library else ()))

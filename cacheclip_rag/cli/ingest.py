@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError
-from .common import (
-    AuxiliaryOption,
-    BackendOption,
-    ChunkContextOption,
-    DeviceOption,
-    DtypeOption,
-    EmbeddingOption,
-    FallbackOption,
-    JsonOption,
-    NamespaceOption,
-    PrimaryOption,
-    StoreOption,
-    VLLMOption,
-    format_bytes,
-    print_json,
-    vllm_options,
-)
+from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
+from .options import CommandSettings, checked_model, engine_options
+from .tables import IngestTable
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..engine import CacheClipEngine
+    from ..ingest.job import IngestReport
     from ..ingest.plan import IngestPlan
 
-_SHOWN = 20
-"""Most failed or skipped paths in output for people."""
 
-
+@engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
 def ingest(
     context: typer.Context,
-    store: StoreOption,
-    paths: Annotated[
-        list[str] | None, typer.Argument(help="Text, Markdown and PDF files, or folders that contain them.")
-    ] = None,
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
-    embedding: EmbeddingOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    fallback: FallbackOption = "error",
-    namespace: NamespaceOption = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Most tokens in a chunk. [default: 512]")] = None,
-    overlap: Annotated[int | None, typer.Option(help="Tokens shared by neighbouring chunks. [default: 0]")] = None,
-    chunk_context: ChunkContextOption = None,
-    codec: Annotated[
+    settings: CommandSettings,
+    paths: Annotated[list[str], typer.Argument(help="Text, Markdown and PDF files, or folders that contain them.")],
+    embedding: Annotated[
         str | None,
-        typer.Option(help="How KV is stored: int8 (recommended; a quarter of float32), bfloat16. [default: --dtype]"),
+        typer.Option(
+            callback=checked_model,
+            show_default="the store's, else all-MiniLM-L6-v2",
+            help="sentence-transformers model for retrieval.",
+        ),
     ] = None,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(help="Limit of the store in bytes, also for later runs; 0: no limit. [default: unchanged]"),
-    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(show_default="512", help="Most tokens in a chunk.")] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -65,19 +41,11 @@ def ingest(
         ),
     ] = False,
     backend: BackendOption = "transformers",
-    vllm: VLLMOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
-    from ..config import EngineConfig
+    store = settings.store
 
-    if not paths:
-        raise ConfigurationError("expected documents or folders, got none. Name some.")
-    options = vllm_options(vllm, backend)
-    if codec is not None:
-        EngineConfig(codec=codec)  # refused before torch is imported, which takes seconds
-
-    from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
     from ..ingest.job import plan, undone_if_failed
@@ -89,51 +57,51 @@ def ingest(
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
     library = Library(folder)
-    settings = merge_settings(
-        library,
-        primary=primary,
-        auxiliary=auxiliary,
-        embedding=embedding,
-        dtype=dtype,
-        namespace=namespace,
-        chunk_tokens=chunk_tokens,
-        overlap_tokens=overlap,
-        chunk_context=chunk_context,
-        codec=codec,
-    )
-    check_sizes(settings.chunk_tokens, settings.overlap_tokens)
-    config = engine_config(settings, str(folder), device=device, fallback=fallback)
-    if backend == "vllm":
-        from ..runtime.vllm.encoding import vllm_engine
-
-        engine = context.with_resource(vllm_engine(config, vllm=options))
-    else:
-        engine = CacheClipEngine(config)
-    limit = engine.store.store.limit if max_bytes is None else max_bytes or None
+    own = {
+        "embedding": embedding,
+        "chunk_tokens": chunk_tokens,
+        "overlap_tokens": settings.table(IngestTable).overlap_tokens,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    chosen = merge_settings(library, {**settings.engine, **given})
+    check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
+    config = engine_config(chosen, **{**settings.engine, "store": str(folder)})
+    engine = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
+    limit = engine.store.store.limit if config.max_bytes is None else config.max_bytes or None
     if dry_run:
-        _print_plan(plan(paths, library=library, engine=engine, settings=settings, max_bytes=limit), as_json)
+        _print_plan(plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit), as_json)
         return
     with undone_if_failed(library, engine):
-        if max_bytes is not None:
+        if config.max_bytes is not None:
             engine.store.store.set_limit(limit)
-        report = run(
-            paths,
-            library=library,
-            engine=engine,
-            embedder=Embedder(settings.embedding, device),
-            settings=settings,
-        )
+        embedder = Embedder(chosen.embedding, config.device)
+        report = run(paths, library=library, engine=engine, embedder=embedder, settings=chosen)
     if as_json:
         print_json({"store": store, **report.to_dict()})
     else:
-        typer.echo(
-            f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
-            f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
-        )
-        _print_problems(report.failed, report.skipped)
-        _print_evicted(report.evicted, limit)
+        _print_report(report, limit)
     if report.failed or report.evicted:
         raise typer.Exit(1)
+
+
+def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: dict[str, Any]) -> CacheClipEngine:
+    """The engine that computes chunks, until the command ends."""
+    from ..engine import CacheClipEngine
+
+    if backend == "transformers":
+        return CacheClipEngine(config)
+    from ..runtime.vllm.encoding import vllm_engine
+
+    return context.with_resource(vllm_engine(config, vllm=vllm))
+
+
+def _print_report(report: IngestReport, limit: int | None) -> None:
+    typer.echo(
+        f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
+        f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
+    )
+    _print_problems(report.failed, report.skipped)
+    _print_evicted(report.evicted, limit)
 
 
 def _print_evicted(evicted: int, limit: int | None) -> None:
@@ -142,7 +110,7 @@ def _print_evicted(evicted: int, limit: int | None) -> None:
     size = format_bytes(limit) if limit is not None else "a limit"
     typer.echo(
         f"warning: {evicted} of these chunks are not stored any more, because the store is limited to {size}. Raise "
-        "the limit with --max-bytes; what is missing is stored again after an answer that needs it.",
+        "the limit with cacheclip store limit; what is missing is stored again after an answer that needs it.",
         err=True,
     )
 
@@ -159,7 +127,7 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
     if found.excess_bytes and found.max_bytes is not None:
         typer.echo(
             f"warning: the store is limited to {format_bytes(found.max_bytes)}, {format_bytes(found.excess_bytes)} too "
-            "little: chunk caches would be evicted. Raise the limit with --max-bytes.",
+            "little: chunk caches would be evicted. Raise the limit with max_bytes.",
             err=True,
         )
     _print_problems(found.failed, found.skipped)
@@ -167,7 +135,4 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
 
 def _print_problems(failed: list[dict[str, str]], skipped: list[dict[str, str]]) -> None:
     for kind, problems in (("failed", failed), ("skipped", skipped)):
-        for problem in problems[:_SHOWN]:
-            typer.echo(f"{kind}: {problem['error']}", err=True)
-        if len(problems) > _SHOWN:
-            typer.echo(f"{kind}: and {len(problems) - _SHOWN} more (all of them: --json)", err=True)
+        print_names(kind, [problem["error"] for problem in problems], err=True)

@@ -29,9 +29,8 @@ def list_models(as_json: JsonOption = False) -> None:
         state = "local" if row["folder"] else "      "
         if not row["supported"]:
             row["description"] += " (not supported by this version)"
-        typer.echo(
-            f"{PREFIX + row['name']:29} {state}  {format_bytes(row['num_bytes']):>9}  {row['license']:16} {row['description']}"
-        )
+        size = format_bytes(row["num_bytes"])
+        typer.echo(f"{PREFIX + row['name']:29} {state}  {size:>9}  {row['license']:16} {row['description']}")
     typer.echo("A local folder or a hub id (owner/name) works wherever a name does.")
 
 

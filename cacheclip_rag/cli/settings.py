@@ -1,8 +1,9 @@
-"""From command-line options to settings of engine and library that agree with the store."""
+"""Settings of engine and documents that agree with a store."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,79 +11,45 @@ from ..config import EngineConfig
 from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
 
-__all__ = ["DEFAULT_SETTINGS", "config_of_models", "engine_config", "merge_settings", "parse_auxiliary"]
+__all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings"]
 
+_DEFAULTS = EngineConfig()
 DEFAULT_SETTINGS = LibrarySettings(
-    primary=EngineConfig().primary,
-    auxiliary=EngineConfig().auxiliary,
+    primary=_DEFAULTS.primary,
+    auxiliary=_DEFAULTS.auxiliary,
     embedding=DEFAULT_EMBEDDING,
-    dtype="float32",
-    namespace="default",
+    dtype=_DEFAULTS.dtype,
+    namespace=_DEFAULTS.namespace,
     chunk_tokens=512,
     overlap_tokens=0,
-    chunk_context=EngineConfig().chunk_context,
+    chunk_context=_DEFAULTS.chunk_context,
 )
 
-
-_MODEL_OPTIONS = ("primary", "auxiliary", "embedding")
-
-
-def parse_auxiliary(name: str | None) -> str | None:
-    """``none`` on the command line means no auxiliary model."""
-    return None if name == "none" else name
+_NAMES = tuple(each.name for each in fields(LibrarySettings))
+_MODELS = ("primary", "auxiliary", "embedding")
 
 
-def config_of_models(
-    primary: str | None, auxiliary: str | None, dtype: str | None, chunk_context: str | None = None, **settings: Any
-) -> EngineConfig:
-    """Settings of an engine for a command that measures models, without a library. None: the default.
-
-    Args:
-        auxiliary: as on the command line, where ``none`` means no auxiliary model.
-    """
-    return EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
-        chunk_context=chunk_context or DEFAULT_SETTINGS.chunk_context,
-        **settings,
-    )
-
-
-def merge_settings(library: Library | None, **given: str | int | None) -> LibrarySettings:
-    """The library's settings (the defaults without a library), overridden by the given options.
+def merge_settings(library: Library | None, given: Mapping[str, Any]) -> LibrarySettings:
+    """The library's settings (the defaults without a library), overridden by those of ``given`` that they name.
 
     Raises:
-        ConfigurationError: an option contradicts the library's settings.
+        ConfigurationError: a given setting contradicts the library's.
     """
     known = library.settings if library else None
-    chosen = {name: _absolute(name, value) for name, value in given.items() if value is not None}
-    if "auxiliary" in chosen:
-        chosen["auxiliary"] = parse_auxiliary(str(chosen["auxiliary"]))  # type: ignore[assignment]
-    settings = replace(known or DEFAULT_SETTINGS, **chosen)  # type: ignore[arg-type]
+    chosen = {name: _absolute(name, value) for name, value in given.items() if name in _NAMES}
+    settings = replace(known or DEFAULT_SETTINGS, **chosen)
     if library:
         library.check_settings(settings)
     return settings
 
 
-def _absolute(option: str, value: str | int) -> str | int:
+def _absolute(name: str, value: Any) -> Any:
     """The absolute path of a model's folder, because the next command may run in another folder."""
     folder = Path(str(value)).expanduser()
-    return str(folder.resolve()) if option in _MODEL_OPTIONS and (folder / "config.json").is_file() else value
+    return str(folder.resolve()) if name in _MODELS and (folder / "config.json").is_file() else value
 
 
-def engine_config(settings: LibrarySettings, store: str, *, device: str, **options: object) -> EngineConfig:
-    """Engine settings for a library."""
-    base = EngineConfig(
-        primary=settings.primary,
-        auxiliary=settings.auxiliary,
-        store=store,
-        namespace=settings.namespace,
-        dtype=settings.dtype,
-        chunk_context=settings.chunk_context,
-        codec=settings.codec,
-        device=device,
-    )
-    if settings.codec == "int8":
-        base = replace(base, auxiliary_codec="int8")
-    return EngineConfig.from_options(base, options)
+def engine_config(settings: LibrarySettings, store: str, **options: object) -> EngineConfig:
+    """Settings of an engine for a library, which fixes some of them; ``options`` are those of the others."""
+    fixed = {name: getattr(settings, name) for name in _NAMES if hasattr(_DEFAULTS, name)}
+    return EngineConfig.from_options(None, {**options, **fixed, "store": store})

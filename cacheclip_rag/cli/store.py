@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import ConfigurationError
-from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json
+from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json, print_names
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
-
-_SHOWN = 20
-"""Most names of one kind in output for people."""
 
 
 @app.command("stats")
@@ -80,7 +77,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
             ("unknown file", report.unknown_files),
             ("problem", report.problems),
         ):
-            _list(title, names)
+            print_names(title, names)
         typer.echo("nothing is wrong" if report.is_clean else f"mend it: cacheclip store repair --store {store}")
     if not report.is_clean:
         raise typer.Exit(1)
@@ -107,9 +104,9 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
             f"{report.found_whole_only} texts are found in prompts as a whole only, because the catalog lost the texts "
             "themselves. Precompute or ingest them again: this costs a look-up each."
         )
-    _list("removed", report.removed_files)
-    _list("moved", report.moved_files)
-    _list("documents", library)
+    print_names("removed", report.removed_files)
+    print_names("moved", report.moved_files)
+    print_names("documents", library)
 
 
 @app.command("gc")
@@ -148,10 +145,3 @@ def clear(
         print_json({"store": store, "namespace": namespace, "removed": removed})
     else:
         typer.echo(f"{removed} chunk caches {what} deleted")
-
-
-def _list(title: str, names: list[Any]) -> None:
-    for name in names[:_SHOWN]:
-        typer.echo(f"{title}: {name}")
-    if len(names) > _SHOWN:
-        typer.echo(f"{title}: and {len(names) - _SHOWN} more (all of them: --json)")

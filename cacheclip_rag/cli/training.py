@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import ConfigurationError, ModelError
-from .common import (
-    AuxiliaryDeviceOption,
-    AuxiliaryOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    PrimaryOption,
-    check_folder,
-    print_json,
-    print_tables,
-    stoppable,
-)
+from .common import JsonOption, check_folder, print_json, print_tables, stoppable
+from .options import CommandSettings, engine_options
+from .tables import CalibrateTable, FinetuneTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -30,49 +21,39 @@ DataOption = Annotated[
     list[str] | None,
     typer.Option(help="Training files besides the synthetic questions: records as JSON lines, or documents."),
 ]
-DataLimitOption = Annotated[int, typer.Option(help="Most questions to take from --data.")]
 OutOption = Annotated[
-    Path | None, typer.Option(help="File of the head set. [default: where engines with these models look]")
+    Path | None, typer.Option(show_default="where engines with these models look", help="File of the head set.")
 ]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing head set.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of the synthetic questions.")]
 WorkOption = Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")]
-SamplesOption = Annotated[int, typer.Option("--samples", help="Synthetic questions for training.")]
-PromptsOption = Annotated[int, typer.Option("--prompts", help="Test questions that the primary answers.")]
 
 
+@engine_options("primary", "auxiliary", "dtype", "device")
 def calibrate(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
+    settings: CommandSettings,
     data: DataOption = None,
-    data_limit: DataLimitOption = 40,
-    samples: SamplesOption = 90,
-    prompts: PromptsOption = 10,
-    seed: SeedOption = 0,
     out: OutOption = None,
     work: WorkOption = None,
     overwrite: OverwriteOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the heads of the auxiliary model that attend to evidence. Engines with these models then use them. An
     interrupted run continues where it stopped."""
+    from ..lab.evaluation.questions import INSTRUCTION
     from ..lab.training.calibrate import calibrate as run
     from ..lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 
     check_folder(work, "working files")
-    config = _config(primary, auxiliary, dtype, device, auxiliary_device)
+    table, config = settings.table(CalibrateTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out, overwrite)
     with stoppable():
-        given = _given(config, data, data_limit, seed, work)
+        given = _given(config, data, table.data_limit, table.seed, work)
         found = run(
             config,
-            num_samples=samples,
-            num_prompts=prompts,
+            num_samples=table.samples,
+            num_prompts=table.prompts,
             given=given.samples if given else (),
-            seed=seed,
+            seed=table.seed,
             folder=work,
         )
     found.heads.save(path)
@@ -83,27 +64,19 @@ def calibrate(
         print_tables(tables, calibration_note(found), f"Head set: {path}")
 
 
+@engine_options("primary", "auxiliary", "dtype", "device")
 def finetune(
-    primary: PrimaryOption = None,
-    auxiliary: AuxiliaryOption = None,
+    settings: CommandSettings,
     data: DataOption = None,
-    data_limit: DataLimitOption = 40,
-    samples: SamplesOption = 96,
-    targets: Annotated[int, typer.Option(help="Training questions for which the primary computes targets.")] = 36,
-    tests: Annotated[int, typer.Option(help="Synthetic test questions.")] = 36,
-    prompts: PromptsOption = 12,
-    seed: SeedOption = 0,
     out: OutOption = None,
     report: Annotated[Path | None, typer.Option(help="Folder for report.md.")] = None,
     work: WorkOption = None,
     overwrite: OverwriteOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "cpu",
-    auxiliary_device: AuxiliaryDeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fit the heads of the auxiliary model to the tokens that the primary attends to and that are stale. An interrupted
     run continues where it stopped."""
+    from ..lab.evaluation.questions import INSTRUCTION
     from ..lab.training.calibrate import open_engine
     from ..lab.training.finetune import finetune as run
     from ..lab.training.report import (
@@ -117,20 +90,20 @@ def finetune(
 
     check_folder(report, "the report")
     check_folder(work, "working files")
-    config = _config(primary, auxiliary, dtype, device, auxiliary_device)
+    table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out, overwrite, instead_of="calibrate")
     rival = HeadSet.load(path) if path.exists() and not overwrite else None
     with stoppable():
-        given = _given(config, data, data_limit, seed, work)
+        given = _given(config, data, table.data_limit, table.seed, work)
         found = run(
             config,
-            num_samples=samples,
-            num_targets=targets,
-            num_tests=tests,
-            num_prompts=prompts,
+            num_samples=table.samples,
+            num_targets=table.targets,
+            num_tests=table.tests,
+            num_prompts=table.prompts,
             given=given.samples if given else (),
             given_from=given.files if given else (),
-            seed=seed,
+            seed=table.seed,
             folder=work,
             rival=rival,
         )
@@ -154,23 +127,6 @@ def finetune(
         print_tables(tables, finetuning_note(found), finetuning_verdict(found), *written)
 
 
-def _config(
-    primary: str | None, auxiliary: str | None, dtype: str | None, device: str, auxiliary_device: str | None
-) -> EngineConfig:
-    from ..config import EngineConfig
-    from ..lab.evaluation.questions import INSTRUCTION
-    from .settings import DEFAULT_SETTINGS, parse_auxiliary
-
-    return EngineConfig(
-        primary=primary or DEFAULT_SETTINGS.primary,
-        auxiliary=parse_auxiliary(auxiliary) if auxiliary else DEFAULT_SETTINGS.auxiliary,
-        dtype=dtype or DEFAULT_SETTINGS.dtype,
-        device=device,
-        auxiliary_device=auxiliary_device,
-        system_prompt=INSTRUCTION,
-    )
-
-
 def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None) -> Given | None:
     """Samples from the user's data, with a summary on stderr; None without data. Questions that the primary writes for
     documents are saved in ``work``, by default in a folder that all jobs share."""
@@ -179,12 +135,12 @@ def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: i
     from ..paths import cache_home
 
     if limit < 1:
-        raise ConfigurationError(f"--data-limit must be 1 question or more, got {limit}. Leave out --data for none.")
+        raise ConfigurationError(f"data_limit must be 1 question or more, got {limit}. Leave out --data for none.")
     if not data:
         return None
     folder = work or cache_home() / "training" / "questions"
     found = given_samples(open_engine(config), data, limit=limit, seed=seed, folder=folder)
-    typer.echo(f"--data: learning from {found.summary}; at most {limit} (--data-limit).", err=True)
+    typer.echo(f"--data: learning from {found.summary}; at most {limit} (data_limit).", err=True)
     return found
 
 

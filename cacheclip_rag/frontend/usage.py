@@ -11,8 +11,8 @@ __all__ = ["telemetry", "token_usage"]
 
 
 def token_usage(answer: Answer) -> dict[str, Any]:
-    """Token counts under OpenAI's names. ``prompt_tokens_details["cached_tokens"]`` counts tokens whose KV was reused;
-    0 with ``hide_hits``."""
+    """Token counts under OpenAI's names. ``prompt_tokens_details["cached_tokens"]`` counts tokens whose KV was
+    reused."""
     prompt, completion = answer.stats.prompt_tokens, len(answer.token_ids)
     return {
         "prompt_tokens": prompt,

@@ -410,7 +410,8 @@ def _warn_once(what: object, message: str) -> None:
 
 
 def _command(config: EngineConfig, method: Method, backend: str) -> str:
-    """Command that makes the missing certificate: a shell command, or Python if the method is not a preset."""
+    """Command that makes the missing certificate: a shell command with the lines of its settings file, or Python if the
+    method is not a preset."""
     run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if backend else _CERTIFY
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
@@ -425,18 +426,18 @@ def _command(config: EngineConfig, method: Method, backend: str) -> str:
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,
         "ratio": method.nominal_ratio if method.has_ratio else None,
-        "chunk-context": None if from_preset or context == defaults.chunk_context else context,
         "dtype": config.dtype,
         "device": config.device,
-        "auxiliary-device": config.auxiliary_device if method.needs_auxiliary else None,
+    }
+    in_file: dict[str, Any] = {
+        "chunk_context": None if from_preset or context == defaults.chunk_context else context,
+        "auxiliary_device": config.auxiliary_device if method.needs_auxiliary else None,
         "codec": config.codec,
     }
-    if method.needs_auxiliary and config.auxiliary_codec != defaults.auxiliary_codec:
-        options["auxiliary-codec"] = config.auxiliary_codec
-    if method.needs_auxiliary and config.heads != defaults.heads:
-        options["heads"] = config.heads
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    return " ".join(["cacheclip certify", *given])
+    lines = [f"{name} = {json.dumps(str(value))}" for name, value in in_file.items() if value is not None]
+    file = [f"--settings FILE (FILE: {'; '.join(lines)})"] if lines else []
+    return " ".join(["cacheclip certify", *given, *file])
 
 
 def _differences(wanted: Identity, found: Identity) -> list[str]:

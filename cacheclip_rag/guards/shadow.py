@@ -1,8 +1,8 @@
 """Self-check in production: compares a share of the answers with full prefill. Each comparison costs a full prefill.
 An answer that was verified (``finish``) is always compared: its exact KV is there already.
 
-The comparison never changes an answer. Mode ``background`` compares after the answer, in one thread, and shares the
-device with other work. Mode ``inline`` compares before the call returns (before the last event of a stream).
+The comparison never changes an answer. It is made after the answer, in one thread, and shares the device with other
+work.
 """
 
 from __future__ import annotations
@@ -55,12 +55,11 @@ class ShadowRequest:
 class ShadowChecker(Observer):
     """Chooses answers at random and compares them with full prefill."""
 
-    def __init__(self, find_runtime: Callable[[], Runtime], metrics: Metrics, *, rate: float, mode: str) -> None:
+    def __init__(self, find_runtime: Callable[[], Runtime], metrics: Metrics, *, rate: float) -> None:
         """``find_runtime`` returns the primary model's runtime; first called after the first answer."""
         self._find_runtime = find_runtime
         self._metrics = metrics
         self._rate = rate
-        self._inline = mode == "inline"
         self._random = random.Random()
         self._waiting: deque[ShadowRequest] = deque()
         self._worker: threading.Thread | None = None
@@ -78,16 +77,13 @@ class ShadowChecker(Observer):
         if not self._rate or answered.params.json_schema:  # full prefill's choices would be free ones
             return
         runtime = self._find_runtime()
-        if runtime.can_reuse and runtime.can_score:  # the comparison needs logits at all tokens of an answer
+        if runtime.can_score:  # the comparison needs logits at all tokens of an answer
             ids, greedy = answered.plan.layout.ids, is_greedy(answered.params)
             self.offer(ShadowRequest(ids, answered.logits.clone(), answered.answer.token_ids, greedy, stats))
 
     def offer(self, request: ShadowRequest) -> None:
         """Compare an answer with probability ``rate``."""
         if self._random.random() >= self._rate:
-            return
-        if self._inline:
-            self._check(request)
             return
         with self._changed:
             if len(self._waiting) >= _MAX_WAITING:
@@ -135,7 +131,6 @@ class ShadowChecker(Observer):
 
     def _record_verified(self, answered: Answered, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""
-        assert answered.logits is not None
         kl = float(kl_divergence(verified.logits, answered.logits.to(verified.logits.device)))
         equal = [given == choice for given, choice in zip(verified.given, verified.choices, strict=True)]
         agreement = sum(equal) / len(equal) if is_greedy(answered.params) else None

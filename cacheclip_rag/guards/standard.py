@@ -21,5 +21,5 @@ def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Cal
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
-    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate, mode=config.shadow_mode)
+    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate)
     return [CertificateGuard(config), MissWarning(), metrics, shadow]

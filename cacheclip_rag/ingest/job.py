@@ -322,8 +322,8 @@ def _record(
 
 
 def _num_evicted(engine: CacheClipEngine, texts: Iterable[str]) -> int:
-    """How many texts are not stored though their KV could be reused."""
-    models = [caches for caches in engine.chunk_caches() if caches.can_reuse]
+    """How many texts are not stored."""
+    models = engine.chunk_caches()
     return sum(any(text not in caches for caches in models) for text in set(texts))
 
 

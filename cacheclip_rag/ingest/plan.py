@@ -69,7 +69,7 @@ def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, me
         known.add(digest)
         for caches in models:
             caches.check_length(text)
-        missing = [caches.can_reuse and text not in caches for caches in models]
+        missing = [text not in caches for caches in models]
         plan.computed += any(missing)
         for number, caches in enumerate(models):
             if missing[number]:

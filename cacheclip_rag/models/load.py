@@ -130,6 +130,11 @@ def _first_line(error: Exception) -> str:
 
 
 def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> ModelRuntime:
+    """:func:`load_any` for a transformers model."""
+    return cast("ModelRuntime", load_any(name, dtype=dtype, device=device))
+
+
+def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> Runtime:
     """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
 
     Args:
@@ -140,15 +145,6 @@ def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str
         ModelError: files are missing or damaged, or the device has too little free memory for the weights.
         ConfigurationError: an unknown dtype, or a device that this torch cannot use.
     """
-    runtime = load_any(name, dtype=dtype, device=device)
-    return cast("ModelRuntime", runtime)  # without fallback, other runtimes are refused
-
-
-def load_any(
-    name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu", fallback: str = "error"
-) -> Runtime:
-    """Like :func:`load_model`, but with ``fallback="full"`` a model whose KV cannot be reused becomes a
-    :class:`~cacheclip_rag.runtime.transformers.plain.PlainRuntime`, which answers by plain prefill."""
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
     scheme, _, rest = name.partition(":")
@@ -158,17 +154,14 @@ def load_any(
                 _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
             return _registry[name, dtype, device]
     packaged = packaged_name(name)
-    if fallback == "error" and packaged and not (Path(name) / "config.json").is_file():
+    if packaged and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
     folder = resolve(name)
     key = (str(folder), dtype, device)
     with _registry_lock:
         if key not in _registry:
-            _registry[key] = _load(folder, name, dtype, device, fallback)
-        runtime = _registry[key]
-    if runtime.unsupported is not None and fallback == "error":
-        raise UnsupportedModelError(runtime.unsupported)
-    return runtime
+            _registry[key] = _load(folder, name, dtype, device)
+        return _registry[key]
 
 
 def load_planning(
@@ -196,8 +189,7 @@ def load_planning(
     key = (str(folder), dtype, f"none {quantization} {backend}")
     with _registry_lock:
         if key not in _registry:
-            config, tokenizer, reason = _open(folder, name, "error", quantised=True)
-            assert reason is None, "without fallback, other models are refused"
+            config, tokenizer = _open(folder, name, quantised=True)
             changed = quantization if quantization_of(folder) is None else None
             identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
             runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
@@ -241,31 +233,28 @@ def unload_models() -> None:
         _registry.clear()
 
 
-def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Runtime:
+def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
+    from transformers import AutoModelForCausalLM
 
     from ..runtime.transformers.model import ModelRuntime
-    from ..runtime.transformers.plain import PlainRuntime
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
 
     check_device(device)
     states = file_states(folder)
-    config, tokenizer, reason = _open(folder, name, fallback)
-    if reason is not None:
-        logger.warning("answering by plain prefill, without reuse: %s", reason)
+    config, tokenizer = _open(folder, name)
     check_fits(folder, name, getattr(torch, dtype), device)
     options: dict[str, Any] = {
         "dtype": getattr(torch, dtype),
         "use_safetensors": True,
         "trust_remote_code": False,
+        "attn_implementation": "eager",  # every model has it; our attention function replaces it
     }
     if device in DEVICE_MAPS:
         options["device_map"] = device
-    if reason is None:
-        options["attn_implementation"] = "eager"  # every model has it; our attention function replaces it
     with quiet_transformers():
-        load = _auto_class(config).from_pretrained
+        load = AutoModelForCausalLM.from_pretrained
         model = _read(name, "*.safetensors", lambda: load(folder, **options))
     if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
         model = model.to(device)
@@ -276,13 +265,11 @@ def _load(folder: Path, name: str, dtype: str, device: str, fallback: str) -> Ru
             f"the files of model {name!r} in {folder} changed while it was loaded, so it is not known what was loaded. "
             "Load it again when they are complete."
         )
-    if reason is not None:
-        return PlainRuntime(model, tokenizer, unsupported=reason, **identity)
     return ModelRuntime(model, tokenizer, **identity)
 
 
-def _open(folder: Path, name: str, fallback: str, *, quantised: bool = False) -> tuple[Any, Any, str | None]:
-    """Config, tokenizer, and why the model's KV cannot be reused; None if it can."""
+def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any]:
+    """Config and tokenizer. Raises UnsupportedModelError for a model whose KV cannot be reused."""
     from transformers import AutoConfig
 
     if (folder / "adapter_config.json").is_file():
@@ -296,27 +283,14 @@ def _open(folder: Path, name: str, fallback: str, *, quantised: bool = False) ->
             f"model {name!r} has quantised weights that transformers would read as if they were not. Serve it with "
             "vLLM (cacheclip serve --backend vllm), or give a checkpoint in full precision."
         )
-    reason = _refused(config, name, fallback, quantised)
+    check_supported(config, name, quantised=quantised)
     tokenizer = _load_tokenizer(folder, name)
-    if reason is None and not getattr(tokenizer, "is_fast", False):
-        reason = (
+    if not getattr(tokenizer, "is_fast", False):
+        raise UnsupportedModelError(
             f"model {name!r} has no fast tokenizer (tokenizer.json), which is needed for character offsets. Save one "
-            "in the model's folder, or set fallback='full' to let this model answer by plain prefill, without reuse."
+            "in the model's folder."
         )
-        if fallback == "error":
-            raise UnsupportedModelError(reason)
-    return config, tokenizer, reason
-
-
-def _refused(config: Any, name: str, fallback: str, quantised: bool) -> str | None:
-    """Why the model's KV cannot be reused; None if it can. Raises UnsupportedModelError without fallback."""
-    try:
-        check_supported(config, name, quantised=quantised)
-    except UnsupportedModelError as error:
-        if fallback == "error":
-            raise
-        return str(error)
-    return None
+    return config, tokenizer
 
 
 def _load_tokenizer(folder: Path, name: str) -> Any:
@@ -326,14 +300,6 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
         # some versions of transformers make an empty tokenizer if the file is missing
         raise ModelError(f"model {name!r}: tokenizer.json is missing in {folder}. Fetch the model again.")
     return _read(name, "tokenizer.json", lambda: AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-
-
-def _auto_class(config: Any) -> Any:
-    """The first of transformers' auto classes that knows this config."""
-    from ..runtime.transformers.plain import auto_classes
-
-    known = [cls for cls in auto_classes() if type(config) in cls._model_mapping]
-    return (known or list(auto_classes()))[0]
 
 
 def _read(name: str, file: str, read: Callable[[], Any]) -> Any:

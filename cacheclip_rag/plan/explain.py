@@ -74,9 +74,6 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
             f"the text has {len(chunk)} characters; those under {WINDOW} are not looked for, since reusing them saves "
             "nothing.",
         )
-    primary = engine.primary
-    if primary.unsupported:
-        return report("cannot_reuse", f"{primary.unsupported} Every answer of this model is plain prefill.")
     stored = _stored(engine, chunk)
     plan = engine.plan(prompt)
     chunks = plan.layout.chunks

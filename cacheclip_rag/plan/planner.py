@@ -106,9 +106,6 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
 
 def _obstacle(sources: Sources, layout: Layout) -> str | None:
     """Why reuse would not be exact for this model or prompt; None if it would."""
-    for caches in (sources.primary, sources.auxiliary.caches if sources.auxiliary else None):
-        if caches is not None and caches.runtime.unsupported:
-            return caches.runtime.unsupported
     runtime = sources.primary.runtime
     if layout.num_tokens > runtime.reuse_tokens:
         return (

@@ -114,8 +114,6 @@ class Runtime(ABC):
     """Identifies config, weights and compute dtype; part of every chunk key."""
     rope_pin: str
     """Identifies the rotary embedding; part of every chunk key."""
-    can_reuse: bool = True
-    """Whether stored KV can be reused exactly. If not, ``unsupported`` says why, and the engine uses plain prefill."""
     can_score: bool = True
     """Whether attention weights can be read. An auxiliary model needs this."""
     keeps_prefixes: bool = True
@@ -125,8 +123,6 @@ class Runtime(ABC):
     needs this; without it, answers are not verified."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
-    unsupported: str | None = None
-    """Why the KV cannot be reused; None if it can."""
     context_tokens: int
     reuse_tokens: int
     """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""

@@ -1,74 +1,69 @@
-"""What goes on beside an answer while it is decoded: nothing, a confidence gate, or verified finishing.
+"""What goes on beside an answer while it is decoded: nothing, verified finishing, or a confidence gate.
 
-:func:`~cacheclip_rag.runtime.decoding.decode` asks it before and after every token, and knows none of them.
+:func:`~cacheclip_rag.runtime.decoding.decode` asks it before and after a token and at the end, and knows none by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .sampler import confidence
-
 if TYPE_CHECKING:
-    from .verification import Resumed, Verification
+    from .base import State
+    from .prefill import Keeping
 
-__all__ = ["Beside", "Gate"]
+__all__ = ["Beside", "Continuation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Exact KV from which an answer goes on."""
+
+    state: State
+    """The exact KV of the prompt and of all ``ids`` but the last."""
+    ids: list[int]
+    """The answer so far: as it was given, or up to the first token that differs, with full prefill's token there."""
+    keeping: Keeping | None
+    """What takes the exact KV into the prefix cache; None: nothing is kept."""
 
 
 class Beside:
-    """Nothing. Base of what goes on beside one answer."""
+    """Nothing goes on beside the answer. Base class of what does."""
 
-    is_settled = True
-    """False: :meth:`after` is still to be asked, also after the last token."""
+    asks_before = False
+    """Whether :meth:`before` is still to be called."""
+    asks_after = False
+    """Whether :meth:`after` is still to be called."""
     may_withdraw = False
     """Whether text given so far may still be withdrawn."""
 
-    def after(self, answer: Sequence[int], *, completely: bool) -> Resumed | None:
-        """Asked after every token until it is settled. Returns how to go on; None: as before.
+    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
+        """Called before a token is chosen, but for the first one.
 
         Args:
-            completely: finish now, because no token waits for it.
-        """
-        return None
-
-    def before(self, answer: Sequence[int], allowed: Callable[[], torch.Tensor]) -> tuple[Resumed, torch.Tensor] | None:
-        """Asked before every token but the first; ``allowed`` gives the logits of tokens that may come next.
+            answer: tokens of the answer so far, at least one.
+            allowed: ``(vocab_size,)`` logits of the tokens that may come next.
 
         Returns:
-            How to go on, and other logits to choose from; None: as before.
+            How to go on, and the ``(vocab_size,)`` logits to choose from instead; None: go on as before.
+        """
+        return None
+
+    def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
+        """Called after every token, the last one included.
+
+        Args:
+            answer: tokens of the answer so far, at least one.
+            completely: finish now, because no token waits for it.
+
+        Returns:
+            How to go on; None: go on as before.
         """
         return None
 
     def end(self, answer: Sequence[int]) -> dict[str, Any]:
-        """Fields of :class:`~cacheclip_rag.types.FusionStats` for the whole answer. Called once, at its end."""
+        """Called once, with all tokens of the answer. Returns fields of :class:`~cacheclip_rag.types.FusionStats`."""
         return {}
-
-
-class Gate(Beside):
-    """Has the exact KV completed before the first token of which the model is unsure; from then on it is open."""
-
-    def __init__(self, exact: Verification, min_confidence: float) -> None:
-        """
-        Args:
-            exact: completes the exact KV. Must not have been used.
-            min_confidence: as in :class:`~cacheclip_rag.methods.base.Method`.
-        """
-        self._exact = exact
-        self._least = min_confidence
-        self._is_open = False
-        self._completed_at: int | None = None
-
-    def before(self, answer: Sequence[int], allowed: Callable[[], torch.Tensor]) -> tuple[Resumed, torch.Tensor] | None:
-        if self._is_open or confidence(allowed()) >= self._least:
-            return None
-        self._is_open = True
-        found = self._exact.complete(answer)
-        if found is not None:
-            self._completed_at = len(answer)
-        return found
-
-    def end(self, answer: Sequence[int]) -> dict[str, Any]:
-        return {"completed_at": self._completed_at, "verify_s": self._exact.seconds}

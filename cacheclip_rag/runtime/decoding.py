@@ -13,14 +13,13 @@ import torch
 from ..clock import PhaseClock
 from ..sampling import SamplingParams
 from ..types import Answer, Event
-from .beside import Beside
+from .beside import Beside, Continuation
 from .sampler import LogitsObserver, Sampler
 from .text_stream import TextStream
 
 if TYPE_CHECKING:
     from .base import Constraint, Runtime
     from .prefill import Prefilled
-    from .verification import Resumed
 
 __all__ = ["decode", "room_for"]
 
@@ -102,7 +101,7 @@ class _Answer:
         """The answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
         while True:
             yield from self._read_last()
-            if not self._beside.is_settled:
+            if self._beside.asks_after:
                 if self._is_last_token and (rest := self.stream.flush()):
                     yield Event(rest, is_final=not self._beside.may_withdraw)
                 if self._settle():
@@ -131,19 +130,19 @@ class _Answer:
         pinned = self._runtime.pinned_rope and self._num_prompt + len(self.ids) > self._runtime.reuse_tokens
         is_over = self.has_ended or len(self.ids) >= self._most
         with self._turn():
-            resumed = self._beside.after(self.ids, completely=is_over or pinned)
-        if resumed is None:
+            found = self._beside.after(self.ids, completely=is_over or pinned)
+        if found is None:
             return False
-        self._go_on_from(resumed)
-        if resumed.ids == self.ids:
+        self._go_on_from(found)
+        if found.ids == self.ids:
             return False
-        self.ids, self.stream = resumed.ids, TextStream(self._text_of, self._params.stop)
+        self.ids, self.stream = found.ids, TextStream(self._text_of, self._params.stop)
         self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
         return True
 
-    def _go_on_from(self, resumed: Resumed) -> None:
-        self.cache = resumed.state
-        self.prefilled = replace(self.prefilled, cache=resumed.state, keeping=resumed.keeping)  # frees approximate KV
+    def _go_on_from(self, found: Continuation) -> None:
+        self.cache = found.state
+        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping)  # frees the approximate KV
         self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
 
     def _choose_next(self) -> None:
@@ -160,7 +159,9 @@ class _Answer:
             self._beside = Beside()  # all KV is exact now
             return logits
         logits = runtime.decode_step(cache, self.ids[-1])
-        found = self._beside.before(self.ids, lambda: self._sampler.allowed(logits))
+        if not self._beside.asks_before:
+            return logits
+        found = self._beside.before(self.ids, self._sampler.allowed(logits))
         if found is None:
             return logits
         self._go_on_from(found[0])

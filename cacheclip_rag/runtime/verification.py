@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .beside import Beside
+from .beside import Beside, Continuation
 
 if TYPE_CHECKING:
     from ..chunks.prefix_cache import Match
-    from .base import Runtime, State
+    from .base import Runtime
     from .prefill import Keeping
 
-__all__ = ["Resumed", "Verification", "Verified"]
+__all__ = ["Verification", "Verified"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +60,6 @@ class Verified:
         return next((number for number, (given, choice) in enumerate(pairs) if given != choice), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """An answer that goes on from the exact KV."""
-
-    state: State
-    """The exact KV of the prompt and of all ``ids`` but the last."""
-    ids: list[int]
-    """The answer so far: as it was given, or up to the first token that differs, with full prefill's token there."""
-    keeping: Keeping | None
-    """What the prefix cache may keep of it."""
-
-
 class Verification(Beside):
     """Completes the exact KV of one prompt, and verifies the answer to it.
 
@@ -101,8 +89,7 @@ class Verification(Beside):
         """
         assert runtime.can_extend, "verified finishing needs a runtime with can_extend"
         self.keeping = keeping
-        self.is_settled = False
-        """Whether the answer was compared. From then on :meth:`after` must not be called."""
+        self.asks_after = True  # until the answer was compared
         self.seconds = 0.0
         """Seconds spent on the exact KV and on comparing."""
         self.result: Verified | None = None
@@ -125,9 +112,9 @@ class Verification(Beside):
     @property
     def may_withdraw(self) -> bool:  # type: ignore[override]
         """Whether text given so far may still be withdrawn."""
-        return self._revises and self._is_greedy and not self.is_settled
+        return self._revises and self._is_greedy and self.asks_after
 
-    def after(self, answer: Sequence[int], *, completely: bool) -> Resumed | None:
+    def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
         """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt.
 
         Args:
@@ -143,7 +130,7 @@ class Verification(Beside):
                 return self._settled(answer)
         return None
 
-    def complete(self, answer: Sequence[int]) -> tuple[Resumed, torch.Tensor] | None:
+    def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
         """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
 
         Args:
@@ -159,15 +146,15 @@ class Verification(Beside):
             last = torch.tensor(answer[-1:], dtype=torch.int64)
             logits = self._runtime.extend(self._state, last, self._state.get_seq_length())
             if logits is not None:
-                self.is_settled = self._resumed = True
-                return Resumed(self._state, list(answer), self.keeping), logits
+                self.asks_after, self._resumed = False, True
+                return Continuation(self._state, list(answer), self.keeping), logits
         return None
 
-    def _settled(self, answer: Sequence[int]) -> Resumed | None:
+    def _settled(self, answer: Sequence[int]) -> Continuation | None:
         """Compare the answer so far, and decide from which KV it goes on."""
         self._compare(answer)
         assert self.result is not None
-        self.is_settled = True
+        self.asks_after = False
         differs_at = self.result.diverged_at if self._is_greedy else None
         self._resumed = differs_at is None or self._revises
         ids = list(answer)
@@ -175,7 +162,7 @@ class Verification(Beside):
             ids = [*answer[:differs_at], self._choices[differs_at]]
             self._runtime.cut(self._state, len(self._ids) + differs_at)
         self._keep(ids)
-        return Resumed(self._state, ids, self.keeping) if self._resumed else None
+        return Continuation(self._state, ids, self.keeping) if self._resumed else None
 
     def end(self, answer: Sequence[int]) -> dict[str, Any]:
         """Compare the rest of an answer that went on from the approximate KV, and keep its exact KV."""
@@ -231,7 +218,7 @@ class Verification(Beside):
             yield
         except RuntimeError as error:
             logger.warning("the answer could not be verified: %s", error)
-            self.is_settled = self._failed = True
+            self.asks_after, self._failed = False, True
             self.result = self._state = None
 
     @contextmanager

@@ -42,7 +42,7 @@ HEADS_FILE = "cacheclip-heads.st"
 _SHIPPED = Path(__file__).parent / "shipped"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _NAMES_SHOWN = 5
-_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and then waits for morning."
+_PROBE = "The keeper of the lighthouse writes every unusual observation into an old notebook, and waits for morning."
 """Text whose token ids tell one tokenizer from another. It has no digits, line breaks or special tokens, which the
 tokenizer of a converted GGUF file may split otherwise than the original."""
 
@@ -99,7 +99,7 @@ class HeadSet:
             raise ModelError(
                 f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, but "
                 f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make a head set with 'cacheclip "
-                "calibrate', or set heads='none' to use none."
+                "calibrate', or let the method name none (heads='none' of its scorer)."
             )
         num_heads = auxiliary.model.config.num_attention_heads
         numbers = [head for _, head in self.heads]
@@ -156,8 +156,10 @@ class HeadSet:
             ) from error
 
 
-def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
-    """The head set that an engine's setting ``heads`` names.
+def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
+    """The first of these that exists: the head set that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
+    this pair of models; :data:`HEADS_FILE` in the auxiliary's folder; the head set that this package ships for the
+    auxiliary; none.
 
     Args:
         setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
@@ -168,12 +170,6 @@ def find_head_set(setting: str, auxiliary: Any, primary_fingerprint: str) -> Hea
     Raises:
         ModelError: the file cannot be read, or was made for another auxiliary model.
     """
-    if setting == "none":
-        return None
-    if setting != "auto":
-        found = HeadSet.load(Path(setting).expanduser())
-        found.check(auxiliary)
-        return found
     sha256 = weights_digest(auxiliary.fingerprint)
     of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
     own = Path(auxiliary.name).expanduser()

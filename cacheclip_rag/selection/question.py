@@ -26,21 +26,26 @@ def pick_layers(spec: str, num_layers: int) -> list[int]:
     """Layer numbers for a specification.
 
     Args:
-        spec: ``all``, ``last``, ``upper`` (half), or layer numbers joined by ``+`` (``14+13+17``).
+        spec: ``all``, ``last``, ``upper`` (half), ``middle`` (third), or layer numbers joined by ``+`` (``14+13+17``).
 
     Raises:
         ConfigurationError: an invalid specification, or a layer that the model does not have.
     """
     try:
-        first = {"all": 0, "upper": num_layers // 2, "last": num_layers - 1}.get(spec)
-        if first is not None:
-            return list(range(first, num_layers))
+        first, stop = {
+            "all": (0, num_layers),
+            "upper": (num_layers // 2, num_layers),
+            "middle": (num_layers // 3, max(num_layers // 3 + 1, round(2 / 3 * num_layers))),
+            "last": (num_layers - 1, num_layers),
+        }.get(spec, (0, 0))
+        if stop:
+            return list(range(first, stop))
         layers = sorted({int(part) for part in spec.split("+")})
     except (AttributeError, TypeError, ValueError):  # not a string, or not numbers
         layers = []
     if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
         raise ConfigurationError(
-            f"layers must be all, last, upper, or numbers below {num_layers} joined by +, got {spec!r}."
+            f"layers must be all, last, upper, middle, or numbers below {num_layers} joined by +, got {spec!r}."
         )
     return layers
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..types import Answer, Event
 from .access import Access, Caller
-from .backend import Asked, Backend, ModelCard
+from .backend import Backend, ModelCard, ServedQuestion
 from .bodies import check_host, read_body
 from .counters import Counters
 from .errors import RequestError, error_body, error_of
@@ -143,7 +143,7 @@ class App:
                 response = Response(status_code=499)
             except Exception as error:
                 response = _refusal(error)
-            if isinstance(response, _Answering):
+            if isinstance(response, _AnswerResponse):
                 response.done = done
             else:
                 done(response.status_code)
@@ -169,21 +169,22 @@ class App:
         return _json(self._card())
 
     async def _chat(self, request: Request) -> Response:
-        return await self._asked(request, ChatBody, ChatReply)
+        return await self._answer(request, ChatBody, ChatReply)
 
     async def _completion(self, request: Request) -> Response:
-        return await self._asked(request, CompletionBody, CompletionReply)
+        return await self._answer(request, CompletionBody, CompletionReply)
 
-    async def _asked(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
+    async def _answer(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
         card = self._ready()
         body = parse(kind, read_json(await read_body(request, self.limits.body_bytes, self.limits.request_s)))
         self._check_model(body.model)
         tenant = caller.tenant(body.field.tenant)
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
-        options = {**defaults, **body.sampling()}
-        asked = Asked(body.prompt_or_messages, tenant, options, body.field, body.one_call)
-        return _Answering(self, asked, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+        options = body.field.call_options().with_options({**defaults, **body.sampling()})
+        least = body.field.min_confidence
+        question = ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
+        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
@@ -209,9 +210,9 @@ class App:
     def _own_metrics(self) -> str:
         return self._counters.text(running=self._queue.running, waiting=self._queue.waiting)
 
-    async def events(self, asked: Asked) -> AsyncGenerator[Event, None]:
+    async def events(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
-        async with self._queue.place() as waited_s, aclosing(self.backend.answer(asked)) as events:
+        async with self._queue.place() as waited_s, aclosing(self.backend.answer(question)) as events:
             async for event in events:
                 yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
@@ -243,12 +244,12 @@ class _Done:
         logger.info("%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
 
 
-class _Answering(Response):
+class _AnswerResponse(Response):
     """A response that is computed while it is sent. It stops when the client hangs up."""
 
-    def __init__(self, app: App, asked: Asked, reply: Reply, *, is_stream: bool) -> None:
+    def __init__(self, app: App, question: ServedQuestion, reply: Reply, *, is_stream: bool) -> None:
         super().__init__()
-        self._app, self._asked, self._reply, self._is_stream = app, asked, reply, is_stream
+        self._app, self._question, self._reply, self._is_stream = app, question, reply, is_stream
         self.done: Callable[..., None] = lambda status, answer=None: None
         self._sending = asyncio.Lock()
         self._sent_at = time.monotonic()
@@ -278,7 +279,10 @@ class _Answering(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         give = self._chunks if self._is_stream else self._whole
         try:
-            async with asyncio.timeout(self._app.limits.request_s), aclosing(self._app.events(self._asked)) as events:
+            async with (
+                asyncio.timeout(self._app.limits.request_s),
+                aclosing(self._app.events(self._question)) as events,
+            ):
                 async for event in events:  # also after the last: what was missing is stored then
                     if event.answer is not None:
                         self._has_ended = True

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from ..call_options import CallOptions
 from ..errors import ConfigurationError
 from ..types import Event, Message
-from .field import CacheClipField
 
-__all__ = ["BACKENDS", "Asked", "Backend", "ModelCard", "check_backend"]
+__all__ = ["BACKENDS", "Backend", "ModelCard", "ServedQuestion", "check_backend"]
 
 BACKENDS = ("transformers", "vllm")
 """Values of ``--backend``. vLLM is no :class:`Backend`: its own server answers (:mod:`cacheclip_rag.serving.vllm`)."""
@@ -24,16 +23,15 @@ def check_backend(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServedQuestion:
     """One question, checked."""
 
     prompt: str | Sequence[Message]
     """A text, which is read as it stands, or messages for the chat template."""
     tenant: str
-    options: dict[str, Any] = field(default_factory=dict)
-    """Sampling options by the engine's names, with ``max_tokens`` and ``temperature`` always, and with ``tools`` and
-    ``json_schema`` if there are any."""
-    field: CacheClipField = field(default_factory=CacheClipField)
+    options: CallOptions
+    min_confidence: float | None = None
+    """The client's least confidence of the first token."""
     one_call: bool = False
     """Whether calls of tools after the first are left out."""
 
@@ -57,7 +55,7 @@ class Backend(ABC):
         """Load what the first answer needs."""
 
     @abstractmethod
-    def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
+    def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         """Events of an answer, none of which withdraws text; the last one has the whole answer. Closing the generator
         stops the answer."""
 

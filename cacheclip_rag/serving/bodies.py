@@ -51,7 +51,7 @@ async def read_body(request: Request, most: int, seconds: float) -> bytes:
     if read <= most:
         return bytes(found)
     raise RequestError(
-        f"the body is larger than {most} bytes, the most that this server takes (--max-body-bytes).",
+        f"the body is larger than {most} bytes, the most that this server takes (max_body_bytes).",
         status=413,
         code="body_too_large",
         headers={"connection": "close"},

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from ..call_options import CallOptions
 from ..checks import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
 from ..methods import check_method
 from ..sampling import FINISH_MODES
@@ -59,6 +60,17 @@ class CacheClipField(BaseModel):
     """Text that scores the chunks; default the text after the last chunk."""
     tenant: Annotated[str | None, AfterValidator(_checked_tenant)] = None
     """Tenant whose chunks are used; the request's API key must allow it."""
+
+    def call_options(self) -> CallOptions:
+        """What the field says of a call, but for tenant and confidence."""
+        return CallOptions(
+            method=self.method,
+            recompute_ratio=self.ratio,
+            max_ttft_s=self.max_ttft_s,
+            question=self.question,
+            documents=self.documents,
+            finish=self.finish,
+        )
 
     def model_post_init(self, context: Any, /) -> None:
         unknown = sorted(self.model_extra or ())

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ..call_options import CallOptions
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..frontend.aio import iterate_in_thread
@@ -17,11 +17,10 @@ from ..frontend.finishing import final_events
 from ..frontend.tools import can_constrain, uses_tools
 from ..guards.metrics import Metrics
 from ..prompt.segments import Segment, given_texts
-from ..sampling import SamplingParams
 from ..store import ChunkStore
 from ..types import Event, Message
-from .backend import Asked, Backend, ModelCard
-from .field import CacheClipField
+from .backend import Backend, ModelCard, ServedQuestion
+from .hidden import without_hits
 
 __all__ = ["TransformersBackend"]
 
@@ -29,9 +28,13 @@ __all__ = ["TransformersBackend"]
 class TransformersBackend(Backend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """``config``: settings of the engines; its namespace is that of the server's own tenant."""
-        self._config = config
+    def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
+        """
+        Args:
+            config: settings of the engines; its namespace is that of the server's own tenant.
+            hide_hits: whether answers do not tell which chunks were stored (:mod:`.hidden`).
+        """
+        self._config, self._hide_hits = config, hide_hits
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes
         )
@@ -51,8 +54,8 @@ class TransformersBackend(Backend):
         runtime = engine.primary
         return ModelCard(runtime.context_tokens, uses_tools(runtime), runtime.can_constrain and can_constrain())
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[Event, None]:
-        async with aclosing(iterate_in_thread(lambda: self._events(asked))) as events:
+    async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
+        async with aclosing(iterate_in_thread(lambda: self._events(question))) as events:
             async for event in events:
                 yield event
 
@@ -65,39 +68,32 @@ class TransformersBackend(Backend):
         for engine in self._engines.values():
             engine.close()
 
-    def _events(self, asked: Asked) -> Iterator[Event]:
-        engine, given = self.engine(asked.tenant), asked.field
-        options = dict(asked.options)
-        tools = options.pop("tools", ())
-        prompt: str | Sequence[Message] | list[Segment] = asked.prompt
+    def _events(self, question: ServedQuestion) -> Iterator[Event]:
+        engine, options = self.engine(question.tenant), question.options
+        prompt: str | Sequence[Message] | list[Segment] = question.prompt
         if isinstance(prompt, str):
-            parts = not engine.context_of(given.method).isolated
-            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(given.documents), parts=parts)
-        stream = engine.stream(
-            prompt,
-            SamplingParams().with_options(options),
-            question=given.question,
-            documents=given.documents,
-            finish=given.finish,
-            tools=tools,
-            **_reuse(engine, given),
-        )
-        return final_events(stream, one_call=asked.one_call)
+            parts = not engine.context_of(options.method).isolated
+            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), parts=parts)
+        if question.min_confidence is not None:
+            options = _with_confidence(engine, options, question.min_confidence)
+        stream = engine.stream(prompt, options=options)
+        if self._hide_hits:
+            ratio = options.recompute_ratio
+            method = engine.make_method(options.method, None if isinstance(ratio, str) else ratio)
+            finish = options.finish or engine.config.finish
+            stream = without_hits(stream, method=method.name, nominal_ratio=method.nominal_ratio, finish=finish)
+        return final_events(stream, one_call=question.one_call)
 
 
-def _reuse(engine: CacheClipEngine, given: CacheClipField) -> dict[str, Any]:
-    """Method, ratio and time limit of a call."""
-    options: dict[str, Any] = {"method": given.method, "recompute_ratio": given.ratio, "max_ttft_s": given.max_ttft_s}
-    if given.min_confidence is None:
-        return options
-    # a confidence belongs to a method, and an instance takes the place of the settings' ratio and limit
-    method = engine.make_method(given.method, given.ratio)
-    least = given.min_confidence
+def _with_confidence(engine: CacheClipEngine, options: CallOptions, least: float) -> CallOptions:
+    """The options with a client's least confidence. It belongs to a method, and an instance takes the place of the
+    settings' ratio and limit."""
+    ratio, limit = options.recompute_ratio, options.max_ttft_s
+    method = engine.make_method(options.method, ratio)
     if engine.config.min_confidence is not None:  # what the operator set is the least for all clients
         least = max(least, method.min_confidence)
-    options["method"] = replace(method, min_confidence=least)
-    if given.ratio is None and given.max_ttft_s is None and engine.config.fixed_ratio is None:
-        options |= {"recompute_ratio": engine.config.recompute_ratio, "max_ttft_s": engine.config.max_ttft_s}
-    elif not isinstance(given.ratio, str):
-        options["recompute_ratio"] = None  # the instance has it
-    return options
+    if ratio is None and limit is None and engine.config.fixed_ratio is None:
+        ratio, limit = engine.config.recompute_ratio, engine.config.max_ttft_s
+    elif not isinstance(ratio, str):
+        ratio = None  # the instance has it
+    return replace(options, method=replace(method, min_confidence=least), recompute_ratio=ratio, max_ttft_s=limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -17,8 +17,9 @@ from cacheclip_rag.types import Answer, Event, FusionStats
 if TYPE_CHECKING:
     import httpx
 
+    from cacheclip_rag.call_options import CallOptions
     from cacheclip_rag.sampling import SamplingParams
-    from cacheclip_rag.types import Documents, Prompt
+    from cacheclip_rag.types import Prompt
 
 __all__ = ["RemoteEngine", "ServedModel"]
 
@@ -73,19 +74,7 @@ class RemoteEngine:
         """What the server says of its model; asked once."""
         return _served(self)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        method: Any = None,
-        recompute_ratio: float | str | None = None,
-        max_ttft_s: float | None = None,
-        question: str | None = None,
-        finish: str | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        documents: Documents = (),
-    ) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, *, options: CallOptions) -> Iterator[Event]:
         """Events of an answer, as of :meth:`~cacheclip_rag.engine.CacheClipEngine.stream`. A string is one user
         message. Sources of documents stay here: a server has no use for them.
 
@@ -94,22 +83,22 @@ class RemoteEngine:
             PromptTooLongError: the prompt does not fit the model's context.
             ServerError: the server cannot be reached, has no room, or refuses the API key.
         """
-        if method is not None and not isinstance(method, str):
+        if options.method is not None and not isinstance(options.method, str):
             raise ConfigurationError("a server takes names of methods only. Give a preset's name, or leave it out.")
         own = {
-            "documents": list(documents),
-            "method": method,
-            "ratio": recompute_ratio,
-            "max_ttft_s": max_ttft_s,
-            "finish": finish,
-            "question": question,
+            "documents": list(options.documents),
+            "method": options.method,
+            "ratio": options.recompute_ratio,
+            "max_ttft_s": options.max_ttft_s,
+            "finish": options.finish,
+            "question": options.question,
             "tenant": self.tenant,
         }
         body = {
             "messages": self._messages(prompt),
-            **_sampling(params),
+            **_sampling(options.params),
             **({"model": self.model} if self.model else {}),
-            **({"tools": list(tools)} if tools else {}),
+            **({"tools": list(options.tools)} if options.tools else {}),
             "stream": True,
             "stream_options": {"include_usage": True},
             "cacheclip": {name: value for name, value in own.items() if value not in (None, [])},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, SecretStr
@@ -13,6 +15,7 @@ from .remote import RemoteEngine
 from .settings import ModelFields
 
 if TYPE_CHECKING:
+    from cacheclip_rag.call_options import CallOptions
     from cacheclip_rag.engine import CacheClipEngine
     from cacheclip_rag.types import Answer
 
@@ -77,8 +80,7 @@ class ServedFields(ModelFields):
         """Tokens of missing chunks that are stored after the answer."""
         if self.base_url is not None:
             return answer.stats.missed_tokens
-        stores = self._engine_config().on_miss == "store" and not self.engine.primary.unsupported
-        return answer.stats.missed_tokens if stores else 0
+        return answer.stats.missed_tokens if self._engine_config().on_miss == "store" else 0
 
     def _check(self) -> None:
         super()._check()
@@ -94,13 +96,13 @@ class ServedFields(ModelFields):
             raise ConfigurationError("method must be a preset's name with base_url, because a server takes names only.")
         self._remote()
 
-    def _call_arguments(self, options: Any) -> dict[str, Any]:
-        arguments = super()._call_arguments(options)
-        if self.base_url is not None:
-            for name in ("method", "finish"):  # at their defaults, the server's settings hold
-                if options.get(name) is None and not self._is_set(name):
-                    arguments[name] = None
-        return arguments
+    def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+        options = super()._call_options(given)
+        if self.base_url is None:
+            return options
+        # at their defaults, the server's settings hold
+        unset = [name for name in ("method", "finish") if given.get(name) is None and not self._is_set(name)]
+        return replace(options, **dict.fromkeys(unset))
 
     def _is_set(self, name: str) -> bool:
         """Whether a field has another value than its default."""

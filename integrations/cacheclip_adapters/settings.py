@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
+from cacheclip_rag.call_options import CallOptions
 from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.frontend.tools import with_tool_choice
-from cacheclip_rag.sampling import SamplingParams, merge_call_options
+from cacheclip_rag.removed import SETTINGS, refuse_removed
+from cacheclip_rag.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,7 +43,7 @@ class EngineFields(BaseModel):
 
     Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
     are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too. Its other settings
-    (``codec``, ``fallback``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
+    (``codec``, ``on_miss``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
 
     Raises:
         ConfigurationError: a field or one of ``engine_kwargs`` is unknown, given twice, or out of range.
@@ -69,7 +71,7 @@ class EngineFields(BaseModel):
     """Device of both models."""
     engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Settings of :class:`~cacheclip_rag.config.EngineConfig` without a field here, such as ``max_bytes`` or
-    ``fallback``. Giving them to the constructor by name is the same."""
+    ``codec``. Giving them to the constructor by name is the same."""
 
     _engine: Any = PrivateAttr(default=None)
 
@@ -87,6 +89,7 @@ class EngineFields(BaseModel):
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
         unknown = sorted(set(given) - set(cls.model_fields) - set(aliases) - others)
         if unknown:
+            refuse_removed(unknown, SETTINGS)
             known = sorted({*cls.model_fields, *aliases, *others})
             hint = did_you_mean(unknown, known)
             raise ConfigurationError(f"unknown field {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
@@ -193,22 +196,22 @@ class ModelFields(EngineFields):
 
     def _check(self) -> None:
         super()._check()
-        self._call_arguments({})
+        self._call_options({})
 
-    def _call_arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of ``engine.stream`` for a call whose options override the fields.
+    def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+        """Options of a call, in which those of ``given`` override the fields.
 
         Raises:
             ConfigurationError: an unknown option, or a value out of range.
         """
-        options = with_tool_choice(options)
+        given = with_tool_choice(given)
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
-        called = options.get("method")
+        called = given.get("method")
         if called is not None and not isinstance(called, str):
             own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio
         elif not isinstance(called or self.method, str) and own["recompute_ratio"] != AUTO_RATIO:
             own["recompute_ratio"] = None
-        return merge_call_options(own, options)
+        return CallOptions().with_options(own).with_options(given)
 
     def profile_machine(self) -> Profile:
         """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ServedFields
@@ -71,11 +71,12 @@ class LangChainFields(ServedFields):
         one_call = options.pop("parallel_tool_calls", None) is False
         if stop is not None:
             options["stop"] = stop
-        arguments, answering = self._call_arguments(options), self._answering
+        call, answering = self._call_options(options), self._answering
 
         def events() -> Iterator[Event]:
             with langchain_errors():
-                yield from final_events(answering().stream(prompt, **arguments, documents=given), one_call=one_call)
+                stream = answering().stream(prompt, options=replace(call, documents=given))
+                yield from final_events(stream, one_call=one_call)
 
         return events
 

@@ -115,7 +115,7 @@ def test_the_store_is_the_same_bit_for_bit(
     """As if each batch was computed and stored by itself, in turn."""
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 3)
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    codecs = {"dtype": "bfloat16", "codec": codec, "auxiliary_codec": codec}
+    codecs = {"dtype": "bfloat16", "codec": codec}
     behind, in_turn = (CacheClipEngine(**models, **codecs, store=str(tmp_path / name)) for name in "ab")
     assert behind.precompute(SENTENCES[:8]) == 8
     batches = list(in_batches(SENTENCES[:8], str))
@@ -208,13 +208,6 @@ class TestWhatWaits:
         watched = Watched(engine, monkeypatch)
         assert engine.precompute([TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[0]]) == 2
         assert watched.computed == watched.written == IN_TURN[:4]
-
-    def test_one_model_in_both_places_keeps_the_finer_codec(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = make(auxiliary="fake:one", auxiliary_codec="int8")
-        watched = Watched(engine, monkeypatch)
-        assert engine.precompute(TEXTS[:2]) == 2
-        assert watched.written == ["one 0", "one 1"]
-        assert {*engine.store.codecs_of(engine.store.keys()).values()} == {"float32"}
 
     def test_what_a_write_evicts_is_computed_again(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make(auxiliary=None)

@@ -81,9 +81,3 @@ def test_what_comes_before_a_bad_text_is_stored(
         engine.precompute([*SENTENCES[:2], bad, SENTENCES[3]])
     assert [engine.is_stored(text) for text in (*SENTENCES[:2], SENTENCES[3])] == [True, True, False]
     assert engine.library.known(SENTENCES[1]) and not engine.library.known(SENTENCES[3])
-
-
-def test_without_reuse_nothing_is_encoded(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None)
-    monkeypatch.setattr(engine.primary, "can_reuse", False)
-    assert engine.precompute(SENTENCES[:3]) == 0

@@ -6,17 +6,23 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from cacheclip_rag import __version__
-from cacheclip_rag.cli import main
+from cacheclip_rag.cli import app, main
+from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
 
@@ -83,6 +89,13 @@ def stored(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str])
     return tmp_path / "store"
 
 
+def settings(folder: Path, text: str) -> list[str]:
+    """``--settings`` with a file of this text."""
+    file = folder / f"{len(list(folder.glob('*.toml')))}.toml"
+    file.write_text(text)
+    return ["--settings", str(file)]
+
+
 def test_models_list(cacheclip: Any) -> None:
     names = [m["name"] for m in cacheclip("models", "list", "--json").json["models"]]
     assert {"smollm2-135m", "qwen2.5-coder-0.5b", "all-MiniLM-L6-v2"} <= set(names)
@@ -105,12 +118,12 @@ def test_a_store_remembers_what_its_chunks_are_behind(
     cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
 ) -> None:
     ingest = ("ingest", stored.parent / "corpus", "--store", tmp_path / "context", *models)
-    assert "chunk_context must be one of prefix, passages" in cacheclip(*ingest, "--chunk-context", "nothing").err
-    assert cacheclip(*ingest, "--chunk-context", "passages", "--json").json["computed"] > 0
+    passages = settings(tmp_path, 'chunk_context = "passages"')
+    assert cacheclip(*ingest, *passages, "--json").json["computed"] > 0
     ask = ("ask", "Who was the last keeper?", "--store", tmp_path / "context", "--max-tokens", "2", "--json")
     stats = cacheclip(*ask).json["stats"]
     assert stats["fallback"] is None and stats["exact_tokens"] == 0 < stats["hits"]
-    other = cacheclip(*ingest, "--chunk-context", "prefix")
+    other = cacheclip(*ingest, *settings(tmp_path, 'chunk_context = "prefix"'))
     assert other.code == 2 and "chunk_context 'passages', not 'prefix'" in other.err
 
 
@@ -157,10 +170,7 @@ def test_ask_verifies_and_revises(cacheclip: Any, stored: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--finish", "later"], 2, "finish must be one of none, verify, revise"),
         (["--ratio", "1.5"], 2, "between 0"),
-        (["--method", "fastest"], 2, "full, prefix, direct, "),
-        (["--variants", "none.toml"], 2, "cannot read the variants file none.toml"),
         (["--top-k", "0"], 2, "1 or more"),
         (["--max-tokens", "0"], 2, "1 or more"),
         (["--primary", "nobody/other"], 2, "was made with"),
@@ -217,14 +227,14 @@ def test_the_limit_given_once_holds_for_every_command(
 ) -> None:
     entry_bytes = cacheclip("store", "stats", "--store", stored, "--json").json["bytes"]
     limit = str(entry_bytes // 2)
-    corpus = stored.parent / "corpus"
+    corpus, limited = stored.parent / "corpus", settings(tmp_path, f"max_bytes = {limit}")
     (corpus / "more.txt").write_text(chunks[3])
-    assert cacheclip("ingest", corpus, "--store", stored, "--max-bytes", limit, "--json").code == 0
+    assert cacheclip("ingest", corpus, "--store", stored, *limited, "--json").code == 0
     for question in ("When was the lighthouse built?", "Who was the last keeper?"):
         assert cacheclip("ask", question, "--store", stored, "--max-tokens", "2", "--json").code == 0
         stats = cacheclip("store", "stats", "--store", stored, "--json").json
         assert stats["bytes"] <= int(limit) == stats["max_bytes"]
-    cacheclip("ingest", corpus, "--store", stored, "--max-bytes", "0", "--json")
+    cacheclip("ingest", corpus, "--store", stored, *settings(tmp_path, "max_bytes = 0"), "--json")
     assert cacheclip("store", "stats", "--store", stored, "--json").json["max_bytes"] is None
 
 
@@ -234,7 +244,8 @@ def test_a_limit_too_small_for_a_run_is_said_before_and_after(
     """Documents whose chunk caches do not fit: the dry run warns, the run warns and exits with 1."""
     corpus, store = stored.parent / "corpus", tmp_path / "small"
     limit = cacheclip("store", "stats", "--store", stored, "--json").json["bytes"] // 2
-    ingest = ("ingest", corpus, "--store", store, *models, "--chunk-tokens", "64", "--max-bytes", str(limit))
+    limited, unlimited = settings(tmp_path, f"max_bytes = {limit}"), settings(tmp_path, "max_bytes = 0")
+    ingest = ("ingest", corpus, "--store", store, *models, "--chunk-tokens", "64", *limited)
     planned = cacheclip(*ingest, "--dry-run")
     assert planned.code == 0 and "chunk caches would be evicted" in planned.err
     cost = cacheclip(*ingest, "--dry-run", "--json").json
@@ -242,12 +253,12 @@ def test_a_limit_too_small_for_a_run_is_said_before_and_after(
     assert not store.exists()
     result = cacheclip(*ingest)
     assert result.code == 1 and "not stored any more" in result.err and "1 added" in result.out
-    again = cacheclip("ingest", corpus, "--store", store, "--max-bytes", "0")
+    again = cacheclip("ingest", corpus, "--store", store, *unlimited)
     assert again.code == 0 and again.err == ""
     (corpus / "island.txt").write_text((corpus / "island.txt").read_text() + " It is still there.")
-    cacheclip("ingest", corpus, "--store", store, "--max-bytes", "0")
+    cacheclip("ingest", corpus, "--store", store, *unlimited)
     (corpus / "island.txt").write_text((corpus / "island.txt").read_text() + " It is still there today.")
-    evicted = cacheclip("ingest", corpus, "--store", store, "--max-bytes", str(limit), "--json")
+    evicted = cacheclip("ingest", corpus, "--store", store, *limited, "--json")
     assert evicted.code == 1 and evicted.json["evicted"] > 0
 
 
@@ -373,16 +384,23 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("store", "verify", "--store", "{none}"), 1, "there is no store at"),
         (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
         (("ask", "Who?", "--store", "{here}", "--finish", "verfy"), 2, "Did you mean 'verify'?"),
-        (("ask", "Who?", "--store", "{here}", "--auxiliary", "smollm-135m"), 2, "Did you mean 'smollm2-135m'?"),
+        (("ask", "Who?", "--store", "{here}", "--auxiliary", "smollm-135m"), 2, "mean 'packaged:smollm2-135m'?"),
         (("ask", "Who?", "--store", "{here}", "--primary", "model.gguf"), 1, "is a GGUF file"),
         (("ingest", "{here}", "--store", "{none}", "--dtype", "float23"), 2, "Did you mean 'float32'?"),
-        (("ingest", "{here}", "--store", "{none}", "--codec", "int9"), 2, "codec must be one of"),
+        (
+            ("ingest", "{here}", "--store", "{none}", "--settings", "{file}"),
+            2,
+            "serve.toml: [serve]: unknown setting max",
+        ),
+        (
+            ("ingest", "{here}", "--store", "{none}", "--codec", "int8"),
+            2,
+            "write codec = ... in the file of --settings",
+        ),
+        (("ingest", "{here}", "--store", "{none}", "--vllm=seed=1"), 2, "write NAME = VALUE under [vllm]"),
+        (("serve", "--store", "{none}", "--max-queue", "1"), 2, "write max_queue = ... under [serve]"),
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
-        (("ingest", "{here}", "--store", "{none}", "--vllm", "seed=1"), 2, "--vllm is for --backend vllm"),
-        (("certify", "--backend", "vllm", "--vllm", "seed"), 2, "--vllm must be NAME=VALUE"),
-        (("ingest", "{here}", "--store", "{none}", "--fallback", "ful"), 2, "Did you mean 'full'?"),
-        (("ingest", "{here}", "--store", "{none}", "--chunk-context", "passage"), 2, "Did you mean 'passages'?"),
-        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "Did you mean 'all-MiniLM-L6-v2'?"),
+        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
@@ -391,12 +409,86 @@ def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
     """In a process of its own, in which torch cannot be imported."""
     here = tmp_path / "here"
     here.mkdir()
-    given = [each.format(none=tmp_path / "none", here=here) for each in arguments]
+    file = tmp_path / "serve.toml"
+    file.write_text("[serve]\nmax_runing = 1")
+    given = [each.format(none=tmp_path / "none", here=here, file=file) for each in arguments]
     program = "import sys; sys.modules['torch'] = None; from cacheclip_rag.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "none").exists()
+
+
+class TestSettingsFile:
+    """Options and the file of ``--settings`` are made from the settings of the engine."""
+
+    def test_options_win_over_the_file(self, tmp_path: Path) -> None:
+        text = 'primary = "a/b"\nmethod = "full"\nrecompute_ratio = 0.3\nauxiliary = "none"\ncodec = "int8"'
+        [given] = self.given(tmp_path, text, "--ratio", "0.5", "--dtype", "bfloat16")
+        config = given.config()
+        assert (config.primary, config.method, config.auxiliary, config.codec) == ("a/b", "full", None, "int8")
+        assert (config.recompute_ratio, config.dtype) == (0.5, "bfloat16")
+
+    def test_what_is_measured_is_not_what_a_service_needs(self, tmp_path: Path) -> None:
+        service = 'store = "s"\nmax_bytes = 9\nrequire_certificate = true\nfinish = "revise"\nmin_confidence = 0.5'
+        [given] = self.given(tmp_path, f'{service}\ncodec = "int8"')
+        assert given.measured(recompute_ratio=0.3) == EngineConfig(codec="int8", recompute_ratio=0.3)
+        assert given.config().finish == "revise"
+        [given] = self.given(tmp_path, 'recompute_ratio = "auto"')
+        with pytest.raises(ConfigurationError, match="must be a number to be measured, got 'auto'"):
+            given.measured()
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("primry = 'a/b'", "unknown option primry. Did you mean 'primary'?"),
+            ("recompute_ratio = 2", "recompute_ratio must be between 0"),
+            ("primary = 'smollm-135m'", "Did you mean 'packaged:smollm2-135m'?"),
+            ("[server]", "unknown table [server]. Did you mean 'serve'?"),
+            ("[serve]\nmax_runing = 1", "[serve]: unknown setting max_runing. Did you mean 'max_running'?"),
+            ("[serve]\nmax_running = 0", "[serve]: max_running must be a whole number, 1 or more, got 0"),
+            ("[serve]\nmax_queue = 1.5", "max_queue must be a whole number"),
+            ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
+            ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
+            ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
+            ("[calibrate]\nsamples = -1", "samples must be a whole number, 0 or more"),
+            ("primary =", "cannot read the settings file"),
+        ],
+    )
+    def test_what_it_refuses(self, tmp_path: Path, text: str, words: str) -> None:
+        with pytest.raises((ConfigurationError, UnknownModelError), match=re.escape(words)):
+            self.given(tmp_path, text)
+
+    def test_every_setting_of_the_engine_has_a_help_text(self) -> None:
+        names = {each.name for each in fields(EngineConfig)}
+        assert names == set(_meanings()) and all(_meanings().values())
+        assert _meanings()["device"] == "Device of the models: cpu, cuda, cuda:1."
+
+    def given(self, tmp_path: Path, text: str, *arguments: str) -> list[CommandSettings]:
+        """What a command gets."""
+        found: list[CommandSettings] = []
+
+        @engine_options("recompute_ratio", "dtype")
+        def command(settings: CommandSettings) -> None:
+            found.append(settings)
+
+        app = typer.Typer()
+        app.command()(command)
+        app([*settings(tmp_path, text), *arguments], standalone_mode=False)
+        return found
+
+
+def commands(group: Any = None) -> Iterator[Any]:
+    for each in (group or typer.main.get_command(app)).commands.values():
+        yield from commands(each) if hasattr(each, "commands") else [each]
+
+
+def test_options_do_not_become_more() -> None:
+    """Options of all commands together, ``--help`` not counted. Lower the number when one goes; see the settings file
+    before adding one."""
+    options = [each for command in commands() for each in command.params if each.param_type_name == "option"]
+    assert len(options) <= 127
+    assert all("as_json" in [each.name for each in command.params] for command in commands())
 
 
 def test_version(cacheclip: Any) -> None:
@@ -415,7 +507,7 @@ class TestFirstIngest:
         (corpus / "a.txt").write_text(chunks[0])
         if existed:
             store.mkdir()
-        arguments = ("ingest", corpus, "--store", store, *models[:4], "--max-bytes", "1000000000")
+        arguments = ("ingest", corpus, "--store", store, *models[:4], *settings(tmp_path, "max_bytes = 1000000000"))
         failed = cacheclip(*arguments, "--embedding", wrong)
         assert failed.code == 1 and "sentence-transformers" in failed.err
         assert store.is_dir() == existed and not (existed and list(store.iterdir()))
@@ -528,11 +620,12 @@ class TestStoreCommands:
         self, cacheclip: Any, models: list[str], stored: Path, tmp_path: Path
     ) -> None:
         ingest = ("ingest", stored.parent / "corpus", *models, "--chunk-tokens", "64", "--json")
-        assert cacheclip(*ingest, "--store", tmp_path / "small", "--codec", "int8").code == 0
+        coarse, lossless = (settings(tmp_path, f'codec = "{codec}"') for codec in ("int8", "float32"))
+        assert cacheclip(*ingest, "--store", tmp_path / "small", *coarse).code == 0
         large, small = (
             sum(path.stat().st_size for path in folder.glob("kv/*/*")) for folder in (stored, tmp_path / "small")
         )
         assert small < 0.7 * large  # tiny caches: much of it is headers
         ask = ("ask", "When was the lighthouse built?", "--store", tmp_path / "small", "--max-tokens", "2", "--json")
         assert cacheclip(*ask).json["stats"]["hits"] > 0, "later commands use the same codec"
-        assert cacheclip(*ingest, "--store", tmp_path / "small", "--codec", "float32").code == 2
+        assert cacheclip(*ingest, "--store", tmp_path / "small", *lossless).code == 2

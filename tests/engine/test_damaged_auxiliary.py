@@ -20,7 +20,7 @@ def test_it_is_computed_in_its_own_context(
     make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, context: str
 ) -> None:
     """Lossless codecs, so that nothing but what the chunk is computed behind can change what is chosen."""
-    engine = make(chunk_context=context, auxiliary_codec="float32", system_prompt="Answer from the texts, and briefly.")
+    engine = make(chunk_context=context, codec="float32", system_prompt="Answer from the texts, and briefly.")
     engine.precompute(chunks)
 
     def asked() -> list[torch.Tensor]:

@@ -105,7 +105,6 @@ class TestRefusals:
             ("chunk_context", "nonsense"),
             ("dtype", "float64"),
             ("codec", "int3"),
-            ("auxiliary_codec", "int3"),
             ("on_miss", "explode"),
             ("primary", ""),
             ("memory_bytes", -1),
@@ -213,7 +212,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "error", "message"),
         [
-            ("smollm-135m", UnknownModelError, r"Did you mean 'smollm2-135m'\? Packaged names"),
+            ("smollm-135m", UnknownModelError, r"Did you mean 'packaged:smollm2-135m'\? Packaged names"),
             ("/models/model.GGUF", UnsupportedModelError, "is a GGUF file"),
         ],
     )

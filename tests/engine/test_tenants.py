@@ -33,37 +33,6 @@ def test_a_namespace_that_cannot_be_written_is_refused(make: Make) -> None:
         make(namespace="\ud800").precompute(["A text of a tenant without a name that can be written."])
 
 
-class TestHiddenHits:
-    @pytest.mark.parametrize("method", ["cacheclip", "prefix", "direct"])
-    def test_statistics_are_the_same_with_and_without_hits(self, make: Make, chunks: list[str], method: str) -> None:
-        engine = make(hide_hits=True, on_miss="ignore")
-        prompt = rag_prompt(chunks[:3], "When was it built?")
-        seen = []
-        for _ in range(2):
-            answer = engine.generate(prompt, FEW, method=method, trace=True)
-            stats = answer.stats.to_dict()
-            for name in ("ttft_s", "decode_s"):
-                assert stats.pop(name) > 0
-            stats.pop("queued_s")
-            seen.append((stats, answer.trace))
-            engine.precompute(chunks[:3], method=method)
-        assert seen[0] == seen[1]
-        assert seen[0][0]["method"] == method and seen[0][0]["prompt_tokens"] > 0
-
-    def test_operators_see_them(self, make: Make, chunks: list[str]) -> None:
-        engine = make(hide_hits=True)
-        engine.precompute(chunks[:2])
-        engine.generate(rag_prompt(chunks[:3], "When?"), FEW, documents=chunks[:3])
-        found = engine.metrics.snapshot()
-        assert (found["chunk_hits_total"], found["chunk_misses_total"]) == (2, 1)
-
-    def test_a_stream_ends_with_hidden_statistics(self, make: Make, chunks: list[str]) -> None:
-        engine = make(hide_hits=True)
-        engine.precompute(chunks[:2])
-        *_, last = engine.stream(rag_prompt(chunks[:2], "When?"), FEW)
-        assert last.answer is not None and last.answer.stats.hits == last.answer.stats.reused_tokens == 0
-
-
 class TestTiers:
     def test_prefetched_chunks_are_read_from_memory(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
         make(store=tmp_path).precompute(chunks[:3])

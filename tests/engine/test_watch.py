@@ -194,7 +194,3 @@ class TestWatch:
             assert (answer.stats.completed_at is not None) == (followed.later_confidence < least)
             before = followed.confidence_to_difference
             assert (answer.token_ids == full.token_ids) == (before is not None and before < least)
-
-    def test_hidden_hits_hide_it(self, make: Make) -> None:
-        engine = make(hide_hits=True)
-        assert ask(engine, later_least(engine, "direct")[0]).stats.completed_at is None

@@ -297,7 +297,7 @@ class TestOperations:
         may be others, but not more."""
         choice = random.Random(0)
         words = [choice.choice(" ".join(SENTENCES).split()) for _ in range(640)]
-        options = {"recompute_ratio": 0.2, "codec": codec, "auxiliary_codec": codec}
+        options = {"recompute_ratio": 0.2, "codec": codec}
         few, many = (
             self.operations(make_engine(primary, tiny_models["auxiliary"], **options), words, count, mixed=mixed)
             for count in (8, 64)

@@ -145,7 +145,7 @@ class TestDelays:
     def test_answers_are_the_same(
         self, models: tuple[str, str], tmp_path: Path, method: str, codec: str, in_parts: bool
     ) -> None:
-        options = {"codec": codec, "auxiliary_codec": codec}
+        options = {"codec": codec}
         expected = in_memory(models, **options)(method)
         slow = Slow(tmp_path / "store", models, in_parts=in_parts, **options)
         choice = random.Random(f"{method}{codec}{in_parts}")
@@ -302,7 +302,7 @@ class TestFailures:
     def test_a_damaged_chunk_of_the_auxiliary_is_computed(
         self, models: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
     ) -> None:
-        slow = Slow(tmp_path / "store", models, auxiliary_codec="float32")
+        slow = Slow(tmp_path / "store", models, codec="float32")
         expected = slow.ask()
         damage(slow, slow.keys("auxiliary")[number], 0)
         found = self.asked(slow, "cacheclip")

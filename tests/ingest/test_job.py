@@ -514,3 +514,15 @@ def test_a_folder_that_cannot_be_read_is_reported_and_keeps_its_documents(
         report = workshop.run()
     assert (report.removed, report.documents) == (0, 3)
     assert [Path(failure["path"]).name for failure in report.failed] == ["inner"]
+
+
+def test_a_packaged_model_is_the_same_with_and_without_its_prefix(tmp_path: Path) -> None:
+    """Older stores name it without."""
+    known = LibrarySettings("smollm2-135m", None, "all-MiniLM-L6-v2", "float32", "default", 32, 0, "prefix")
+    library = Library(tmp_path)
+    library.fix_settings(known)
+    library.check_settings(
+        dataclasses.replace(known, primary="packaged:smollm2-135m", embedding="packaged:all-MiniLM-L6-v2")
+    )
+    with pytest.raises(ConfigurationError, match="was made with primary 'smollm2-135m', not 'packaged:gemma-3-270m'"):
+        library.check_settings(dataclasses.replace(known, primary="packaged:gemma-3-270m"))

@@ -16,7 +16,6 @@ from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
-from cacheclip_rag.sampling import CALL_OPTIONS
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
 PROMPT = "Where did the keeper live?"
@@ -95,13 +94,15 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
     component = kind(codec="int8", engine_kwargs={"memory_bytes": 5})
     assert component.engine_kwargs == {"codec": "int8", "memory_bytes": 5}
     assert component.engine is kind(engine_kwargs={"codec": "int8", "memory_bytes": 5}).engine
-    assert kind.from_engine(component.engine, fallback="full").engine_kwargs == {
+    assert kind.from_engine(component.engine, on_miss="ignore").engine_kwargs == {
         "codec": "int8",
         "memory_bytes": 5,
-        "fallback": "full",
+        "on_miss": "ignore",
     }
     with pytest.raises(ConfigurationError, match="codec was given twice"):
         kind(codec="int8", engine_kwargs={"codec": "int8"})
+    with pytest.raises(ConfigurationError, match="auxiliary_codec is gone: use codec"):
+        kind(auxiliary_codec="int8")
     with pytest.raises(ConfigurationError, match=r"unknown field auxilary\. Did you mean 'auxiliary'\?"):
         kind(auxilary="smollm2-135m")
 
@@ -110,14 +111,6 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
 def test_warm_up(kind: Any, tiny_models: dict[str, str]) -> None:
     component = kind(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"])
     assert component.warm_up().models == (tiny_models["llama"], tiny_models["auxiliary"])
-
-
-def test_call_options_are_arguments_of_the_engine() -> None:
-    import inspect
-
-    arguments = {*inspect.signature(CacheClipEngine.stream).parameters, *(each.name for each in fields(SamplingParams))}
-    assert set(CALL_OPTIONS) <= arguments
-    assert arguments - set(CALL_OPTIONS) == {"self", "prompt", "params", "documents", "trace", "sampling"}
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -26,7 +26,7 @@ class TestCacheClip:
     def test_by_the_primary_itself_it_is_query_attention(self, primary: str) -> None:
         """With one chunk between prefix and question both read the same text, so every layer scores alike."""
         question = "What is the magic number?"
-        engine = make_engine(primary, primary, auxiliary_codec="float32")
+        engine = make_engine(primary, primary, codec="float32")
         engine.precompute(CHUNKS[:1])
         opening, *_, closing = engine.segment(question)
         spy = Observed(made("query_attention"))

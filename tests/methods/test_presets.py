@@ -44,7 +44,7 @@ class TestNames:
             preset("cacheclp")
         with pytest.raises(ConfigurationError, match="only an engine can resolve 'auto'"):
             preset(DEFAULT_METHOD)
-        with pytest.raises(ConfigurationError, match="^map_reduce is gone: use the chain"):
+        with pytest.raises(ConfigurationError, match="^map_reduce is gone: use LangChain"):
             check_method("map_reduce")
         for wrong in ("cacheclip:layers=last", "", 3, None, Recompute):
             with pytest.raises(ConfigurationError, match="method must be"):

@@ -80,6 +80,7 @@ class TestQueryAttention:
     def test_layers_by_name(self) -> None:
         assert pick_layers("all", 4) == [0, 1, 2, 3] and pick_layers("last", 4) == [3]
         assert pick_layers("upper", 24) == list(range(12, 24)) and pick_layers("upper", 1) == [0]
+        assert pick_layers("middle", 24) == list(range(8, 16)) and pick_layers("middle", 1) == [0]
         assert pick_layers("14+13+17", 32) == [13, 14, 17] and pick_layers("0+3", 4) == [0, 3]
         for wrong in ("9", "some", 3, None, [1], "-1", "0.5+3", "1-2", "", "+"):
             with pytest.raises(ConfigurationError, match="numbers below 4 joined by"):

@@ -24,7 +24,7 @@ TOKENS = Budget(grouping=Tokens())
 
 
 @plain
-@pytest.mark.parametrize("scorer", [AuxiliaryAttention(), QueryAttention(layers="0", heads="max"), ChunkStart()])
+@pytest.mark.parametrize("scorer", [AuxiliaryAttention(), QueryAttention(layers="0"), ChunkStart()])
 def test_all_the_weight_on_one(case: Case, scorer: Scorer) -> None:
     """On either side, whenever the scorer works."""
     other = QueryAttention()

@@ -1,22 +1,20 @@
-"""Models that cannot be reused exactly: one error with the reason and what works, or plain prefill with fallback."""
+"""Models that cannot be reused exactly: one error with the reason and what works."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.errors import UnsupportedModelError
-from cacheclip_rag.models.load import load_any, load_model
+from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
-from cacheclip_rag.runtime.transformers.plain import PlainRuntime, auto_classes
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
@@ -76,7 +74,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def build(folder: Path, architecture: str) -> str:
     config = CONFIG_MAPPING[architecture](**REFUSED[architecture][0])
     torch.manual_seed(0)
-    cls = next(cls for cls in auto_classes() if type(config) in cls._model_mapping)
+    classes = (AutoModelForCausalLM, AutoModelForSeq2SeqLM)
+    cls = next(cls for cls in classes if type(config) in cls._model_mapping)
     cls.from_config(config).save_pretrained(folder)
     make_tokenizer(400).save_pretrained(folder)
     return str(folder)
@@ -90,7 +89,7 @@ class TestRefusal:
             load_model(folder)
         message = str(error.value)
         assert REFUSED[architecture][1] in message
-        assert "llama" in message and "fallback='full'" in message
+        assert "llama" in message and "transformers itself" in message
 
     def test_before_any_weights_are_read(self, tmp_path: Path) -> None:
         folder = build(tmp_path, "mamba")
@@ -135,7 +134,7 @@ class TestRefusal:
             check_supported(config, "m")
 
     def test_tokenizer_without_offsets(self, tmp_path: Path) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"offsets.*fallback='full'"):
+        with pytest.raises(UnsupportedModelError, match=r"offsets.*Save one"):
             load_model(without_offsets(tmp_path))
 
 
@@ -150,81 +149,12 @@ def without_offsets(folder: Path) -> str:
     return str(folder)
 
 
-class TestFallback:
-    @pytest.fixture
-    def make(self, tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
-        return lambda primary, **options: CacheClipEngine(
-            primary=primary, auxiliary=tiny_models["auxiliary"], fallback="full", **options
-        )
-
-    @pytest.mark.parametrize("architecture", list(REFUSED))
-    def test_answers_as_transformers_would(
-        self, architecture: str, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]
-    ) -> None:
-        folder = build(tmp_path, architecture)
-        engine = make(folder)
-        assert engine.precompute(chunks[:2]) == 2  # for the auxiliary; nothing for this model
-        answer = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=12))
-        assert answer.stats.method == "full" and answer.stats.reused_tokens == 0
-        assert REFUSED[architecture][1] in str(answer.stats.fallback)
-        runtime = engine.primary
-        assert isinstance(runtime, PlainRuntime)
-        assert list(answer.token_ids) == generate(runtime, engine, rag_prompt(chunks[:2]), 12)
-
-    def test_streams_too(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(build(tmp_path, "mamba"))
-        events = list(engine.stream(rag_prompt(chunks), SamplingParams(max_tokens=8)))
-        assert events[-1].answer is not None
-        assert "".join(event.text for event in events) == events[-1].answer.text
-
-    def test_without_offsets(self, tmp_path: Path, chunks: list[str], make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(without_offsets(tmp_path))
-        answer = engine.generate(rag_prompt(chunks[:1]), SamplingParams(max_tokens=4))
-        assert "offsets" in str(answer.stats.fallback) and len(answer.token_ids) > 0
-
-    def test_of_an_auxiliary_model(
-        self, tiny_models: dict[str, str], tmp_path: Path, chunks: list[str], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        folder = build(tmp_path, "gpt2")
-        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=folder, method="cacheclip", fallback="full")
+def test_an_auxiliary_model_is_refused_too(tiny_models: dict[str, str], tmp_path: Path, chunks: list[str]) -> None:
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=build(tmp_path, "gpt2"), method="direct")
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
         engine.precompute(chunks)
-        stats = engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats
-        assert stats.method == "full" and "gpt2" in str(stats.fallback)
-        assert engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), method="direct").stats.fallback is None
-        assert any("without reuse" in record.message for record in caplog.records)
-        strict = CacheClipEngine(engine.config, require_certificate=True)  # nothing is reused: nothing to certify
-        assert strict.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats.method == "full"
-
-    def test_of_a_model_that_needs_none_changes_nothing(
-        self, tiny_models: dict[str, str], chunks: list[str], make: Callable[..., CacheClipEngine]
-    ) -> None:
-        engine = make(tiny_models["llama"])
-        engine.precompute(chunks)
-        assert engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2)).stats.fallback is None
-
-    def test_one_engine_with_and_one_without(self, tmp_path: Path) -> None:
-        """The loaded model is shared; the refusal is not lost."""
-        folder = build(tmp_path, "gpt2")
-        assert load_any(folder, fallback="full").unsupported
-        with pytest.raises(UnsupportedModelError, match="gpt2"):
-            load_any(folder)
-
-
-@torch.inference_mode()
-def generate(runtime: PlainRuntime, engine: CacheClipEngine, prompt: str, count: int) -> list[int]:
-    """New tokens by transformers' own generate on the same prompt ids."""
-    ids = [t for s in engine.segment(prompt) for t in runtime.tokenize(s.text, control=s.control).ids]
-    output = runtime.model.generate(
-        torch.tensor([ids]),
-        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=sorted(runtime.eos_ids),
-        forced_eos_token_id=None,
-        forced_bos_token_id=None,
-        num_beams=1,
-    )[0].tolist()
-    return output[1:] if runtime.model.config.is_encoder_decoder else output[len(ids) :]
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), method="cacheclip")
 
 
 def longrope(limit: int) -> Any:
@@ -358,4 +288,4 @@ def test_folder_names_do_not_matter(tmp_path: Path) -> None:
     """The kind of a model is read from its config."""
     folder = build_model(tmp_path / "called-mamba", TINY_MODELS["llama"])
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
-    assert load_model(str(folder)).unsupported is None
+    assert load_model(str(folder)).num_layers

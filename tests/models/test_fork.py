@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,21 +15,17 @@ import os, signal, sys
 import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.ingest.embedding import Embedder
-from cacheclip_rag.models.load import load_any
 
-reusable, plain, embedding = sys.argv[1:]
+reusable, embedding = sys.argv[1:]
 torch.randn(2000, 2000) @ torch.randn(2000, 2000)  # starts torch's threads
 text = "The lamp burned whale oil until 1871, when it was changed to paraffin. " * 6
 engine = CacheClipEngine(primary=reusable, auxiliary=None, method="epic", chunk_context="prefix")
-runtime = load_any(plain, fallback="full")
-assert not runtime.can_reuse
 embedder = Embedder(embedding)
 works = {
     "engine": lambda: engine.generate(text + "When?", SamplingParams(max_tokens=2), documents=[text]),
-    "plain": lambda: runtime.prefill(torch.tensor(runtime.tokenize(text).ids), 1000),
     "embedding": lambda: embedder.embed([text] * 8),
 }
-for name, threads in (("engine", 2), ("plain", 2), ("embedding", 2), ("engine", 1)):
+for name, threads in (("engine", 2), ("embedding", 2), ("engine", 1)):
     works[name]()
     if os.fork() == 0:
         signal.alarm(30)  # a child that hangs would outlive the test
@@ -47,29 +42,13 @@ print("parent answered")
 """
 
 
-@pytest.fixture
-def unsupported(tmp_path: Path) -> str:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from cacheclip_rag.testing.tiny import make_tokenizer
-
-    config = GPT2Config(
-        vocab_size=400, n_positions=512, n_embd=256, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=2
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    make_tokenizer(400).save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
-def test_is_refused_with_several_threads_and_works_with_one(
-    tiny_models: dict[str, str], unsupported: str, minilm: str
-) -> None:
+def test_is_refused_with_several_threads_and_works_with_one(tiny_models: dict[str, str], minilm: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, tiny_models["llama"], unsupported, minilm]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, tiny_models["llama"], minilm]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    engine, plain, embedding, alone, parent = done.stdout.splitlines()
+    engine, embedding, alone, parent = done.stdout.splitlines()
     assert engine.startswith("engine 2 ModelError") and "gunicorn without --preload" in engine
     assert "'spawn'" in engine and "OMP_NUM_THREADS=1" in engine
-    assert plain.startswith("plain 2 ModelError") and embedding.startswith("embedding 2 ModelError")
+    assert embedding.startswith("embedding 2 ModelError")
     assert alone == "engine 1 answered" and parent == "parent answered"

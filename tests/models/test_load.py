@@ -21,6 +21,7 @@ from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, 
 from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory
+from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
@@ -84,8 +85,17 @@ class TestNames:
     def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
-        with pytest.raises(DownloadError, match=r"owner/model.*network"):
+        with pytest.raises(DownloadError, match=r"expected .*owner/model.*, got .*network.*packaged:smollm2-135m"):
             resolve("owner/model")
+
+    def test_packaged_models_with_and_without_their_prefix_are_one(self, folder: Path, home: Path) -> None:
+        shutil.copytree(folder, home / "models" / "smollm2-135m")
+        one, other = load_model("packaged:smollm2-135m"), load_model("smollm2-135m")
+        assert one is other and one.fingerprint == load_model(str(folder)).fingerprint
+        assert known_context("packaged:smollm2-135m") == known_context("smollm2-135m") == 8192
+        assert knows_tools("packaged:smollm2-135m") is False
+        with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
+            resolve("packaged:smollm2")
 
     def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
@@ -112,10 +122,9 @@ class TestRefused:
 
         config = GPT2Config(vocab_size=100, n_positions=64, n_embd=16, n_layer=1, n_head=2)
         GPT2LMHeadModel(config).save_pretrained(tmp_path)
-        with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*Supported architectures: .*llama.*fallback='full'"):
+        with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*Supported architectures: .*llama.*with transformers"):
             load_model(str(tmp_path))
 
-    @pytest.mark.parametrize("fallback", ["error", "full"])
     @pytest.mark.parametrize(
         ("file", "given"),
         [
@@ -124,13 +133,13 @@ class TestRefused:
         ],
     )
     def test_quantised_weights_that_transformers_does_not_see(
-        self, folder: Path, file: str, given: dict[str, Any], fallback: str
+        self, folder: Path, file: str, given: dict[str, Any]
     ) -> None:
         """It would take the numbers as they are, without their scales."""
         path = folder / file
         path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **given}))
         with pytest.raises(UnsupportedModelError, match=r"quantised.*cacheclip serve --backend vllm"):
-            load_any(str(folder), fallback=fallback)
+            load_any(str(folder))
 
     def test_unknown_model_type_is_our_error(self, folder: Path) -> None:
         """A config that this transformers does not know at all (a newer model)."""
@@ -165,7 +174,7 @@ class TestRefused:
 class TestForeignCode:
     """Code in a model's folder is never run, whatever is answered to a question on the terminal."""
 
-    LOAD = "from cacheclip_rag.models.load import load_any; load_any({!r}, fallback={!r})"
+    LOAD = "from cacheclip_rag.models.load import load_any; load_any({!r})"
     EMBED = "from cacheclip_rag.ingest.embedding import Embedder; Embedder({!r}).embed(['x'])"
 
     @pytest.fixture
@@ -216,16 +225,15 @@ class TestForeignCode:
         change_config(transformer, model_type="evil", auto_map=of_code)
         for folder, kind in ((module, "evil.Module"), (transformer, "sentence_transformers.models.Transformer")):
             (folder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
-        loads = [(model, "error"), (model, "full"), (tokenizer, "error"), (known, "error")]
-        statements = [self.LOAD.format(str(folder), fallback) for folder, fallback in loads]
+        statements = [self.LOAD.format(str(folder)) for folder in (model, tokenizer, known)]
         statements += [self.EMBED.format(str(folder)) for folder in (module, transformer)]
         found = self.run(statements, tmp_path / "hf")
         assert not list(tmp_path.rglob("mark")), "code of a folder was run"
-        assert len(found) == 6
-        for error in (*found[:2], *found[4:]):
+        assert len(found) == 5
+        for error in (found[0], *found[3:]):
             assert error.startswith("ModelError") and "is never run" in error
-        assert found[2] == "" or found[2].startswith("ModelError")
-        assert found[3] == ""
+        assert found[1] == "" or found[1].startswith("ModelError")
+        assert found[2] == ""
 
     def test_what_is_fetched_from_a_hub(self) -> None:
         from huggingface_hub.utils import filter_repo_objects
@@ -398,7 +406,7 @@ def test_tokenizing_from_many_threads(folder: Path) -> None:
 def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(architectures.SUPPORTED, "gemma3_text")
     with pytest.raises(UnsupportedModelError, match="gemma3"):
-        load_model("gemma-3-270m")
+        load_model("packaged:gemma-3-270m")
     assert not (home / "downloads").exists()
 
 

@@ -74,16 +74,3 @@ class TestSchemes:
     def test_a_scheme_is_a_word(self, scheme: str) -> None:
         with pytest.raises(ConfigurationError, match="scheme must be"):
             register_runtime(scheme, FakeRuntime)
-
-    def test_a_model_that_cannot_reuse_answers_plainly(self) -> None:
-        class Plain(FakeRuntime):
-            can_reuse = False
-            unsupported = "model 'plain' keeps no KV that could be reused."
-
-        register_runtime("plain", Plain)
-        engine = CacheClipEngine(primary="plain:model", auxiliary=None, fallback="full", method="direct")
-        chunk = "A chunk of seven words and more."
-        assert engine.precompute([chunk]) == 0
-        answer = engine.generate(f"{chunk}\n\nWhat?", documents=[chunk])
-        assert answer.stats.fallback == Plain.unsupported and answer.stats.method == "full"
-        assert torch.equal(torch.tensor(answer.token_ids[-1]), torch.tensor(0))

@@ -148,7 +148,6 @@ class TestPlanner:
             ("finish", "verify"),
             ("max_ttft_s", 1.0),
             ("recompute_ratio", "auto"),
-            ("hide_hits", True),
         ):
             with pytest.raises(ConfigurationError, match=name):
                 Planner(**{**made["options"], name: value})

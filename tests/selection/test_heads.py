@@ -27,6 +27,7 @@ from cacheclip_rag.selection.heads import (
     find_head_set,
     head_set_path,
     load_named,
+    model_digest,
     weights_digest,
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
@@ -155,6 +156,12 @@ class TestFiles:
             HeadSet.load(path)
 
 
+def with_heads(config: EngineConfig, heads: HeadSet) -> CacheClipEngine:
+    engine = CacheClipEngine(config)
+    engine.parts.use_heads(heads)
+    return engine
+
+
 class TestEngine:
     @pytest.fixture
     def config(self, tiny_models: dict[str, str]) -> EngineConfig:
@@ -164,21 +171,22 @@ class TestEngine:
     def heads(self, config: EngineConfig) -> HeadSet:
         return some_heads(CacheClipEngine(config).auxiliary)
 
-    def test_one_of_another_model_is_refused(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        path = tmp_path / "heads.safetensors"
+    def test_one_of_another_model_is_refused(
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        path = head_set_path(heads.auxiliary_sha256, weights_digest(CacheClipEngine(config).primary.fingerprint))
         replace(heads, auxiliary_sha256=SHA).save(path)
         with pytest.raises(ModelError, match="made for an auxiliary model with digest aaaaaaaaaaaa"):
-            _ = CacheClipEngine(config, heads=path).head_set
+            _ = CacheClipEngine(config).head_set
         replace(heads, heads=((0, 1), (1, 0), (99, 1))).save(path)
         with pytest.raises(ModelError, match="does not have"):
-            _ = CacheClipEngine(config, heads=path).head_set
-        with pytest.raises(ConfigurationError, match="heads must be auto, none or a file"):
-            CacheClipEngine(config, heads="")
+            _ = CacheClipEngine(config).head_set
 
     def test_where_it_is_looked_for(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A file of one's own, then the pair's, then the package's, then none."""
+        """The pair's, then the package's, then none."""
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")
         engine = CacheClipEngine(config)
@@ -187,19 +195,15 @@ class TestEngine:
         of_package, of_pair, own = (
             replace(heads, weights=torch.tensor(w)) for w in ([1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0])
         )
-        of_package.save(tmp_path / "shipped" / f"{module.model_digest(auxiliary)[:16]}.safetensors")
-        assert find_head_set("auto", auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
+        of_package.save(tmp_path / "shipped" / f"{model_digest(auxiliary)[:16]}.safetensors")
+        assert find_head_set(auxiliary, primary).digest() == of_package.digest()  # type: ignore[union-attr]
         of_pair.save(head_set_path(heads.auxiliary_sha256, weights_digest(primary)))
-        assert find_head_set("auto", auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
-        own.save(tmp_path / "own.safetensors")
-        assert CacheClipEngine(config, heads=tmp_path / "own.safetensors").head_set.digest() == own.digest()  # type: ignore[union-attr]
-        assert CacheClipEngine(config, heads="none").head_set is None
+        assert find_head_set(auxiliary, primary).digest() == of_pair.digest()  # type: ignore[union-attr]
 
     def test_it_decides_what_is_recomputed_and_what_a_certificate_is_about(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path
+        self, config: EngineConfig, heads: HeadSet
     ) -> None:
-        heads.save(tmp_path / "own.safetensors")
-        tuned, plain = (CacheClipEngine(config, heads=which) for which in (tmp_path / "own.safetensors", "none"))
+        tuned, plain = with_heads(config, heads), CacheClipEngine(config)
         found = []
         for engine in (tuned, plain):
             engine.precompute(CHUNKS)
@@ -214,11 +218,13 @@ class TestEngine:
         assert tuned.parts.identity(direct).digest() == plain.parts.identity(direct).digest()
 
     def test_the_default_method_asks_the_auxiliary_where_it_has_one(
-        self, config: EngineConfig, heads: HeadSet, tmp_path: Path
+        self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        heads.save(tmp_path / "own.safetensors")
         config = replace(config, method="auto")
-        own = CacheClipEngine(config, heads=tmp_path / "own.safetensors")
+        without_heads = CacheClipEngine(config)
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        heads.save(head_set_path(heads.auxiliary_sha256, weights_digest(without_heads.primary.fingerprint)))
+        own = CacheClipEngine(config)
         assert own.make_method() == own.make_method("auto") == preset("cacheclip")
         assert own.make_method("auto", 0.5).nominal_ratio == 0.5
         own.precompute(CHUNKS)
@@ -226,8 +232,8 @@ class TestEngine:
         one_token = SamplingParams(max_tokens=1)
         assert own.generate(prompt, one_token).stats.method == "cacheclip"
         assert own.generate(prompt, one_token, method="auto").stats.method == "cacheclip"
-        for without in (replace(config, heads="none"), replace(config, auxiliary=None)):
-            engine = CacheClipEngine(without)
+        without_heads.parts.use_heads(None)
+        for engine in (without_heads, CacheClipEngine(config, auxiliary=None)):
             engine.precompute(CHUNKS)
             assert engine.generate(prompt, one_token).stats.method == "anchored"
         measured = bench(
@@ -251,13 +257,13 @@ class TestEngine:
         def logits(engine: CacheClipEngine, method: Method) -> torch.Tensor:
             return engine.prefill(prompt, method=method).logits
 
-        engine = CacheClipEngine(config, heads=tmp_path / "heads" / "a.safetensors")
+        engine = with_heads(config, sets["a"])
         engine.precompute(CHUNKS)
         reads: list[Path] = []
         load = HeadSet.load
         monkeypatch.setattr(HeadSet, "load", lambda path: (reads.append(path), load(path))[1])
         for name in "ab":
-            alone = CacheClipEngine(config, heads=tmp_path / "heads" / f"{name}.safetensors")
+            alone = with_heads(config, sets[name])
             alone.precompute(CHUNKS)
             expected = logits(alone, clip())
             mixed = logits(alone, mix(AuxiliaryAttention()))
@@ -265,7 +271,7 @@ class TestEngine:
             for named in (clip(heads=name), clip(heads=f"{tmp_path}/heads/{name}.safetensors")):
                 assert torch.equal(logits(engine, named), expected) and torch.equal(logits(engine, named), expected)
             assert torch.equal(logits(engine, mix(AuxiliaryAttention(heads=name))), mixed)
-            assert len(reads) - before == (3 if name == "a" else 2), "by name, by file, and the engine's own"
+            assert len(reads) - before == 2, "by name and by file"
         assert torch.equal(logits(engine, clip()), logits(engine, clip(heads="a")))
         assert torch.equal(logits(engine, clip(heads="none")), logits(engine, clip(layers="last")))
         assert not torch.equal(logits(engine, clip(heads="a")), logits(engine, clip(heads="b")))
@@ -281,7 +287,7 @@ class TestEngine:
         digests = []
         for weights in ([1.0, 0, 0], [0, 0, 1.0], [1.0, 0, 0]):
             replace(heads, weights=torch.tensor(weights)).save(tmp_path / "heads" / "own.safetensors")
-            digests.append(CacheClipEngine(config, heads="none").parts.identity(method).digest())
+            digests.append(CacheClipEngine(config).parts.identity(method).digest())
         assert digests[0] == digests[2] != digests[1]
 
     def test_a_name_that_means_nothing_is_told_before_anything_is_computed(
@@ -322,7 +328,7 @@ class TestEngine:
 
     @pytest.mark.parametrize("settings", [{"sinks": 12}, {"pooled": True}])
     def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, settings: dict[str, Any]) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         engine.precompute(CHUNKS)
         prompt = "\n\n".join([*CHUNKS, "What is the magic number, said the keeper?"])
         one, other = (

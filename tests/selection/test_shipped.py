@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import torch
 
-from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.errors import ModelError
+from cacheclip_rag.models import load as load_module
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.selection import heads as module
+from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set, weights_digest
+from cacheclip_rag.testing.tiny import AUXILIARY, build_model, make_tokenizer
+from tests.conftest import CHUNKS, rag_prompt
 
 ROOT = Path(__file__).parents[2]
 SETS = sorted(_SHIPPED.glob("*.safetensors"))
@@ -22,7 +36,7 @@ def test_there_is_one_for_the_default_auxiliary() -> None:
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
 def test_a_set_says_what_it_is_for_and_where_it_comes_from(path: Path) -> None:
     heads = HeadSet.load(path)
-    assert path.stem == heads.auxiliary_sha256[:16], "engines look for it under the digest of the auxiliary"
+    assert heads.about["weights"], "engines name them"
     assert heads.about["command"] == "finetune" and "Apache-2.0" in heads.about["data"]
     assert {"auxiliary", "primary", "seed", "samples", "settings"} <= set(heads.about)
     assert path.stat().st_size < 64 * 1024
@@ -35,3 +49,145 @@ def test_the_wheel_holds_them(tmp_path: Path) -> None:
     [wheel] = tmp_path.glob("*.whl")
     names = ZipFile(wheel).namelist()
     assert {f"cacheclip_rag/selection/shipped/{path.name}" for path in SETS} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
+    runtime = load_model("packaged:smollm2-135m")
+    assert [path.stem for path in SETS] == [model_digest(runtime)[:16]], "engines look for it under this digest"
+    [heads] = [HeadSet.load(path) for path in SETS]
+    assert heads.auxiliary_sha256 == weights_digest(runtime.fingerprint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rope_theta", "same"), [(100000, True), (10000, False)], ids=["SmolLM2", "SmolLM"])
+def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
+    """Without its weights: config and tokenizer as they are published, which differ from those of the GGUF file."""
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 49152,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    converted = Path(load_module.resolve("packaged:smollm2-135m"))
+    shutil.copy(converted / "tokenizer_config.json", tmp_path)
+    shutil.copy(converted / "tokenizer.json", tmp_path)
+    split_digits(tmp_path / "tokenizer.json")
+    [path] = SETS
+    assert (path.stem == model_digest(load_module.load_planning(tmp_path))[:16]) == same
+
+
+def split_digits(file: Path) -> None:
+    """As the tokenizer of SmolLM2 does it, and not that of its GGUF file."""
+    tokenizer = json.loads(file.read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, tokenizer["pre_tokenizer"]]}
+    file.write_text(json.dumps(tokenizer))
+
+
+class TestOtherWeights:
+    """Of a set made for the tiny auxiliary: who else may use it."""
+
+    @pytest.fixture
+    def heads(self, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeadSet:
+        monkeypatch.setattr(module, "_SHIPPED", tmp_path / "shipped")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+        module._log_other_weights.cache_clear()
+        runtime = load_model(tiny_models["auxiliary"])
+        about = {"weights": "Tiny-Instruct Q4_1"}
+        heads = HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0)), torch.tensor([0.25, 0.75]), about=about)
+        heads.save(tmp_path / "shipped" / f"{model_digest(runtime)[:16]}.safetensors")
+        return heads
+
+    @pytest.fixture
+    def other(self, tmp_path: Path) -> Path:
+        return build_model(tmp_path / "other", AUXILIARY, vocab_size=300, seed=7)
+
+    def test_the_same_model_with_other_weights_uses_it_and_says_so_once(
+        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "cacheclip_rag.selection.heads")
+        [own] = [shipped_set(load_model(tiny_models["auxiliary"]))]
+        assert own is not None and own.digest() == heads.digest() and not caplog.records
+        models = {"primary": tiny_models["llama"], "auxiliary": str(other)}
+        for _ in range(2):
+            engine = CacheClipEngine(**models)
+            found = engine.head_set
+            assert found is not None and found.heads == heads.heads and torch.equal(found.weights, heads.weights)
+            found.check(engine.auxiliary)
+            assert engine.make_method().name == "cacheclip"
+        [said] = [record.getMessage() for record in caplog.records]
+        assert "made from Tiny-Instruct Q4_1 weights; used with other weights of the same architecture" in said
+
+    def test_certificates_tell_the_weights_apart(
+        self, heads: HeadSet, other: Path, tiny_models: dict[str, str]
+    ) -> None:
+        engines = [
+            CacheClipEngine(primary=tiny_models["llama"], auxiliary=auxiliary, chunk_context="prefix")
+            for auxiliary in (tiny_models["auxiliary"], str(other))
+        ]
+        one, two = (engine.parts.identity(engine.make_method("cacheclip")) for engine in engines)
+        assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
+
+    def test_a_server_of_vllm_plans_with_it(
+        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
+        """Without a head set, the default method would need the primary's weights, and the planner would refuse."""
+        options: Any = {"primary": tiny_models["llama"], "auxiliary": str(other), "store": str(tmp_path / "store")}
+        CacheClipEngine(**options).precompute(CHUNKS)
+        planner = Planner(**options)
+        planner.warm_up()
+        assert planner.plan(rag_prompt(CHUNKS)).fusion is not None
+
+    @pytest.mark.parametrize(
+        ("spec", "vocab_size"),
+        [
+            ({**AUXILIARY, "num_hidden_layers": 3}, 300),
+            ({**AUXILIARY, "num_key_value_heads": 4}, 300),
+            ({**AUXILIARY, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}, 300),
+            ({**AUXILIARY, "architecture": "qwen2"}, 300),
+            (AUXILIARY, 301),
+        ],
+        ids=["layers", "kv-heads", "rope-theta", "architecture", "vocabulary"],
+    )
+    def test_other_models_do_not(self, heads: HeadSet, tmp_path: Path, spec: dict[str, Any], vocab_size: int) -> None:
+        runtime = load_model(build_model(tmp_path / "model", spec, vocab_size=vocab_size, seed=1))
+        assert shipped_set(runtime) is None
+
+    def test_a_model_with_another_tokenizer_does_not(self, heads: HeadSet, other: Path) -> None:
+        assert shipped_set(load_model(other)) is not None
+        changed = Path(shutil.copytree(other, other.parent / "changed"))
+        make_tokenizer(300, ["Quite different words, of which it learns others."]).save_pretrained(changed)
+        assert shipped_set(load_model(changed)) is None
+
+    def test_a_tokenizer_that_only_splits_digits_otherwise_does(self, heads: HeadSet, other: Path) -> None:
+        split_digits(other / "tokenizer.json")
+        assert shipped_set(load_model(other)) is not None
+
+    def test_a_head_set_of_ones_own_keeps_its_weights(
+        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
+    ) -> None:
+        runtime = load_model(other)
+        with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
+            heads.check(runtime)
+        own = replace(heads, auxiliary_sha256=weights_digest(runtime.fingerprint), heads=((0, 0), (1, 1)))
+        primary = load_model(tiny_models["llama"]).fingerprint
+        own.save(module.head_set_path(own.auxiliary_sha256, weights_digest(primary)))
+        found = module.find_head_set("auto", runtime, primary)
+        assert found is not None and found.digest() == own.digest()

@@ -49,8 +49,8 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
     [
         (["--backend", "vlm"], "backend must be one of transformers, vllm"),
         (["--method", "cachclip"], "cacheclip"),
-        (["--ratio", "2"], "between 0"),
-        (["--finish", "maybe"], "finish must be one of"),
+        (["--ratio", "2"], "write recompute_ratio = RATIO"),
+        (["--finish", "maybe"], "write finish = ..."),
         (["--api-key", "short"], "API key"),
         (["--tenants", "none.toml"], "cannot read none.toml"),
         (["--host", "0.0.0.0"], "--api-key"),
@@ -71,7 +71,8 @@ def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(TransformersBackend, "__init__", keep)
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
-    for given in ([], ["--shadow-rate", "0.25"]):
+    (tmp_path / "settings.toml").write_text("shadow_rate = 0.25")
+    for given in ([], ["--settings", str(tmp_path / "settings.toml")]):
         CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *models, *given])
     assert [config.shadow_rate for config in configs] == [0, 0.25]
 

@@ -56,6 +56,12 @@ def models(tiny_models: dict[str, str], tmp_path: Path) -> list[str]:
     ]
 
 
+def settings_file(folder: Path, text: str) -> list[str]:
+    """``--settings`` with a file of this text."""
+    (folder / "settings.toml").write_text(text)
+    return ["--settings", str(folder / "settings.toml")]
+
+
 def run(*arguments: str, **environment: str) -> Any:
     return CliRunner().invoke(app, ["serve", *arguments], env=environment)
 
@@ -71,9 +77,10 @@ def test_what_is_started(
 ) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text('{"north-key-11": ["north", "south"]}')
-    ours = ["--ratio", "0.3", "--shadow-rate", "0.25", "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
+    more = settings_file(tmp_path, 'recompute_ratio = 0.3\nshadow_rate = 0.25\n[serve]\nserved_name = "tiny"')
+    ours = [*more, "--tenants", str(tenants), "--dtype", "bfloat16", "--port", "81"]
     theirs = ["--max-model-len", "512", "--enforce-eager", "--no-enable-prefix-caching", "-tp", "2", "--seed=3"]
-    done = run(*models, *ours, "--host", "0.0.0.0", "--served-name", "tiny", *theirs, CACHECLIP_API_KEY=KEY)
+    done = run(*models, *ours, "--host", "0.0.0.0", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
     assert arguments[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -173,17 +180,6 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--finish", "verify"], "--finish has no effect"),
-        (["--max-ttft", "1"], "--max-ttft has no effect"),
-        (["--min-confidence", "0.1"], "--min-confidence has no effect"),
-        (["--max-running", "4"], "--max-num-seqs"),
-        (["--max-queue", "4"], "--max-queue has no effect"),
-        (["--timeout", "4"], "--timeout has no effect"),
-        (["--temperature", "0"], "--override-generation-config"),
-        (["--max-tokens", "4"], "max_new_tokens"),
-        (["--hide-hits"], "--hide-hits has no effect"),
-        (["--fallback", "full"], "--fallback has no effect"),
-        (["--ratio", "auto"], "recompute_ratio as a number"),
         (["--method", "cacheblend"], "nothing would be reused: method 'cacheblend'"),
         (["--method", "ape"], "changes positions"),
         (["--device", "cuda:1"], "device must be cpu or cuda"),
@@ -213,6 +209,29 @@ def test_what_it_refuses(started: dict[str, Any], models: list[str], given: list
     assert not started
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("finish = 'verify'", "finish has no effect"),
+        ("max_ttft_s = 1", "max_ttft_s has no effect"),
+        ("min_confidence = 0.1", "min_confidence has no effect"),
+        ("[serve]\nhide_hits = true", "hide_hits has no effect"),
+        ("recompute_ratio = 'auto'", "recompute_ratio as a number"),
+        ("[serve]\nmax_running = 8", "--max-num-seqs"),
+        ("[serve]\nmax_queue = 8", "max_queue has no effect"),
+        ("[serve]\ntimeout_s = 4", "timeout_s has no effect"),
+        ("[serve]\ntemperature = 0", "--override-generation-config"),
+        ("[serve]\nmax_tokens = 4", "max_new_tokens"),
+    ],
+)
+def test_settings_that_have_no_effect(
+    started: dict[str, Any], models: list[str], tmp_path: Path, text: str, words: str
+) -> None:
+    done = run(*models, *settings_file(tmp_path, text))
+    assert isinstance(done.exception, ConfigurationError) and words in str(done.exception), done.exception
+    assert not started
+
+
 def test_what_is_refused_without_a_model(started: dict[str, Any], models: list[str]) -> None:
     """A model would have to be fetched first."""
     for given, words in ((["--host", "0.0.0.0"], "--api-key"), (["--tenants", "none.toml"], "cannot read")):
@@ -234,8 +253,8 @@ def test_a_key_that_vllm_would_check_itself(started: dict[str, Any], models: lis
     assert isinstance(run(*models, VLLM_API_KEY="").exception, Replaced), "vLLM takes an empty one for none"
 
 
-def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str]) -> None:
-    done = run(*models, "--require-certificate")
+def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], models: list[str], tmp_path: Path) -> None:
+    done = run(*models, *settings_file(tmp_path, "require_certificate = true"))
     assert isinstance(done.exception, CertificateError) and not started
 
 

@@ -274,7 +274,7 @@ class TestCalibrate:
 class TestLook:
     def test_it_scores_as_the_engine_does(self, config: EngineConfig) -> None:
         """Every head alone, by the calibration's look and by the scorer of the engine."""
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         seen = look(caches, sample, range(runtime.num_layers), sinks=2)
@@ -289,7 +289,7 @@ class TestLook:
         assert evidence == values == 1.0
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         caches, runtime = engine.parts.auxiliary_caches, engine.parts.auxiliary_caches.runtime
         [sample] = synthetic_samples("train", 1, chunk_words=20)
         tail = f"{sample.question} " * 20
@@ -344,7 +344,7 @@ class TestAnsweredRightly:
     def test_those_that_are_come_first(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         [wrong, other] = synthetic_samples("test", 2, chunk_words=20)
         prefilled = engine.prefill(segments_of(engine, other), method=preset("full"))
@@ -359,7 +359,7 @@ class TestAnsweredRightly:
         assert answered_rightly(engine, [wrong, right], 2, kept=kept).samples == [right, wrong], "asked once"
 
     def test_what_has_no_short_answer_is_not_asked(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         monkeypatch.setattr(engine, "prefill", None)
         samples = [replace(each, parts=()) for each in synthetic_samples("test", 2, chunk_words=20)]
         found = answered_rightly(engine, samples, 2)
@@ -371,7 +371,7 @@ class TestDownstream:
     def test_only_sets_that_are_new_are_measured(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 2, chunk_words=20)
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         first = downstream(engine, samples, [preset("direct")], kept=kept)
@@ -386,7 +386,7 @@ class TestDownstream:
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With another default of a method, or of a part of one, it is measured anew."""
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 1, chunk_words=20)
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         runtime: Any = engine.auxiliary
@@ -410,7 +410,7 @@ class TestDownstream:
         assert asked == ["full", "cacheclip", "anchored"]
 
     def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 2, chunk_words=20)
         runtime: Any = engine.auxiliary
         last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
@@ -434,7 +434,7 @@ class TestDownstream:
 
     def test_equal_tokens_are_those_of_the_greedy_answers(self, config: EngineConfig) -> None:
         """Against answers that are decoded, not followed; some begin like full prefill's and go on otherwise."""
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 4, chunk_words=20)
         method = preset("epic").at(0.9)
         samples[0] = replace(samples[0], answer=full_answer(engine, samples[0]))
@@ -461,7 +461,7 @@ class TestDownstream:
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Results of a version that kept two figures."""
-        engine = CacheClipEngine(config, heads="none")
+        engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 1, chunk_words=20)
         kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         about = outcomes_module._about(samples[0], preset("direct"), outcomes_module.RATIO)
@@ -478,6 +478,6 @@ class TestDownstream:
         assert found[0][0].first_agrees is True and found[0][0].equal_answer is False
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
-        engine = CacheClipEngine(config, store=tmp_path / "store", heads="none")
+        engine = CacheClipEngine(config, store=tmp_path / "store")
         with pytest.raises(AssertionError, match="not a user's store"):
             downstream(engine, synthetic_samples("test", 1), [preset("direct")])

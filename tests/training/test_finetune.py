@@ -276,6 +276,16 @@ def test_sinks_are_no_part_of_what_is_wanted() -> None:
     assert after_sinks(torch.tensor([1.0, 0.0]), (2,), 1) is None and after_sinks(None, (2,), 1) is None
 
 
+FEW = ("[finetune]", "samples = 10", "epochs = 1")
+
+
+def settings(folder: Path, *lines: str) -> list[str]:
+    """``--settings`` with a file of these lines."""
+    file = folder / f"{len(list(folder.glob('*.toml')))}.toml"
+    file.write_text("\n".join(lines))
+    return ["--settings", str(file)]
+
+
 class TestCommands:
     def run(self, *args: str) -> dict[str, Any]:
         result = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
@@ -289,7 +299,8 @@ class TestCommands:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         assert CacheClipEngine(config).head_set is None
-        calibrated = self.run("calibrate", *models, "--samples", "9", "--prompts", "1")
+        few = settings(tmp_path, "[calibrate]", "samples = 9", "prompts = 1")
+        calibrated = self.run("calibrate", *models, *few)
         assert calibrated["layers"] and Path(calibrated["folder"]).is_dir()
         engine = CacheClipEngine(config)
         assert engine.head_set is not None and engine.head_set.digest() == calibrated["digest"]
@@ -348,7 +359,8 @@ class TestCommands:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         out = tmp_path / "own.safetensors"
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        result = CliRunner().invoke(app, ["calibrate", *models, "--samples", "6", "--prompts", "1", "--out", str(out)])
+        few = settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 1")
+        result = CliRunner().invoke(app, ["calibrate", *models, *few, "--out", str(out)])
         assert (
             result.exit_code == 0
             and "last layer" in result.stdout
@@ -402,8 +414,9 @@ class TestCommands:
 
     def test_a_learning_rate_of_nothing_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "out")]
-        with pytest.raises(ConfigurationError, match="learning_rate must be a number above 0, got 0.0"):
-            CliRunner().invoke(app, ["finetune", *options, "--learning-rate", "0"], catch_exceptions=False)
+        options += settings(tmp_path, "[finetune]", "learning_rate = 0")
+        with pytest.raises(ConfigurationError, match="learning_rate must be a number above 0, got 0"):
+            CliRunner().invoke(app, ["finetune", *options], catch_exceptions=False)
 
     def test_it_says_how_much_of_the_data_it_takes(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -415,22 +428,16 @@ class TestCommands:
             for n, answer in enumerate(["Tom Garrow", "7316042", "Ada Thornbury", "Nobody named here"])
         ]
         (tmp_path / "data.jsonl").write_text("\n".join(lines))
-        options = [
-            "--primary",
-            config.primary,
-            "--auxiliary",
-            str(config.auxiliary),
-            "--samples",
-            "6",
-            "--prompts",
-            "0",
-        ]
+        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         options += ["--data", str(tmp_path / "data.jsonl")]
-        result = CliRunner().invoke(app, ["calibrate", *options, "--data-limit", "2"], catch_exceptions=False)
-        said = "learning from 2 of 3 records that can be learned from (4 in all); at most 2 (--data-limit)."
+        two, none = (
+            settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 0", f"data_limit = {limit}") for limit in (2, 0)
+        )
+        result = CliRunner().invoke(app, ["calibrate", *options, *two], catch_exceptions=False)
+        said = "learning from 2 of 3 records that can be learned from (4 in all); at most 2 (data_limit)."
         assert result.exit_code == 0 and said in result.stderr and said not in result.stdout
-        with pytest.raises(ConfigurationError, match="--data-limit must be 1 question or more, got 0"):
-            CliRunner().invoke(app, ["calibrate", *options, "--data-limit", "0", "--overwrite"], catch_exceptions=False)
+        with pytest.raises(ConfigurationError, match="data_limit must be 1 question or more, got 0"):
+            CliRunner().invoke(app, ["calibrate", *options, *none, "--overwrite"], catch_exceptions=False)
 
     def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         record = {

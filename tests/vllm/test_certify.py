@@ -98,18 +98,12 @@ def test_the_figures_are_those_of_our_engine(settings: Any, folder: Path, monkey
 def test_the_command(settings: Any, tmp_path: Path) -> None:
     """In a process of its own, as it is used: only JSON on stdout, and the certificate is where planners look."""
     options = settings().options
+    lines = ['chunk_context = "passages"', "[vllm]", *(f"{name} = {json.dumps(value)}" for name, value in VLLM.items())]
+    (tmp_path / "settings.toml").write_text("\n".join(lines))
     command = [
         *(sys.executable, "-c", "from cacheclip_rag.cli import main; main()", "certify", "--backend", "vllm"),
-        *("--primary", options["primary"], "--auxiliary", options["auxiliary"], "--chunk-context", "passages"),
-        *(
-            "--method",
-            "cacheclip",
-            "--quick",
-            "--ratio",
-            "1.0",
-            "--json",
-            *(f"--vllm={name}={value}" for name, value in VLLM.items()),
-        ),
+        *("--primary", options["primary"], "--auxiliary", options["auxiliary"], "--method", "cacheclip"),
+        *("--quick", "--ratio", "1.0", "--json", "--settings", str(tmp_path / "settings.toml")),
     ]
     environment = {**os.environ, "CACHECLIP_HOME": str(tmp_path), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

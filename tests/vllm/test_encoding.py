@@ -277,9 +277,8 @@ class TestCommand:
         (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
         given = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "store")]
         given += ["--primary", setting.model, "--auxiliary", setting.options["auxiliary"], "--json"]
-        given += ["--backend", "vllm"]
-        for option in ("max_model_len=1024", "block_size=32", "max_num_seqs=16"):
-            given += ["--vllm", option]
+        (tmp_path / "vllm.toml").write_text("[vllm]\nmax_model_len = 1024\nblock_size = 32\nmax_num_seqs = 16")
+        given += ["--backend", "vllm", "--settings", str(tmp_path / "vllm.toml")]
         monkeypatch.setattr("sys.argv", ["cacheclip", *given])
         try:
             with pytest.raises(SystemExit) as stopped:

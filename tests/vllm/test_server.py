@@ -117,17 +117,19 @@ def served(
 
 @contextmanager
 def serving(
-    setting: Setting, folder: Path, *ours: str, meanwhile: Callable[[], None] = lambda: None
+    setting: Setting, folder: Path, *ours: str, shadow_rate: float = 0.0, meanwhile: Callable[[], None] = lambda: None
 ) -> Iterator[Served]:
     """A server with further options of ours. ``meanwhile``: called while it starts."""
     tenants = folder / "tenants.json"
     tenants.write_text(json.dumps({NORTH: "north", SOUTH: "south"}))
     north(setting).precompute(CHUNKS[:3])
+    own = f'chunk_context = "passages"\nshadow_rate = {shadow_rate}\n[serve]\nserved_name = "tiny"'
+    (folder / "settings.toml").write_text(own)
     options = setting.options
     command = [
         *(sys.executable, "-c", "from cacheclip_rag.cli import main; main()", "serve", "--backend", "vllm"),
         *("--store", setting.store, "--primary", options["primary"], "--auxiliary", options["auxiliary"]),
-        *("--method", "cacheclip", "--chunk-context", "passages", "--served-name", "tiny", "--port", "0", "--json"),
+        *("--method", "cacheclip", "--settings", str(folder / "settings.toml"), "--port", "0", "--json"),
         *("--tenants", str(tenants), *ours, "--", *FLAGS),
     ]
     environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -438,7 +440,7 @@ def test_a_signal_lets_answers_end_and_stops_all_processes(served: Served) -> No
 
 def test_shadow_checks(setting: Setting, tmp_path: Path) -> None:
     """At ratio 1.0 nothing differs; without recompute, answers leave plain prefill's. No answer changes."""
-    with serving(setting, tmp_path, "--shadow-rate", "1") as served:
+    with serving(setting, tmp_path, shadow_rate=1.0) as served:
         count = 0
 
         def checked(stream: bool, method: str, ratio: float | None = None) -> list[tuple[int, ...]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, UnsupportedModelError
+from ...errors import ConfigurationError
 from ...guards.certificate import (
     THRESHOLDS,
     Certificate,
@@ -92,9 +92,6 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)
     engine = CacheClipEngine(config)
     engine.observers.clear()  # they would warn that there is no certificate
-    for each in (engine.primary, engine.auxiliary):
-        if each is not None and each.unsupported:
-            raise UnsupportedModelError(each.unsupported)
     prompts = prompts_of(quick)
     methods = at_ratios(given)
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}

@@ -21,12 +21,12 @@ from ... import __version__
 from ...chunks.context import CONTEXTS, context_name
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, PromptTooLongError
+from ...errors import ConfigurationError
 from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
 from ...methods.settings import describe
 from ...progress import progress_bar
-from ...prompt.segments import Chunk, Fresh, Segment
+from ...prompt.segments import Chunk
 from ...selection.heads import load_named
 from ..variants import AGAIN
 from .answering import (
@@ -53,15 +53,6 @@ from .tables import number_text
 __all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
 
 logger = logging.getLogger(__name__)
-
-_REHEARSAL: list[Segment] = [
-    Chunk("The harbour was finished in the year after the great flood, and the lighthouse stands beside it."),
-    Chunk("Its keeper counts the ships that pass, and writes their names into a book that nobody else may read."),
-    Chunk("Every spring the book goes to the town hall, where the clerks compare it with their own."),
-    Fresh("\n\nWhere does the book go every spring?"),
-]
-_REHEARSAL_RATIO = 0.5
-"""A prompt to test methods' settings. It has several chunks, because without a choice methods ignore their settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +140,11 @@ class Lab:
     def run(self) -> Comparison:
         """Ask all questions without an answer; returns the whole comparison, including earlier answers."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
-        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False, fallback="error")
+        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False)
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
         wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
         with open_journal(self.folder, self._settings(engine), self.records) as journal:
             self.date = journal.settings["date"]
-            self._rehearse(engine, journal)
             done = len(wanted & journal.items.keys())
             with progress_bar("asking", len(wanted), "answers", done=done) as advance:
                 for record in self.records:
@@ -170,24 +160,6 @@ class Lab:
         return self._comparison(engine, journal)
 
     # -- one question -------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _rehearse(self, engine: CacheClipEngine, journal: Journal) -> None:
-        """Run every needed method on a few sentences, so that a method that does not fit these models fails before a
-        long run, not during it."""
-        texts = [segment.text for segment in _REHEARSAL if isinstance(segment, Chunk)]
-        new = {
-            planned.run.method: planned.method
-            for planned in self.runs
-            if not all((record.id, planned.run.label) in journal.items for record in self.records)
-        }
-        try:
-            for name, method in new.items():
-                _clear_kept(engine)
-                _rehearse(engine, name, method.at(_REHEARSAL_RATIO) if method.has_ratio else method, texts)
-        finally:
-            engine.release(texts)
-            _clear_kept(engine)
 
     @torch.inference_mode()
     def _ask(self, engine: CacheClipEngine, record: Record, runs: Sequence[PlannedRun]) -> Iterator[ItemResult]:
@@ -284,21 +256,6 @@ class Lab:
 
     def _skipped(self) -> list[SkippedRecord]:
         return [SkippedRecord(f"question {id_}", reason) for id_, reason in self.skipped.items()]
-
-
-def _rehearse(engine: CacheClipEngine, name: str, method: Method, texts: Sequence[str]) -> None:
-    try:
-        engine.precompute(texts, method=method)
-        engine.prefill(_REHEARSAL, method=method)
-    except PromptTooLongError:
-        pass  # the questions may still fit
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"method {name!r} cannot run here: {reason_of(error)} Correct its settings, or leave it out."
-        ) from error
-    except Exception as error:
-        error.add_note(f"while trying method {name!r}, before the first question")
-        raise
 
 
 def _clear_kept(engine: CacheClipEngine) -> None:

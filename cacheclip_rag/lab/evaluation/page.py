@@ -202,6 +202,7 @@ def _item(record: Record, results: list[ItemResult], full: ItemResult | None, sc
 
 def _answer(result: ItemResult, columns: list[str]) -> str:
     figures = [f"{result.scores[name]:.2f}" if name in result.scores else "-" for name in columns]
-    figures += [f"{result.fidelity['answer_kl']:#.3g}", f"{result.effective_ratio:.3f}", f"{result.ttft_s:.3f}"]
+    figures.append(f"{result.fidelity['answer_kl']:#.3g}" if "answer_kl" in result.fidelity else "-")
+    figures += [f"{result.effective_ratio:.3f}", f"{result.ttft_s:.3f}"]
     cells = "".join(f"<td>{figure}</td>" for figure in figures)
     return f'<td class="answer" dir="auto">{escape(result.answer)}</td>{cells}'

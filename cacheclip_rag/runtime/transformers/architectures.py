@@ -62,8 +62,8 @@ _PINNED_ROPE_TYPES = ("dynamic", "longrope")
 _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", "longt5", "led", "blenderbot", "fsmt")
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 _WORKS = (
-    f"Supported architectures: {', '.join(SUPPORTED)}. Choose such a model, or set fallback='full' to have this one "
-    "answer by ordinary prefill, without reuse."
+    f"Supported architectures: {', '.join(SUPPORTED)}. Choose such a model, or run this one with "
+    "transformers itself, without reuse."
 )
 
 

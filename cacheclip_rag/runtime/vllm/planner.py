@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...answering import Answering
+from ...call_options import CallOptions
 from ...chunks.writer import ChunkWriter
 from ...clock import PhaseClock
 from ...config import EngineConfig
@@ -28,7 +29,6 @@ from ...models.load import load_planning
 from ...parts import Parts
 from ...plan.planner import choose_method
 from ...prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
-from ...sampling import SamplingParams
 from ...store import ChunkStore
 from ...types import Documents, FusionStats, Plan, Prompt, Request
 from ..prefill import stats_of
@@ -74,7 +74,7 @@ class Planner:
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
             raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
-        for name in ("finish", "max_ttft_s", "hide_hits"):
+        for name in ("finish", "max_ttft_s"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
         if self.config.fixed_ratio != self.config.recompute_ratio:
@@ -188,7 +188,7 @@ class Planner:
         """
         chosen = self.make_method(method, recompute_ratio)
         clock = PhaseClock()
-        request = Request(prompt, SamplingParams(), chosen, question, documents, tools=tools)
+        request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
         sources = self.parts.sources(chosen)
         plan = self._answering.plan(request, sources, clock)
         for observer in self.observers:

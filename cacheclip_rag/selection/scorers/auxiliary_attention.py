@@ -28,14 +28,16 @@ class AuxiliaryAttention(PromptScorer):
 
     layers: str = "tuned"
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
-    ``last`` (the paper), ``all``, ``upper`` (half), or layer numbers joined by ``+``."""
+    ``last`` (the paper), ``all``, ``upper`` (half), ``middle`` (third), or layer numbers joined
+    by ``+``."""
     pooled: bool = False
     """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
     use this). False (the paper): one softmax per chunk."""
     sinks: int = 0
     """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     heads: str = "auto"
-    """Head set for ``tuned``: ``auto`` (the engine's head set), ``none`` (the last layer unchanged), a name (the file
+    """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip calibrate`` or
+    ``cacheclip finetune`` wrote, else the one in the package), ``none`` (the last layer unchanged), a name (the file
     ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
 
     def __post_init__(self) -> None:

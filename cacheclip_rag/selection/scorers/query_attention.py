@@ -22,7 +22,8 @@ class QueryAttention(CacheScorer):
     and layers."""
 
     layers: str = "last"
-    """Layers whose attention scores: ``all``, ``last``, ``upper`` (half), or layer numbers joined by ``+``."""
+    """Layers whose attention scores: ``all``, ``last``, ``upper`` (half), ``middle`` (third), or layer numbers joined
+    by ``+``."""
 
     def __post_init__(self) -> None:
         pick_layers(self.layers, 1024)

@@ -14,21 +14,21 @@ __all__ = ["check_flags", "check_given", "check_vllm", "is_on", "stands_for", "v
 _VERSION = "0.32"
 
 _NO_EFFECT = {
-    "max_ttft_s": ("--max-ttft", "ratios are not chosen by time for vLLM. Give --ratio as a number"),
-    "min_confidence": ("--min-confidence", "vLLM gives no logits before the answer begins. Leave it out"),
-    "finish": ("--finish", "answers of vLLM are not verified. Leave it out"),
-    "temperature": ("--temperature", "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'"),
-    "max_tokens": ("--max-tokens", "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'"),
-    "max_running": ("--max-running", "give vLLM's own: -- --max-num-seqs 8"),
-    "max_queue": ("--max-queue", "vLLM takes every request. Limit them in a proxy"),
-    "timeout": ("--timeout", "vLLM has no limit for a request's time. Limit it in a proxy"),
-    "fallback": ("--fallback", "start vLLM itself for models whose KV cannot be reused"),
-    "hide_hits": ("--hide-hits", "vLLM counts cached tokens itself. Leave it out"),
+    "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
+    "min_confidence": "vLLM gives no logits before the answer begins. Leave it out",
+    "finish": "answers of vLLM are not verified. Leave it out",
+    "temperature": "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'",
+    "max_tokens": "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'",
+    "max_running": "give vLLM's own: -- --max-num-seqs 8",
+    "max_queue": "vLLM takes every request. Limit them in a proxy",
+    "timeout_s": "vLLM has no limit for a request's time. Limit it in a proxy",
+    "fallback": "start vLLM itself for models whose KV cannot be reused",
+    "hide_hits": "vLLM counts cached tokens itself. Leave it out",
 }
-"""Options of ``cacheclip serve`` that change nothing with vLLM, by parameter: the option, and what to do instead."""
+"""Settings of ``cacheclip serve`` that change nothing with vLLM, and what to do instead."""
 _OURS = {
     "model": "give --primary",
-    "served-model-name": "give --served-name",
+    "served-model-name": "write served_name under [serve] in the file of --settings",
     "host": "give --host before --",
     "port": "give --port before --",
     "dtype": "give --dtype before --",
@@ -55,15 +55,11 @@ _WHOLE = ("quantization",)
 """Flags of vLLM that are also the beginnings of others."""
 
 
-def check_given(options: Collection[str]) -> None:
-    """Raise ConfigurationError if one of the options that a user gave has no effect with vLLM.
-
-    Args:
-        options: names of the command's parameters.
-    """
-    for name, (option, instead) in _NO_EFFECT.items():
-        if name in options:
-            raise ConfigurationError(f"{option} has no effect with --backend vllm: {instead}.")
+def check_given(settings: Collection[str]) -> None:
+    """Raise ConfigurationError if one of the settings that a user gave, by name, has no effect with vLLM."""
+    for name, instead in _NO_EFFECT.items():
+        if name in settings:
+            raise ConfigurationError(f"{name} has no effect with --backend vllm: {instead}.")
 
 
 def check_flags(flags: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -351,14 +352,14 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
         one_call = options.pop("parallel_tool_calls", None) is False
-        arguments = self._call_arguments(options)
-        if arguments["question"] is None:
-            arguments["question"] = self._question
+        call = self._call_options(options)
+        if call.question is None:
+            call = replace(call, question=self._question)
         collect = collector()
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            stream = self._answering().stream(prompt, **arguments, documents=given)
+            stream = self._answering().stream(prompt, options=replace(call, documents=given))
             for event in final_events(stream, one_call=one_call):
                 if event.answer is not None:
                     if collect is not None:

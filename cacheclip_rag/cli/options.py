@@ -1,0 +1,292 @@
+"""Settings of a command: from its options, and from the file of ``--settings``.
+
+Options of the engine are made from :class:`~cacheclip_rag.config.EngineConfig`: names, types and help are those of its
+fields. A command shows the few that people type (:func:`engine_options`); the file takes all of them by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, wraps
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from ..checks import by_real_names, did_you_mean
+from ..config import EngineConfig
+from ..errors import ConfigurationError, StoreError
+from ..removed import OPTIONS
+from .tables import TABLES, Table
+
+if TYPE_CHECKING:
+    from ..ingest.library import Library
+
+__all__ = [
+    "SettingsCommand",
+    "CommandSettings",
+    "checked_model",
+    "engine_options",
+    "existing_store",
+    "no_store",
+    "read_settings",
+]
+
+_SPELLED = {"recompute_ratio": "--ratio"}
+"""Options whose name is not the setting's."""
+_FIELDS = {each.name: each for each in fields(EngineConfig)}
+_FIXED = ("primary", "auxiliary", "dtype", "namespace")
+"""Options that the first ingestion fixes for the documents of a store."""
+_OF_A_SERVICE = (
+    *("store", "max_bytes", "memory_bytes", "require_certificate", "finish", "shadow_rate", "min_confidence"),
+    "max_ttft_s",
+)
+"""Settings that would change what is measured."""
+_VLLM = "vllm"
+"""Table of arguments of vLLM's ``LLM``, which checks them itself."""
+
+_TableT = TypeVar("_TableT", bound=Table)
+_Run = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSettings:
+    """What was given to a command, checked: an option counts more than the file."""
+
+    engine: Mapping[str, Any]
+    """Settings of the engine by name; only those that were given."""
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    """Tables of the file, by command."""
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's ``LLM``."""
+
+    def table(self, kind: type[_TableT]) -> _TableT:
+        """The table of one kind; its defaults if the file has none."""
+        return next((each for each in self.tables.values() if isinstance(each, kind)), kind())
+
+    @property
+    def store(self) -> str:
+        """Folder of the store, as it was given.
+
+        Raises:
+            ConfigurationError: none was given.
+        """
+        if not self.engine.get("store"):
+            raise ConfigurationError('expected a store. Give --store DIR, or store = "DIR" in the file of --settings.')
+        return str(self.engine["store"])
+
+    def config(self, **own: Any) -> EngineConfig:
+        """Settings of an engine without documents.
+
+        Args:
+            own: settings that the command chooses itself.
+        """
+        return EngineConfig.from_options(None, {**self.engine, **own})
+
+    def measured(self, **own: Any) -> EngineConfig:
+        """Settings of an engine whose speed or answers are measured. Settings of a service, which the file may hold
+        too, do not count.
+
+        Raises:
+            ConfigurationError: the recompute ratio is not a number.
+        """
+        given = {name: value for name, value in self.engine.items() if name not in _OF_A_SERVICE}
+        config = EngineConfig.from_options(None, {**given, **own})
+        if config.recompute_ratio != config.fixed_ratio:
+            raise ConfigurationError(
+                f"recompute_ratio must be a number to be measured, got {config.recompute_ratio!r}. Give --ratio."
+            )
+        return config
+
+    def config_of(self, library: Library | None, **own: Any) -> EngineConfig:
+        """Settings of an engine for the documents of a store. Where nothing is given, those of the documents hold.
+
+        Args:
+            library: None if the store has no documents.
+            own: as of :meth:`config`; they may differ from those of the documents.
+
+        Raises:
+            ConfigurationError: what was given contradicts what the documents were stored with.
+        """
+        from .settings import engine_config, merge_settings
+
+        given = {name: value for name, value in self.engine.items() if name not in own}
+        return replace(engine_config(merge_settings(library, given), **{**given, "store": self.store}), **own)
+
+
+def engine_options(*names: str) -> Callable[[_Run], _Run]:
+    """Declare options of a command for these settings of the engine, and ``--settings``. The command's parameter
+    ``settings`` gets a :class:`CommandSettings`."""
+
+    def declare(command: _Run) -> _Run:
+        signature = inspect.signature(command)
+        types = get_type_hints(command, include_extras=True)
+        types |= {
+            **{name: _option(name, reads_documents="store" in names) for name in names},
+            "settings": _SettingsOption,
+        }
+        own = {name: each.default for name, each in signature.parameters.items() if name != "settings"}
+        defaults = {**own, **dict.fromkeys((*names, "settings"))}
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            typed = {name: value for name in names if (value := given.pop(name)) is not None}
+            found = read_settings(given.pop("settings"), typed, may_name_variant=given.get("variants") is not None)
+            command(settings=found, **given)
+
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
+            for name, default in defaults.items()
+        ]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {name: types[name] for name in defaults}
+        return run
+
+    return declare
+
+
+class SettingsCommand(TyperCommand):
+    """A command. An option that became a setting of the file is refused with the line to write there."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        given = (each.partition("=")[0] for each in takewhile(lambda each: each != "--", args))
+        for option in given:
+            if option.startswith("--") and option not in known and (instead := _instead(self.name, option)):
+                raise ConfigurationError(instead)
+        return super().parse_args(ctx, args)
+
+
+def _instead(command: str | None, option: str) -> str | None:
+    """What to write instead of an option that a command does not take; None if there is no such setting."""
+    name = option[2:].replace("-", "_")
+    if command in TABLES and name in [each.name for each in fields(TABLES[command])]:  # type: ignore[arg-type]
+        return f"{option} is gone: write {name} = ... under [{command}] in the file of --settings."
+    if option in OPTIONS:
+        return OPTIONS[option]
+    if name in _FIELDS:
+        return f"{option} is no option of {command}: write {name} = ... in the file of --settings."
+    return None
+
+
+def _option(name: str, reads_documents: bool) -> Any:
+    """The option of a setting, as typer declares one."""
+    declared = _FIELDS[name]
+    kinds = str(declared.type).replace("|", " ").split()
+    kind = next((each for each in (str, bool, int, float) if each.__name__ in kinds), str)
+    flag = _SPELLED.get(name, f"--{name.replace('_', '-')}")
+    default = None if declared.default is None else str(declared.default)
+    if default and reads_documents and name in _FIXED:
+        default = f"the store's, else {default}"
+    return Annotated[kind | None, typer.Option(flag, help=_meanings().get(name), show_default=default or False)]
+
+
+@cache
+def _meanings() -> dict[str, str]:
+    """First sentence of what each setting of the engine means, without markup."""
+    [declared] = ast.parse(inspect.getsource(EngineConfig)).body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for line, said in pairwise(declared.body):
+        if isinstance(line, ast.AnnAssign) and isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant):
+            sentence = " ".join(str(said.value.value).split()).partition(". ")[0].removesuffix(".")
+            found[ast.unparse(line.target)] = re.sub(r":\w+:`~?[\w.]*?(\w+)`|`", r"\1", sentence) + "."
+    return found
+
+
+def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_variant: bool = False) -> CommandSettings:
+    """The settings of a file, overridden by those that were typed.
+
+    Raises:
+        ConfigurationError: the file cannot be read, a name is unknown, or a value is wrong.
+    """
+    read = {} if file is None else _read(file)
+    tables = {name: value for name, value in read.items() if isinstance(value, dict)}
+    engine = by_real_names({name: value for name, value in read.items() if name not in tables}, _FIELDS)
+    try:
+        _checked(engine, may_name_variant)
+        found = {name: _table(name, value) for name, value in tables.items() if name != _VLLM}
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+    engine |= {name: _as_declared(name, value) for name, value in typed.items()}
+    return CommandSettings(_checked(engine, may_name_variant), found, tables.get(_VLLM, {}))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
+        raise ConfigurationError(f"cannot read the settings file {file}: {error}.") from error
+
+
+def _checked(engine: dict[str, Any], may_name_variant: bool) -> dict[str, Any]:
+    """Settings of the engine, refused before anything is imported or loaded. ``none`` means no auxiliary model."""
+    if engine.get("auxiliary") == "none":
+        engine["auxiliary"] = None
+    for name in ("primary", "auxiliary"):
+        checked_model(engine.get(name))
+    EngineConfig.from_options(None, {n: v for n, v in engine.items() if not (may_name_variant and n == "method")})
+    return engine
+
+
+def _table(name: str, values: Mapping[str, Any]) -> Table:
+    if name not in TABLES:
+        known = (*TABLES, _VLLM)
+        raise ConfigurationError(f"unknown table [{name}].{did_you_mean(name, known)} Known: {', '.join(known)}.")
+    kind = TABLES[name]
+    _check_known(name, values, [each.name for each in fields(kind)])  # type: ignore[arg-type]
+    try:
+        return kind(**values)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"[{name}]: {error}") from error
+
+
+def _check_known(table: str, given: Collection[str], known: Sequence[str]) -> None:
+    if unknown := sorted(set(given) - set(known)):
+        hint = did_you_mean(unknown, known)
+        raise ConfigurationError(f"[{table}]: unknown setting {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+
+
+def _as_declared(name: str, given: Any) -> Any:
+    """An option's value; as a number if it is one and the setting may be one."""
+    try:
+        return float(given) if "float" in str(_FIELDS[name].type) else given
+    except ValueError:
+        return given
+
+
+def checked_model(name: str | None) -> str | None:
+    """Refuse a name that no model can have before anything is imported or loaded."""
+    if name is not None:
+        from ..models.load import check_name
+
+        check_name(name)
+    return name
+
+
+def existing_store(store: str) -> str:
+    """Refuse a folder that does not exist, before anything is imported or loaded."""
+    if not Path(store).expanduser().is_dir():
+        raise no_store(store)
+    return store
+
+
+def no_store(store: str) -> StoreError:
+    """The error about a folder that holds no store."""
+    return StoreError(
+        f"there is no store at {store}. Give the folder that ingest or the engine used, or make one: cacheclip "
+        f"ingest PATH --store {store}"
+    )
+
+
+_SettingsOption = Annotated[
+    Path | None,
+    typer.Option("--settings", metavar="FILE.toml", help="All settings of the engine by name; options override it."),
+]

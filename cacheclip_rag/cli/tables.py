@@ -1,0 +1,135 @@
+"""Tables of a settings file (``--settings``): what a command takes that hardly anybody types.
+
+    primary = "Qwen/Qwen2.5-0.5B-Instruct"      # settings of the engine, by their names
+    codec = "int8"
+
+    [serve]                                     # for cacheclip serve
+    max_running = 8
+
+Names and values are checked strictly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ..checks import check_flag, check_number, check_whole_number
+from ..errors import ConfigurationError
+
+__all__ = ["TABLES", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
+
+
+class Table:
+    """A table. Values of another type than their field's, and negative numbers, raise ConfigurationError."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value, kind = getattr(self, field.name), str(field.type).removesuffix(" | None")
+            if value is None:
+                continue
+            if kind == "int":
+                check_whole_number(field.name, value)
+            elif kind == "float":
+                check_number(field.name, value, "a number, 0 or more", most=float("inf"))
+            elif kind == "bool":
+                check_flag(field.name, value)
+            elif not isinstance(value, str) or not value:
+                raise ConfigurationError(f"{field.name} must be a non-empty string, got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class IngestTable(Table):
+    """``[ingest]``"""
+
+    overlap_tokens: int | None = None
+    """Tokens shared by neighbouring chunks; None: as the store has them, at first 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeTable(Table):
+    """``[serve]``"""
+
+    served_name: str | None = None
+    """Name of the model in requests; None: the primary's."""
+    temperature: float = 1.0
+    """Of requests that state none; 1 is OpenAI's, 0 is greedy."""
+    max_tokens: int | None = None
+    """Of chat requests that state none; None: the model's context."""
+    max_running: int = 4
+    """Most answers at once; each holds its prompt's KV."""
+    max_queue: int = 64
+    """Most questions that wait; more are refused (429)."""
+    timeout_s: float = 600.0
+    """Most seconds of a request, waiting included."""
+    max_body_bytes: int = 2**23
+    """Largest body of a request."""
+    hide_hits: bool = False
+    """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
+
+    def __post_init__(self) -> None:
+        Table.__post_init__(self)
+        check_number("temperature", self.temperature, "a number from 0 to 2", most=2.0)
+        check_number("timeout_s", self.timeout_s, "0.1 seconds or more", least=0.1, most=float("inf"))
+        for name in ("max_tokens", "max_running", "max_body_bytes"):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name), least=1)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTable(Table):
+    """``[eval]``"""
+
+    chunk_tokens: int = 1000
+    """Tokens of a chunk of a RULER prompt."""
+    overlap_tokens: int = 50
+    """Tokens that neighbouring chunks of a RULER prompt share."""
+    seed: int = 42
+    """Seed of generated needles."""
+    shuffle: int | None = None
+    """Seed of another order of every question's chunks; None: as in the file."""
+    metrics: str | None = None
+    """Comma-separated metrics instead of the records' own: f1, f1_zh, em, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateTable(Table):
+    """``[calibrate]``"""
+
+    data_limit: int = 40
+    """Most questions to take from ``--data``."""
+    samples: int = 90
+    """Synthetic questions for training."""
+    prompts: int = 10
+    """Test questions that the primary answers."""
+    seed: int = 0
+    """Seed of the synthetic questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneTable(Table):
+    """``[finetune]``"""
+
+    data_limit: int = 40
+    """Most questions to take from ``--data``."""
+    samples: int = 96
+    """Synthetic questions for training."""
+    targets: int = 36
+    """Training questions for which the primary computes targets."""
+    tests: int = 36
+    """Synthetic test questions."""
+    prompts: int = 12
+    """Test questions that the primary answers."""
+    seed: int = 0
+    """Seed of the synthetic questions."""
+
+
+TABLES: dict[str, type[Table]] = {
+    "ingest": IngestTable,
+    "serve": ServeTable,
+    "eval": EvalTable,
+    "calibrate": CalibrateTable,
+    "finetune": FinetuneTable,
+}
+"""By the name of their command."""

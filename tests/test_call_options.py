@@ -1,0 +1,95 @@
+"""Options of one call: what is given by name, what the engine's settings fill in, what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.call_options import CallOptions
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.sampling import SamplingParams
+
+TOOL = {"name": "search"}
+
+
+def test_names_of_both_kinds_and_of_frameworks() -> None:
+    found = CallOptions().with_options(
+        {"max_new_tokens": 3, "stop_sequences": "x", "question": "Where?", "trace": True}
+    )
+    assert found == CallOptions(SamplingParams(max_tokens=3, stop=("x",)), question="Where?", trace=True)
+
+
+def test_what_is_none_is_not_given() -> None:
+    own = CallOptions(SamplingParams(max_tokens=3), finish="verify")
+    assert own.with_options({"max_tokens": None, "finish": None, "tools": None, "params": None}) == own
+
+
+def test_params_are_overridden_by_name() -> None:
+    found = CallOptions().with_options({"params": SamplingParams(max_tokens=9, seed=4), "max_tokens": 2})
+    assert found.params == SamplingParams(max_tokens=2, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "ratio", "limit"),
+    [
+        ({"recompute_ratio": 0.5}, {}, 0.5, None),
+        ({"recompute_ratio": 0.5}, {"max_ttft_s": 2.0}, None, 2.0),
+        ({"max_ttft_s": 2.0}, {"recompute_ratio": 0.5}, 0.5, None),
+        ({"max_ttft_s": 2.0}, {"recompute_ratio": "auto"}, "auto", 2.0),
+        ({"max_ttft_s": 2.0}, {"recompute_ratio": "auto", "max_ttft_s": 3.0}, "auto", 3.0),
+    ],
+)
+def test_a_ratio_or_a_limit_takes_the_place_of_both(
+    own: dict[str, Any], given: dict[str, Any], ratio: Any, limit: Any
+) -> None:
+    found = CallOptions(**own).with_options(given)
+    assert (found.recompute_ratio, found.max_ttft_s) == (ratio, limit)
+
+
+@pytest.mark.parametrize(
+    ("given", "ratio", "limit", "is_auto"),
+    [
+        ({}, "auto", 2.0, True),
+        ({"method": "direct"}, "auto", 2.0, True),
+        ({"method": preset("cacheclip")}, None, None, False),
+        ({"recompute_ratio": 0.5}, 0.5, None, False),
+        ({"recompute_ratio": "auto"}, "auto", 2.0, True),
+        ({"max_ttft_s": 3.0}, None, 3.0, True),
+    ],
+)
+def test_the_engines_settings_fill_what_a_call_leaves_out(
+    given: dict[str, Any], ratio: Any, limit: Any, is_auto: bool
+) -> None:
+    config = EngineConfig(recompute_ratio="auto", max_ttft_s=2.0, finish="verify")
+    found = CallOptions(**given).with_settings(config)
+    assert (found.recompute_ratio, found.max_ttft_s, found.auto_ratio) == (ratio, limit, is_auto)
+    assert found.finishes and not CallOptions(finish="none").with_settings(config).finishes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recompute_ration": 0.5}, r"unknown call option recompute_ration\. Did you mean 'recompute_ratio'\?"),
+        ({"max_token": None}, r"unknown call option max_token\. Did you mean 'max_tokens'\?"),
+        ({"stop": "x", "stop_sequences": "x"}, "stop was given twice, once as stop_sequences"),
+        ({"finish": "verified"}, r"finish must be .*'verify'"),
+        ({"question": 3}, "the question must be a string, got int"),
+        ({"params": {}, "max_tokens": 3}, "params must be SamplingParams, got dict"),
+        ({"recompute_ratio": 2}, "recompute_ratio must be between 0"),
+        ({"recompute_ratio": 0.5, "max_ttft_s": 2.0}, "Leave one of them out"),
+        ({"tools": TOOL}, "tools must be a list of definitions"),
+    ],
+)
+def test_refusals(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        CallOptions().with_options(given)
+
+
+def test_checking_them_loads_no_torch() -> None:
+    code = "import sys, cacheclip_rag.call_options as o; o.CallOptions(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
