@@ -33,7 +33,7 @@ class ChunkWriter:
     def precompute(
         self,
         texts: Documents,
-        context: ChunkContext | str | None,
+        context: ChunkContext | None,
         source: str | None = None,
         document: str = "",
         stored: Callable[[int, int], object] | None = None,

@@ -156,7 +156,7 @@ class _Recording(Method):
         return self.inner.head_sets
 
     @property
-    def context(self) -> ChunkContext | str | None:
+    def context(self) -> ChunkContext | None:
         return self.inner.context
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
