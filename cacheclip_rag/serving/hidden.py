@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ..types import Event, FusionStats
 
@@ -33,12 +34,12 @@ def without_hits(events: Iterator[Event], *, method: str, nominal_ratio: float, 
 
 def _hidden(stats: FusionStats, method: str, nominal_ratio: float) -> FusionStats:
     zero = ("prefix_tokens", "chunk_tokens", "exact_tokens", "recomputed_tokens", "hits", "misses")
+    known: dict[str, Any] = {**dict.fromkeys(zero, 0), **{name: getattr(stats, name) for name in SEEN}}
     return FusionStats(
         method=method,
         fallback=None,
         nominal_ratio=nominal_ratio,
         fresh_tokens=stats.prompt_tokens,
         phases_s={},
-        **dict.fromkeys(zero, 0),
-        **{name: getattr(stats, name) for name in SEEN},
+        **known,
     )
