@@ -400,7 +400,11 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("certify", "--backend", "vllm", "--vllm", "seed"), 2, "--vllm must be NAME=VALUE"),
         (("ingest", "{here}", "--store", "{none}", "--fallback", "ful"), 2, "Did you mean 'full'?"),
         (("ingest", "{here}", "--store", "{none}", "--chunk-context", "passage"), 2, "Did you mean 'passages'?"),
-        (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "mean 'packaged:all-MiniLM-L6-v2'?"),
+        (
+            ("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"),
+            2,
+            "mean 'packaged:all-MiniLM-L6-v2'?",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
