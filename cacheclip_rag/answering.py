@@ -77,11 +77,13 @@ class Answering:
                 text_of=text_of,
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
-            events = _begun(events)
+            events = chain((next(events),), events)
         for event in events:
             if event.answer is not None:
                 verified = None if exact is None else exact.result
-                self._observe(Answered(plan, event.answer, options.params, logits, verified))
+                answered = Answered(plan, event.answer, options.params, logits, verified)
+                for observer in self.observers:
+                    observer.on_answer(answered)
             yield self._shown(event, request)
         self.writer.store_missing(missing, options.documents, sources.primary.context)
 
@@ -141,15 +143,6 @@ class Answering:
             return replace(event, is_final=event.is_final and request.options.finish != "revise")
         stats = event.answer.stats.without_hits(request.method.name, request.method.nominal_ratio)
         return replace(event, answer=replace(event.answer, stats=stats, trace=None))
-
-    def _observe(self, answered: Answered) -> None:
-        for observer in self.observers:
-            observer.on_answer(answered)
-
-
-def _begun(events: Iterator[Event]) -> Iterator[Event]:
-    """The events; returns when the first one is there."""
-    return chain((next(events),), events)
 
 
 def _check(request: Request) -> None:
