@@ -77,11 +77,13 @@ class Answering:
                 text_of=text_of,
             )
             del prefilled  # decoding drops its KV once it goes on from the exact KV
-            events = _begun(events)
+            events = chain((next(events),), events)
         for event in events:
             if event.answer is not None:
                 verified = None if exact is None else exact.result
-                self._observe(Answered(plan, event.answer, options.params, logits, verified))
+                answered = Answered(plan, event.answer, options.params, logits, verified)
+                for observer in self.observers:
+                    observer.on_answer(answered)
             yield event
         self.writer.store_missing(missing, options.documents, sources.primary.context)
 
@@ -133,14 +135,6 @@ class Answering:
             return segments
         return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
 
-    def _observe(self, answered: Answered) -> None:
-        for observer in self.observers:
-            observer.on_answer(answered)
-
-
-def _begun(events: Iterator[Event]) -> Iterator[Event]:
-    """The events; returns when the first one is there."""
-    return chain((next(events),), events)
 
 
 def _check(request: Request) -> None:

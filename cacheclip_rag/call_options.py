@@ -6,7 +6,7 @@ This module does not import torch, so that front ends can check options quickly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from .checks import AUTO_RATIO, aliases_of, by_real_names, check_choice, check_ratio_and_limit, did_you_mean
@@ -30,7 +30,7 @@ class CallOptions:
         ConfigurationError: a value out of range.
     """
 
-    params: SamplingParams = field(default_factory=SamplingParams)
+    params: SamplingParams = SamplingParams()
     """Sampling settings; default greedy, 256 tokens."""
     method: str | Method | None = None
     """Preset's name or instance."""

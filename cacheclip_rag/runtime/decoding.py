@@ -108,7 +108,9 @@ class _Answer:
                     continue
             if self.has_ended or len(self.ids) >= self._most:
                 return
-            self._choose_next()
+            with self._turn():
+                logits = self._next_logits()
+            self.ids.append(self._sampler.pick(logits))
 
     @property
     def _is_last_token(self) -> bool:
@@ -144,11 +146,6 @@ class _Answer:
         self.cache = found.state
         self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping)  # frees the approximate KV
         self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
-
-    def _choose_next(self) -> None:
-        with self._turn():
-            logits = self._next_logits()
-        self.ids.append(self._sampler.pick(logits))
 
     def _next_logits(self) -> torch.Tensor:
         runtime, cache = self._runtime, self.cache

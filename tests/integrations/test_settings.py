@@ -155,7 +155,7 @@ def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chu
     for llm, options in ((kind(**settings, method=method), {}), (kind(**settings, method="full"), {"method": method})):
         llm.engine.precompute(chunks[:2], method=method)
         stats = ask(llm, prompt, **options)
-        assert (stats["method"], stats["nominal_ratio"]) == ("random", 0.3)
+        assert (stats["method"], stats["nominal_ratio"]) == ("epic", 0.3)
     with pytest.raises(ConfigurationError, match="method must be a name or a Method, got int"):
         kind(method=3)
 
