@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from .call_options import Request
 from .chunks.sources import Sources
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
@@ -31,7 +32,7 @@ from .runtime.prefill import Keeping, Prefilled, prefill
 from .runtime.sampler import is_greedy
 from .runtime.turns import Turns, turns_of
 from .runtime.verification import Verification
-from .types import Event, Plan, Request
+from .types import Event, Plan
 
 __all__ = ["Answering"]
 

@@ -17,9 +17,10 @@ from .sampling import FINISH_MODES, SamplingParams
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .methods.base import Method
-    from .types import Documents
+    from .prompt.segments import Segment
+    from .types import Documents, Prompt
 
-__all__ = ["CallOptions"]
+__all__ = ["CallOptions", "Request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +113,14 @@ class CallOptions:
             limit = config.max_ttft_s
         finish = config.finish if self.finish is None else self.finish
         return replace(self, recompute_ratio=ratio, max_ttft_s=limit, finish=finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question to an engine."""
+
+    prompt: Prompt | Sequence[Segment]
+    method: Method
+    """The method of ``options`` and the engine's settings."""
+    options: CallOptions
+    """What the caller said, with the engine's settings for the rest."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .answering import Answering
-from .call_options import CallOptions
+from .call_options import CallOptions, Request
 from .checks import AUTO_RATIO
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -35,7 +35,7 @@ from .runtime.prefill import Prefilled
 from .sampling import SamplingParams
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
-from .types import Answer, Documents, Event, Plan, Prompt, Request, WarmUp
+from .types import Answer, Documents, Event, Plan, Prompt, WarmUp
 
 __all__ = ["CacheClipEngine", "get_engine"]
 

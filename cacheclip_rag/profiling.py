@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .answering import Answering
-from .call_options import CallOptions
+from .call_options import CallOptions, Request
 from .chunks.writer import ChunkWriter
 from .clock import PhaseClock
 from .errors import ConfigurationError, StoreError
@@ -29,7 +29,6 @@ from .plan.controller import Profile, Sample, Work, find_profile
 from .progress import progress_bar
 from .sampling import SamplingParams
 from .store import TimedRead, has_room, measure_reads
-from .types import Request
 
 __all__ = ["QUESTION", "make_texts", "measure_profile"]
 

@@ -1,7 +1,8 @@
-"""Inputs and outputs of an engine: requests, plans, answers, statistics. Imports no other module of this package.
+"""Inputs and outputs of an engine: plans, answers, statistics. Imports no other module of this package.
 
-A :class:`Request` becomes a :class:`Plan` (decisions without tensors). The plan becomes an :class:`Answer`, streamed as
-:class:`Event` objects. :class:`FusionStats` reports what happened; :class:`Trace` reports it per token.
+A request (:class:`~cacheclip_rag.call_options.Request`) becomes a :class:`Plan` (decisions without tensors). The plan
+becomes an :class:`Answer`, streamed as :class:`Event` objects. :class:`FusionStats` reports what happened;
+:class:`Trace` reports it per token.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .call_options import CallOptions
     from .methods.base import Method
     from .prompt.layout import Layout, Span
-    from .prompt.segments import Segment
     from .prompt.tools import ToolCall
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "Plan",
     "Prediction",
     "Prompt",
-    "Request",
     "Trace",
     "WarmUp",
 ]
@@ -44,17 +42,6 @@ PHASES = ("lookup", "read", "select", "assemble", "recompute")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
 tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
 others: only the time in which the request waits for it counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One question to an engine."""
-
-    prompt: Prompt | Sequence[Segment]
-    method: Method
-    """The method of ``options`` and the engine's settings."""
-    options: CallOptions
-    """What the caller said, with the engine's settings for the rest."""
 
 
 @dataclass(frozen=True, slots=True)

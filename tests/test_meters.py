@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 64, 408
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_UPWARD_IMPORTS = 22
+MOST_UPWARD_IMPORTS = 21
 MOST_MODULES_IN_CIRCLES = 48
-LARGEST_CIRCLE = 35
+LARGEST_CIRCLE = 27
 MOST_DEEP_NAMES = 118
 """Names that docs, examples and benchmarks take from modules that are not public."""
 MOST_SHARED_CLASS_NAMES = 24

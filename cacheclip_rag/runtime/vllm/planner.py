@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...answering import Answering
-from ...call_options import CallOptions
+from ...call_options import CallOptions, Request
 from ...chunks.writer import ChunkWriter
 from ...clock import PhaseClock
 from ...config import EngineConfig
@@ -30,7 +30,7 @@ from ...parts import Parts
 from ...plan.planner import choose_method
 from ...prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ...store import ChunkStore
-from ...types import Documents, FusionStats, Plan, Prompt, Request
+from ...types import Documents, FusionStats, Plan, Prompt
 from ..prefill import stats_of
 from ..transformers.planning import PlanningRuntime
 from .served import Served
