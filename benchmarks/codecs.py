@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.answering import gold_ids_of
 from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, read_records
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
-from cacheclip_rag.progress import progress_bar
 
 CODECS = ("bfloat16", "int8")
 """The first is what the others are compared with."""

@@ -70,13 +70,11 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, FusionStats, Plan, ToolCall
 from cacheclip_rag.frontend.tools import can_constrain
-from cacheclip_rag.guards.base import Answered, Observer
-from cacheclip_rag.models.context import knows_tools
-from cacheclip_rag.prompt.tools import ToolCall
+from cacheclip_rag.guards import ObservedAnswer, Observer
+from cacheclip_rag.models import knows_tools
 from cacheclip_rag.store import Catalog, TextIndex
-from cacheclip_rag.types import FusionStats, Plan
 
 QUESTION = "What must be done with modified files?"
 EARLIER = "What does the licence say about patents?"
@@ -99,7 +97,7 @@ class Watch(Observer):
     def on_plan(self, plan: Plan, sources: Any) -> None:
         self.plans.append(plan)
 
-    def on_answer(self, answered: Answered) -> None:
+    def on_answer(self, answered: ObservedAnswer) -> None:
         self.stats.append(answered.answer.stats)
 
     def clear(self) -> None:

@@ -22,12 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.machine import processor_name
-from cacheclip_rag.profiling import QUESTION, make_texts
-from cacheclip_rag.progress import progress_bar
-from cacheclip_rag.sampling import SamplingParams
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.answering.profiling import QUESTION, make_texts
+from cacheclip_rag.base.machine import processor_name
+from cacheclip_rag.base.progress import progress_bar
 
 FULL = "full"
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(i * i for i in range(100_000))\n"

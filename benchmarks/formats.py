@@ -17,12 +17,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from cacheclip_rag.models.load import load_model
+from cacheclip_rag.models import load_model
 from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.prompt.segments import segment_text
-from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.store import Catalog
-from cacheclip_rag.store.texts import TextIndex
+from cacheclip_rag.runtime import Runtime
+from cacheclip_rag.store import Catalog, TextIndex
 
 CORPUS = Path(__file__).resolve().parent.parent / "examples" / "corpus"
 FILES = ("apache-2.0.txt", "mpl-2.0.txt")

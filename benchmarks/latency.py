@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.machine import processor_name
-from cacheclip_rag.plan.controller import find_profile
-from cacheclip_rag.profiling import QUESTION, make_texts
+from cacheclip_rag.answering.profiling import QUESTION, make_texts
+from cacheclip_rag.base.machine import processor_name
+from cacheclip_rag.timing.controller import find_profile
 
 
 def main() -> None:

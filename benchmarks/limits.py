@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.answering.profiling import QUESTION, make_texts
+from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
-from cacheclip_rag.machine import processor_name
-from cacheclip_rag.profiling import QUESTION, make_texts
 
 PARTS = ("decode", "ingest", "memory")
 NEVER = "\x00never"
@@ -101,7 +101,7 @@ def plain_model(runtime: Any, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from cacheclip_rag.models.load import resolve
+    from cacheclip_rag.models import resolve
 
     options = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     return AutoModelForCausalLM.from_pretrained(resolve(runtime.name), **options).eval()

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import torch
 
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.ruler import generate
 from cacheclip_rag.lab.training.families import Sample, Span, synthetic_samples
 from cacheclip_rag.lab.training.given import sample_of_record
 from cacheclip_rag.lab.training.targets import chosen_by
 from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import preset
-from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.selection.scoring import Offsets
 
 RULER = ("niah_multivalue", "niah_multiquery")

@@ -17,7 +17,7 @@ from types import FrameType
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
+from cacheclip_rag.testing import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
 ROOT = str(Path(cacheclip_rag.__file__).parent)
 CHUNKS = [" ".join(SENTENCES[0:3]), " ".join(SENTENCES[3:5]), " ".join(SENTENCES[5:8])]

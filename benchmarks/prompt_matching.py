@@ -29,7 +29,7 @@ from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.prompt.segments import segment_text
 from cacheclip_rag.runtime.transformers.text import TextModel
 from cacheclip_rag.store import Catalog, TextIndex
-from cacheclip_rag.testing.tiny import make_tokenizer
+from cacheclip_rag.testing import make_tokenizer
 
 WORDS = ("harbour", "lamp", "of", "the", "stone", "built", "keeper", "in", "a", "year", "river", "and", "oil", "was")
 HEAD = "file_path: /data/annual-report.pdf\npage_label: 7\nsection: results\n\n" * 5

@@ -49,10 +49,9 @@ import httpx
 import psutil
 import torch
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import StoreError
-from cacheclip_rag.machine import processor_name
-from cacheclip_rag.profiling import QUESTION
+from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError
+from cacheclip_rag.answering.profiling import QUESTION
+from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.store import ChunkStore
 
 PARTS = ("ttft", "throughput", "poisoning", "failures", "soak", "equality")
@@ -180,7 +179,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
         "from cacheclip_rag.methods import preset\n"
-        "from cacheclip_rag.profiling import make_texts\n"
+        "from cacheclip_rag.answering.profiling import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
@@ -231,7 +230,7 @@ class Server:
 @contextmanager
 def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator[Server]:
     """Ours, or vLLM's alone."""
-    from cacheclip_rag.models.load import resolve
+    from cacheclip_rag.models import resolve
 
     port = free_port()
     context = args.chunks * (args.chunk_tokens + 16) + args.answer_tokens + 256

@@ -39,22 +39,18 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
+from cacheclip_rag.base.database import FormatError
+from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.chunks.library import ChunkLibrary
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.finding.texts import text_row
+from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
-from cacheclip_rag.ingest.library import Library, LibrarySettings
-from cacheclip_rag.machine import processor_name
-from cacheclip_rag.models.load import load_model, register_runtime
-from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.sampling import SamplingParams
-from cacheclip_rag.store import ChunkStore, ReadBuffer, chunk_key, decode, encode
-from cacheclip_rag.store.care import repair, verify
-from cacheclip_rag.store.catalog import FILE_NAME, VERSION, Catalog
-from cacheclip_rag.store.database import FormatError
-from cacheclip_rag.store.texts import text_row
-from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, tiny_spec
+from cacheclip_rag.models import load_model, register_runtime
+from cacheclip_rag.runtime import TokenizedText
+from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, chunk_key, decode, encode, repair, verify
+from cacheclip_rag.store.catalog import FILE_NAME, VERSION
+from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""

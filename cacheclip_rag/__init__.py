@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .base.late import late_names
+from .base.version import __version__
 
 if TYPE_CHECKING:
+    from .base.errors import (
+        CacheClipError,
+        CertificateError,
+        ConfigurationError,
+        DigestMismatchError,
+        DocumentError,
+        DownloadError,
+        EncodingError,
+        MissingExtraError,
+        ModelError,
+        PromptTooLongError,
+        ServerError,
+        StoreError,
+        UnknownModelError,
+        UnsupportedModelError,
+    )
+    from .base.sampling import SamplingParams
     from .config import EngineConfig
-    from .engine import CacheClipEngine, get_engine
-    from .errors import CacheClipError
+    from .engine import CacheClipEngine, WarmUp, get_engine
+    from .frontend.explain import explain_miss
+    from .fusion.answer import Answer, Event, FusionStats, Trace
+    from .plan.plan import Plan
     from .prompt.segments import Chunk, Fresh
-    from .sampling import SamplingParams
-    from .types import Answer, Event, FusionStats, Plan
+    from .prompt.tools import ToolCall, call_schema
 
-__version__ = "0.1.0"
 
 # Torch's threads (libgomp's, on Linux) spin for milliseconds after every operation, in case another follows. Where
 # other programs use the same cores, a spinning thread takes the time of one that still computes. A shorter wait costs
@@ -30,36 +49,67 @@ __all__ = [
     "Answer",
     "CacheClipEngine",
     "CacheClipError",
+    "CertificateError",
     "Chunk",
+    "ConfigurationError",
+    "DigestMismatchError",
+    "DocumentError",
+    "DownloadError",
+    "EncodingError",
     "EngineConfig",
     "Event",
     "Fresh",
     "FusionStats",
+    "MissingExtraError",
+    "ModelError",
     "Plan",
+    "PromptTooLongError",
     "SamplingParams",
+    "ServerError",
+    "StoreError",
+    "ToolCall",
+    "Trace",
+    "UnknownModelError",
+    "UnsupportedModelError",
+    "WarmUp",
     "__version__",
+    "call_schema",
+    "explain_miss",
     "get_engine",
 ]
 
 _HOMES = {
-    "Answer": "types",
+    "Answer": "fusion.answer",
     "CacheClipEngine": "engine",
-    "CacheClipError": "errors",
+    "CacheClipError": "base.errors",
+    "CertificateError": "base.errors",
     "Chunk": "prompt.segments",
+    "ConfigurationError": "base.errors",
+    "DigestMismatchError": "base.errors",
+    "DocumentError": "base.errors",
+    "DownloadError": "base.errors",
+    "EncodingError": "base.errors",
     "EngineConfig": "config",
-    "Event": "types",
+    "Event": "fusion.answer",
     "Fresh": "prompt.segments",
-    "FusionStats": "types",
-    "Plan": "types",
-    "SamplingParams": "sampling",
+    "FusionStats": "fusion.answer",
+    "MissingExtraError": "base.errors",
+    "ModelError": "base.errors",
+    "Plan": "plan.plan",
+    "PromptTooLongError": "base.errors",
+    "SamplingParams": "base.sampling",
+    "ServerError": "base.errors",
+    "StoreError": "base.errors",
+    "ToolCall": "prompt.tools",
+    "Trace": "fusion.answer",
+    "UnknownModelError": "base.errors",
+    "UnsupportedModelError": "base.errors",
+    "WarmUp": "engine",
+    "call_schema": "prompt.tools",
+    "explain_miss": "frontend.explain",
     "get_engine": "engine",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+__getattr__ = late_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .checks import (
+from .base.checks import (
     aliases_of,
     by_real_names,
     check_choice,
@@ -20,15 +20,15 @@ from .checks import (
     did_you_mean,
     path_as_text,
 )
+from .base.errors import ConfigurationError
 from .chunks.context import check_chunk_context
-from .errors import ConfigurationError
 from .methods import DEFAULT_METHOD, check_method
 
 if TYPE_CHECKING:
     from .methods.base import Method
-from .removed import SETTINGS, refuse_removed
+from .base.removed import SETTINGS, refuse_removed
+from .base.sampling import FINISH_MODES
 from .runtime.base import DTYPES
-from .sampling import FINISH_MODES
 
 __all__ = ["EngineConfig"]
 
@@ -160,7 +160,7 @@ class EngineConfig:
     @classmethod
     def from_options(cls, config: EngineConfig | None, options: dict[str, Any]) -> EngineConfig:
         """``config`` (or the defaults) overridden by ``options``, also under their
-        :data:`~cacheclip_rag.checks.ALIASES`. An unknown option raises ConfigurationError."""
+        :data:`~cacheclip_rag.base.checks.ALIASES`. An unknown option raises ConfigurationError."""
         known = [field.name for field in fields(cls)]
         options = by_real_names(options, known)
         unknown = sorted(set(options) - set(known))

@@ -1,7 +1,7 @@
 """The engine, the main class of the public API.
 
-:mod:`cacheclip_rag.answering` answers questions, :mod:`cacheclip_rag.chunks.writer` stores chunks, and
-:mod:`cacheclip_rag.parts` holds store, models and caches.
+:mod:`cacheclip_rag.answering.pipeline` answers questions, :mod:`cacheclip_rag.answering.writer` stores chunks, and
+:mod:`cacheclip_rag.answering.parts` holds store, models and caches.
 """
 
 from __future__ import annotations
@@ -9,35 +9,51 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .answering import Answering
-from .call_options import CallOptions, Request
-from .checks import AUTO_RATIO
+from .answering.options import CallOptions, Request
+from .answering.parts import Parts
+from .answering.pipeline import Answering
+from .answering.prefill import Prefilled
+from .answering.profiling import measure_profile
+from .answering.writer import ChunkWriter
+from .base.checks import AUTO_RATIO
+from .base.clock import PhaseClock
+from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
-from .chunks.prefix_cache import PrefixCache
-from .chunks.writer import ChunkWriter
-from .clock import PhaseClock
 from .config import EngineConfig
+from .fusion.answer import Answer, Event
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
-from .parts import Parts
-from .plan.controller import Profile
+from .plan.plan import Plan
 from .plan.planner import choose_method, context_of
-from .profiling import measure_profile
+from .prompt.messages import Documents, Prompt
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
 from .runtime.base import Runtime
-from .runtime.prefill import Prefilled
-from .sampling import SamplingParams
+from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
-from .types import Answer, Documents, Event, Plan, Prompt, WarmUp
+from .timing.controller import Profile
 
-__all__ = ["CacheClipEngine", "get_engine"]
+__all__ = ["CacheClipEngine", "WarmUp", "get_engine"]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What :meth:`~cacheclip_rag.engine.CacheClipEngine.warm_up` did."""
+
+    seconds: float
+    models: tuple[str, ...]
+    """Names of the loaded models, the primary's first."""
+    chunks_read: int
+    """Chunk caches that were read, over all models: into the memory tier, or for the system's page cache."""
+    bytes_read: int
+    """Their bytes in the store."""
 
 
 class CacheClipEngine:
@@ -327,9 +343,9 @@ class CacheClipEngine:
             prompt: a string, chat messages, or segments from :meth:`segment`.
             params: sampling settings; default those of ``options``.
             options: options of the call; default none.
-            given: fields of :class:`~cacheclip_rag.call_options.CallOptions` (``method``, ``question``, ``documents``,
-                ``finish``, ...) and of :class:`~cacheclip_rag.sampling.SamplingParams` (``max_tokens``, ...) by name;
-                they override ``options`` and ``params``.
+            given: fields of :class:`~cacheclip_rag.answering.options.CallOptions` (``method``, ``question``,
+                ``documents``, ``finish``, ...) and of :class:`~cacheclip_rag.base.sampling.SamplingParams`
+                (``max_tokens``, ...) by name; they override ``options`` and ``params``.
 
         Raises:
             ConfigurationError: a setting is out of range, the method needs an auxiliary model and none is set, the chat

@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from cacheclip_rag.methods import PRESET_NAMES
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PREFIX
+from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
+from cacheclip_rag.models import PACKAGED_MODELS
+from cacheclip_rag.models.packaged.catalogue import PREFIX
 
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 

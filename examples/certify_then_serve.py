@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from common import AUXILIARY, PRIMARY, STORE
 
-from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.errors import CertificateError
+from cacheclip_rag import CacheClipEngine, CertificateError, EngineConfig, SamplingParams
 from cacheclip_rag.lab.evaluation.certify import certify
 
 config = EngineConfig(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE)

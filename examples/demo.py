@@ -32,9 +32,7 @@ from rich.table import Table
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, get_engine
 from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
-from cacheclip_rag.ingest.embedding import Embedder
-from cacheclip_rag.ingest.job import ingest
-from cacheclip_rag.ingest.library import Library
+from cacheclip_rag.ingest import Embedder, Library, ingest
 
 HERE = Path(__file__).resolve().parent
 STORE = str(HERE.parent / ".demo" / "store")

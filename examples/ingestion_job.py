@@ -9,9 +9,8 @@ from common import AUXILIARY, CORPUS, EMBEDDING, FILES, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
-from cacheclip_rag.ingest.embedding import Embedder
-from cacheclip_rag.ingest.job import ingest, plan
-from cacheclip_rag.ingest.library import Library
+from cacheclip_rag.ingest import Embedder, Library, ingest
+from cacheclip_rag.ingest.job import plan
 
 models = {"primary": PRIMARY, "auxiliary": AUXILIARY, "embedding": EMBEDDING}
 settings = dataclasses.replace(DEFAULT_SETTINGS, **models, chunk_tokens=256)

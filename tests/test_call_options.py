@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.call_options import CallOptions
+from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.methods import preset
-from cacheclip_rag.sampling import SamplingParams
 
 TOOL = {"name": "search"}
 
@@ -91,5 +91,5 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 
 
 def test_checking_them_loads_no_torch() -> None:
-    code = "import sys, cacheclip_rag.call_options as o; o.CallOptions(); assert 'torch' not in sys.modules"
+    code = "import sys, cacheclip_rag.answering.options as o; o.CallOptions(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

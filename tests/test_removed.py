@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.removed import METHODS, OPTIONS, SETTINGS
 from cacheclip_rag.methods import PRESET_NAMES, check_method
-from cacheclip_rag.removed import METHODS, OPTIONS, SETTINGS
 
 
 def test_settings() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
+from ..base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
 from .behind import WriteBehind

@@ -10,8 +10,8 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from ..checks import check_choice
-from ..removed import SETTINGS, refuse_removed
+from ..base.checks import check_choice
+from ..base.removed import SETTINGS, refuse_removed
 
 __all__ = ["CONTEXTS", "ChunkContext", "check_chunk_context", "context_name"]
 

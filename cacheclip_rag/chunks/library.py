@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ..finding.common_parts import TextMatch
 from ..store import TenantStore
-from ..store.texts import TextMatch
 
 __all__ = ["ChunkLibrary"]
 

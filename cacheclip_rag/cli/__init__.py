@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..removed import OPTIONS, refuse_removed
+from ..base.removed import OPTIONS, refuse_removed
 from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
 from .common import guarded
 from .options import SettingsCommand

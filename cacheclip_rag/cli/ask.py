@@ -12,8 +12,8 @@ from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options, existing_store
 
 if TYPE_CHECKING:
+    from ..fusion.answer import Answer
     from ..ingest.library import Passage
-    from ..types import Answer
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -34,16 +34,16 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..errors import ConfigurationError
+    from ..base.errors import ConfigurationError
 
     if not question.strip():
         raise ConfigurationError("the question is empty.")
     store = existing_store(settings.store)
 
+    from ..base.sampling import SamplingParams
     from ..engine import CacheClipEngine
     from ..ingest.embedding import Embedder
     from ..ingest.library import Library
-    from ..sampling import SamplingParams
 
     library = Library.open(store)
     documents = library.settings

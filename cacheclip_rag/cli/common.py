@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checks import check_choice
-from ..errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+from ..base.checks import check_choice
+from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from .options import existing_store
 
 __all__ = [

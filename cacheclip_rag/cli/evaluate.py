@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .common import JsonOption, VariantsOption, print_json, print_tables
 from .options import CommandSettings, engine_options
 from .tables import EvalTable

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import DocumentError
+from ..base.errors import DocumentError
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options, existing_store, no_store
 
@@ -30,9 +30,9 @@ def explain_miss(
     store = existing_store(settings.store)
 
     from ..engine import CacheClipEngine
+    from ..frontend.explain import explain_miss as explain
+    from ..frontend.explain import plausible
     from ..ingest.library import Library
-    from ..plan.explain import explain_miss as explain
-    from ..plan.explain import plausible
     from ..store import is_store
 
     folder = Path(store).expanduser()

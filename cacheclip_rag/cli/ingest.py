@@ -90,7 +90,7 @@ def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: di
 
     if backend == "transformers":
         return CacheClipEngine(config)
-    from ..runtime.vllm.encoding import vllm_engine
+    from ..vllm.encoding import vllm_engine
 
     return context.with_resource(vllm_engine(config, vllm=vllm))
 

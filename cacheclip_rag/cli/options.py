@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..checks import by_real_names, did_you_mean
+from ..base.checks import by_real_names, did_you_mean
+from ..base.errors import ConfigurationError, StoreError
+from ..base.removed import OPTIONS
 from ..config import EngineConfig
-from ..errors import ConfigurationError, StoreError
-from ..removed import OPTIONS
 from .tables import TABLES, Table
 
 if TYPE_CHECKING:

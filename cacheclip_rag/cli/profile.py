@@ -19,7 +19,7 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     reading from a store is measured too; the store is left as it was.
     """
     from ..engine import CacheClipEngine
-    from ..plan.controller import Work
+    from ..timing.controller import Work
 
     config = settings.config()
     engine = CacheClipEngine(config)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigurationError
-from ..removed import OPTIONS, refuse_removed
+from ..base.errors import ConfigurationError
+from ..base.removed import OPTIONS, refuse_removed
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options
 from .tables import ServeTable
@@ -71,8 +71,8 @@ def serve(
 
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
     """Become vLLM's server, which gets the flags."""
-    from ..serving.vllm.launch import launch
-    from ..serving.vllm.options import check_given, check_vllm
+    from ..vllm.launch import launch
+    from ..vllm.options import check_given, check_vllm
 
     check_vllm()
     table = settings.table(ServeTable)
@@ -139,7 +139,8 @@ def _log_to_stderr() -> None:
     """Warnings, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("cacheclip_rag.serving").setLevel(logging.INFO)
+    for name in ("cacheclip_rag.serving", "cacheclip_rag.vllm"):
+        logging.getLogger(name).setLevel(logging.INFO)
     for name in ("cacheclip_rag", "uvicorn"):
         logging.getLogger(name).addHandler(handler)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json, print_names
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..checks import check_flag, check_number, check_whole_number
-from ..errors import ConfigurationError
+from ..base.checks import check_flag, check_number, check_whole_number
+from ..base.errors import ConfigurationError
 
 __all__ = ["TABLES", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ConfigurationError, ModelError
+from ..base.errors import ConfigurationError, ModelError
 from .common import JsonOption, check_folder, print_json, print_tables, stoppable
 from .options import CommandSettings, engine_options
 from .tables import CalibrateTable, FinetuneTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
-    from ..lab.training.given import Given
+    from ..lab.training.given import UserSamples
 
 DataOption = Annotated[
     list[str] | None,
@@ -127,12 +127,14 @@ def finetune(
         print_tables(tables, finetuning_note(found), finetuning_verdict(found), *written)
 
 
-def _given(config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None) -> Given | None:
+def _given(
+    config: EngineConfig, data: Sequence[str] | None, limit: int, seed: int, work: Path | None
+) -> UserSamples | None:
     """Samples from the user's data, with a summary on stderr; None without data. Questions that the primary writes for
     documents are saved in ``work``, by default in a folder that all jobs share."""
+    from ..base.paths import cache_home
     from ..lab.training.calibrate import open_engine
     from ..lab.training.given import given_samples
-    from ..paths import cache_home
 
     if limit < 1:
         raise ConfigurationError(f"data_limit must be 1 question or more, got {limit}. Leave out --data for none.")
@@ -148,7 +150,8 @@ def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_
     """Path of the new head set: ``out``, or the path where engines with these models look. A head set made by the
     command ``instead_of`` may be replaced."""
     from ..lab.training.calibrate import open_engine
-    from ..selection.heads import HeadSet, head_set_path, weights_digest
+    from ..runtime.base import weights_digest
+    from ..selection.heads import HeadSet, head_set_path
 
     engine = open_engine(config)
     auxiliary, primary = (

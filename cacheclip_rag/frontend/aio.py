@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from ..runtime.turns import Caller
+from ..answering.turns import Waiter
 
 __all__ = ["iterate_in_thread"]
 
@@ -29,7 +29,7 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[str, T | BaseException | None]] = asyncio.Queue()
-    caller = Caller()
+    caller = Waiter()
 
     def send(kind: str, value: T | BaseException | None = None) -> None:
         with suppress(RuntimeError):  # the loop is closed, so the consumer is gone
@@ -60,7 +60,7 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
         caller.leave()
 
 
-def _send_all(iterator: Iterator[T], caller: Caller, send: Callable[[T], None]) -> None:
+def _send_all(iterator: Iterator[T], caller: Waiter, send: Callable[[T], None]) -> None:
     """Send the items until the consumer is gone, then close the iterator in this thread."""
     try:
         for item in iterator:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..types import Event
+    from ..fusion.answer import Event
 
 __all__ = ["final_events"]
 

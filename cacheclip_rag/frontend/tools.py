@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from ..prompt.tools import call_schema, check_tools
 
 if TYPE_CHECKING:
-    from ..runtime.base import Runtime
-    from ..types import Message
+    from ..runtime.base import Message, Runtime
 
 __all__ = ["can_constrain", "forced_tool", "uses_tools", "with_tool_choice"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..types import Answer
+    from ..fusion.answer import Answer
 
 __all__ = ["telemetry", "token_usage"]
 

@@ -21,21 +21,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..chunks.prefix_cache import Match
-from ..chunks.sources import Sources
-from ..clock import PhaseClock
-from ..errors import ConfigurationError
-from ..fusion_plan import FusionPlan, StoredPiece, runs_of
-from ..methods.base import CacheView, PromptView
+from ..base.clock import PhaseClock
+from ..base.errors import ConfigurationError
+from ..plan.plan import Plan
+from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span, question_slots
 from ..prompt.segments import Fresh
-from ..runtime.base import Fused, wait_for
+from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.prefix_cache import Match
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
+from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
-from ..types import Plan, Trace
+from .answer import Trace
+from .fused import Fused
+from .wire import FusionPlan, StoredPiece, runs_of
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -52,7 +54,7 @@ def fuse(
         match = sources.match(plan, usable=geometry is None)
     with match:
         layout = plan.layout.cached_until(match.num_tokens, plan.reused)
-        pass_ = _Pass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
+        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
         return pass_.run(match)
 
 
@@ -72,7 +74,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    pass_ = _Pass(runtime, plan, sources, 0, clock, None, False)
+    pass_ = _FusedPass(runtime, plan, sources, 0, clock, None, False)
     scorable = [span for span in plan.reused if not layout.is_exact(span)]
     with clock.phase("select"):
         masks = pass_.choose(scorable)
@@ -103,7 +105,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _FusedPass:
     """One plan on its way through the model."""
 
     runtime: ModelRuntime

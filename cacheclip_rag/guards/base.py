@@ -8,16 +8,34 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ..chunks.sources import Sources
-    from ..runtime.verification import Verified
-    from ..sampling import SamplingParams
-    from ..types import Answer, Plan
+    from ..base.sampling import SamplingParams
+    from ..fusion.answer import Answer
+    from ..plan.plan import Plan
+    from ..plan.sources import Sources
 
-__all__ = ["Answered", "Observer"]
+__all__ = ["ObservedAnswer", "Observer", "Verified"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Verified:
+    """The tokens of an answer that were chosen from approximate KV, beside full prefill's choices."""
+
+    logits: torch.Tensor
+    """Full prefill's logits of the answer's first token, ``(vocab_size,)``."""
+    given: tuple[int, ...]
+    """Tokens of the answer that were chosen from the approximate KV."""
+    choices: tuple[int, ...]
+    """At each of them, full prefill's likeliest token after the same prompt and the same tokens before."""
+
+    @property
+    def diverged_at(self) -> int | None:
+        """Number of the first token that full prefill would not choose; None if there is none."""
+        pairs = zip(self.given, self.choices, strict=True)
+        return next((number for number, (given, choice) in enumerate(pairs) if given != choice), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedAnswer:
     """An answer, with the data that a check needs."""
 
     plan: Plan
@@ -35,7 +53,7 @@ class Observer:
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         """Called before a plan is carried out. An observer may raise an error to refuse it."""
 
-    def on_answer(self, answered: Answered) -> None:
+    def on_answer(self, answered: ObservedAnswer) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""
 
     def wait(self, timeout_s: float) -> bool:

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 import transformers
 
-from .. import __version__
+from ..base.errors import CertificateError
+from ..base.paths import atomic_path, cache_home
+from ..base.version import __version__
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
-from ..chunks.sources import Sources
 from ..config import EngineConfig
-from ..errors import CertificateError
 from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import describe
-from ..paths import atomic_path, cache_home
+from ..plan.plan import Plan
+from ..plan.sources import Sources
 from ..selection.scoring import AuxiliaryScorer
-from ..types import Plan
 from .base import Observer
 
 __all__ = [
@@ -114,7 +114,7 @@ class RatioFigures:
     ratio: float
     """Nominal recompute ratio."""
     effective_ratio: float
-    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it."""
+    """Mean over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts it."""
     first_token_kl: Mapping[str, float]
     """``mean``, ``median`` and ``max`` over prompts, nats."""
     answer_kl: Mapping[str, float]
@@ -126,7 +126,7 @@ class RatioFigures:
     verdict: str
     """One of :data:`VERDICTS`."""
     charged_ratio: float | None = None
-    """Mean over prompts, as :class:`~cacheclip_rag.types.FusionStats` counts it; None: not recorded."""
+    """Mean over prompts, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts it; None: not recorded."""
     gate: Sequence[GateFigures] = ()
     """What a confidence gate would have done, by increasing confidence; empty where there can be none. All other
     figures are of the method without a gate."""

@@ -6,9 +6,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from ..fusion.answer import FusionStats
 from ..store import TierStats
-from ..types import FusionStats
-from .base import Answered, Observer
+from .base import ObservedAnswer, Observer
 
 __all__ = ["Metrics"]
 
@@ -60,7 +60,7 @@ class Metrics(Observer):
                 whole._values[name, label] = max(known, value) if name.endswith("_max") else known + value
         return whole
 
-    def on_answer(self, answered: Answered) -> None:
+    def on_answer(self, answered: ObservedAnswer) -> None:
         self.record_answer(answered.answer.stats)
 
     def record_answer(self, stats: FusionStats) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .base import Observer
 
 if TYPE_CHECKING:
-    from ..chunks.sources import Sources
-    from ..types import Plan
+    from ..plan.plan import Plan
+    from ..plan.sources import Sources
 
 __all__ = ["MissWarning"]
 

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ..runtime.sampler import is_greedy
-from ..types import FusionStats
-from .base import Answered, Observer
+from ..base.sampling import is_greedy
+from ..fusion.answer import FusionStats
+from .base import ObservedAnswer, Observer
 from .fidelity import kl_divergence, read_along
 from .metrics import Metrics
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
-    from ..runtime.verification import Verified
+    from .base import Verified
 
 __all__ = ["ShadowChecker", "ShadowRequest"]
 
@@ -66,7 +66,7 @@ class ShadowChecker(Observer):
         """Runs while comparisons are waiting."""
         self._changed = threading.Condition()
 
-    def on_answer(self, answered: Answered) -> None:
+    def on_answer(self, answered: ObservedAnswer) -> None:
         """Record every answer that was verified, and offer every other answer that reused KV."""
         stats = answered.answer.stats
         if stats.method == "full":
@@ -129,7 +129,7 @@ class ShadowChecker(Observer):
             return
         self._record(kl, agreement, len(request.answer_ids), request.stats)
 
-    def _record_verified(self, answered: Answered, verified: Verified) -> None:
+    def _record_verified(self, answered: ObservedAnswer, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""
         kl = float(kl_divergence(verified.logits, answered.logits.to(verified.logits.device)))
         equal = [given == choice for given, choice in zip(verified.given, verified.choices, strict=True)]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import DocumentError, MissingExtraError
+from ..base.errors import DocumentError, MissingExtraError
 
 __all__ = [
     "MARKDOWN_SUFFIXES",

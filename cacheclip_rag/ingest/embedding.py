@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import MissingExtraError, ModelError
+from ..base.errors import MissingExtraError, ModelError
 from ..models.load import DEVICE_MAPS, check_device, resolve
 
 __all__ = ["DEFAULT_EMBEDDING", "Embedder", "Vectors"]

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import DocumentError, EncodingError
+from ..base.progress import progress_bar
 from ..engine import CacheClipEngine
-from ..errors import DocumentError, EncodingError
-from ..progress import progress_bar
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, digest_file, find_files, is_read, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
@@ -62,7 +62,7 @@ class IngestReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _DocumentWork:
     """A document to process."""
 
     path: Path
@@ -71,7 +71,7 @@ class _Work:
     is_new: bool
 
 
-_Document = tuple[_Work, list[str]]
+_Document = tuple[_DocumentWork, list[str]]
 """A document to process and its passages."""
 
 
@@ -81,7 +81,7 @@ class _Survey:
 
     roots: list[Path]
     files: list[Path] = field(default_factory=list)
-    work: list[_Work] = field(default_factory=list)
+    work: list[_DocumentWork] = field(default_factory=list)
     unchanged: list[Path] = field(default_factory=list)
     failed: Problems = field(default_factory=list)
     skipped: Problems = field(default_factory=list)
@@ -231,7 +231,7 @@ def _survey(
         if known.get(str(file)) == digest and str(file) not in damaged:
             survey.unchanged.append(file)
         else:
-            survey.work.append(_Work(file, digest, num_bytes, str(file) not in known))
+            survey.work.append(_DocumentWork(file, digest, num_bytes, str(file) not in known))
     return survey
 
 
@@ -305,7 +305,7 @@ def _precompute(
 
 
 def _record(
-    item: _Work,
+    item: _DocumentWork,
     passages: list[str],
     library: Library,
     engine: CacheClipEngine,

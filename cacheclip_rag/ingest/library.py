@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigurationError, MissingExtraError, StoreError
+from ..base.database import Database, may_be_whole
+from ..base.errors import ConfigurationError, MissingExtraError, StoreError
 from ..models.packaged.catalogue import packaged_name
-from ..store.database import Database, may_be_whole
 from .embedding import Vectors
 
 __all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigurationError, MissingExtraError
+from ..base.errors import ConfigurationError, MissingExtraError
 from ..prompt.segments import normalise_chunk
 
 __all__ = ["Splitter"]

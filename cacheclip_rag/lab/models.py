@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from ..runtime.base import Runtime
 from ..runtime.transformers.model import ModelRuntime
 

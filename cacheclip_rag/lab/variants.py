@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from ..methods import DEFAULT_METHOD, PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.recompute import Recompute

@@ -8,14 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checks import did_you_mean
-from ..errors import ConfigurationError
-from ..removed import METHODS, refuse_removed
+from ..base.checks import did_you_mean
+from ..base.errors import ConfigurationError
+from ..base.late import late_names
+from ..base.removed import METHODS, refuse_removed
 
 if TYPE_CHECKING:
+    from .ape import Ape
     from .base import Method
+    from .block import BlockAttention
+    from .cacheblend import CacheBlend
+    from .presets import PRESET_NOTES, PRESETS
+    from .recompute import Recompute
 
-__all__ = ["DEFAULT_METHOD", "PRESET_NAMES", "check_auxiliary", "check_method", "preset"]
+__all__ = [
+    "DEFAULT_METHOD",
+    "PRESETS",
+    "PRESET_NAMES",
+    "PRESET_NOTES",
+    "Ape",
+    "BlockAttention",
+    "CacheBlend",
+    "Method",
+    "Recompute",
+    "check_auxiliary",
+    "check_method",
+    "preset",
+]
 
 PRESET_NAMES = (
     "full",
@@ -75,3 +94,17 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
             f"method {method.name!r} needs an auxiliary model and none is set. Set one (auxiliary), or use a method "
             f"that needs none: {', '.join(others)}."
         )
+
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "PRESETS": "presets",
+        "PRESET_NOTES": "presets",
+        "Ape": "ape",
+        "BlockAttention": "block",
+        "CacheBlend": "cacheblend",
+        "Method": "base",
+        "Recompute": "recompute",
+    },
+)

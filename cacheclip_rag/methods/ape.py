@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..checks import check_number
+from ..base.checks import check_number
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.attention_plan import Geometry
 from .direct import Direct

@@ -14,9 +14,9 @@ from typing import ClassVar, Self
 
 import torch
 
-from ..checks import check_probability
+from ..base.checks import check_probability
+from ..base.errors import ConfigurationError
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
-from ..errors import ConfigurationError
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.row_filter import RowFilter
@@ -72,7 +72,7 @@ class Method(ABC):
     def plans_ahead(self) -> bool:
         """Whether all that the method does can be said before the primary runs: :meth:`select` needs none of its KV,
         no row leaves the pass, and nothing happens to the other tokens but the correction by :attr:`mean_change`. A
-        :class:`~cacheclip_rag.fusion_plan.FusionPlan` can then carry the method to another process."""
+        :class:`~cacheclip_rag.fusion.wire.FusionPlan` can then carry the method to another process."""
         return False
 
     @property

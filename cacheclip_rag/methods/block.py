@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..base.errors import ConfigurationError
 from ..chunks.context import ChunkContext
-from ..errors import ConfigurationError
 from .direct import Direct
 
 __all__ = ["BlockAttention"]

@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from ..checks import check_choice, check_flag, check_share, check_whole_number
-from ..errors import ConfigurationError
-from ..fusion.correction import ResidualCorrection
+from ..base.checks import check_choice, check_flag, check_share, check_whole_number
+from ..base.errors import ConfigurationError
+from ..runtime.transformers.row_filter import RowFilter
 from ..selection.budget import Budget
 from ..selection.grouping import Tokens
-from ..selection.views import split_by_span
-from .base import CacheView, Method, RowFilter
+from ..selection.views import CacheView, split_by_span
+from .base import Method
+from .correction import ResidualCorrection
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime

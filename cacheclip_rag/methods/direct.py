@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from .base import CacheView, Method, recompute_nothing
+from ..selection.views import CacheView
+from .base import Method, recompute_nothing
 
 __all__ = ["Direct"]
 

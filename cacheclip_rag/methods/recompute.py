@@ -12,12 +12,13 @@ from typing import Self
 
 import torch
 
-from ..checks import check_share
-from ..errors import ConfigurationError
-from ..fusion.correction import ResidualCorrection
+from ..base.checks import check_share
+from ..base.errors import ConfigurationError
 from ..selection.budget import Budget, TokenBudget
 from ..selection.scorers import Scorer
-from .base import CacheView, Method, PromptView
+from ..selection.views import CacheView, PromptView
+from .base import Method
+from .correction import ResidualCorrection
 
 __all__ = ["Recompute"]
 

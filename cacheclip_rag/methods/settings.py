@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass, replace
 from inspect import isabstract
 from typing import Any
 
-from ..checks import did_you_mean
-from ..errors import ConfigurationError
+from ..base.checks import did_you_mean
+from ..base.errors import ConfigurationError
 from ..selection.budget import TokenBudget
 from ..selection.grouping import Grouping
 from ..selection.scorers import Scorer

@@ -2,3 +2,30 @@
 
 ``packaged`` fetches models from the package index; ``load`` makes runtimes, one per model and process.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.late import late_names
+
+if TYPE_CHECKING:
+    from .context import knows_tools
+    from .load import load_model, register_runtime, resolve, unload_models
+    from .packaged.catalogue import PACKAGED_MODELS
+    from .packaged.pull import pull_gguf
+
+__all__ = ["PACKAGED_MODELS", "knows_tools", "load_model", "pull_gguf", "register_runtime", "resolve", "unload_models"]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "PACKAGED_MODELS": "packaged.catalogue",
+        "knows_tools": "context",
+        "load_model": "load",
+        "pull_gguf": "packaged.pull",
+        "register_runtime": "load",
+        "resolve": "load",
+        "unload_models": "load",
+    },
+)

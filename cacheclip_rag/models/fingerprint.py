@@ -15,7 +15,7 @@ import struct
 from io import FileIO
 from pathlib import Path
 
-from ..paths import atomic_path, cache_home
+from ..base.paths import atomic_path, cache_home
 
 __all__ = ["file_states", "fingerprint"]
 

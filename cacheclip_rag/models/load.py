@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError
 
-from ..checks import check_choice, did_you_mean
-from ..errors import (
+from ..base.checks import check_choice, did_you_mean
+from ..base.errors import (
     ConfigurationError,
     DownloadError,
     MissingExtraError,
@@ -237,6 +237,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ..fusion.recompute import fuse
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
@@ -265,7 +266,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
             f"the files of model {name!r} in {folder} changed while it was loaded, so it is not known what was loaded. "
             "Load it again when they are complete."
         )
-    return ModelRuntime(model, tokenizer, **identity)
+    return ModelRuntime(model, tokenizer, fuse=fuse, **identity)
 
 
 def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import ModelError
+from ..base.errors import ModelError
 
 __all__ = ["check_fits", "free_bytes", "weight_bytes"]
 

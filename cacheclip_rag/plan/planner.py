@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from ..checks import check_ratio_and_limit
+from ..base.checks import check_ratio_and_limit
 from ..chunks.context import ChunkContext
-from ..chunks.sources import Sources
 from ..config import EngineConfig
+from ..finding.common_parts import standing_in
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..prompt.layout import Layout, check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
-from ..store.common_parts import standing_in
-from ..types import Plan
+from .plan import Plan
+from .sources import Sources
 
 __all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
 

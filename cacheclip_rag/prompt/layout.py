@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..errors import PromptTooLongError
+from ..base.errors import PromptTooLongError
 from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _groups(segments: Sequence[Segment], apart: bool) -> Iterator[list[Segment]]
         yield group
 
 
-class _Run(NamedTuple):
+class _TokenRun(NamedTuple):
     """Tokens ``[start, stop)`` of a text that are those of a chunk from token ``first`` on."""
 
     start: int
@@ -213,7 +213,7 @@ def _spans(
             position, before = run.stop, run
 
 
-def _chunk_span(run: _Run, text: str, tokens: TokenizedText, start: int, before: _Run | None) -> Span:
+def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, before: _TokenRun | None) -> Span:
     part = _part(tokens, run.start, run.stop)
     begin, end = part.offsets[0][0], max(offset for _, offset in part.offsets)
     chunk = run.chunk
@@ -238,9 +238,9 @@ def _runs(
     edges: np.ndarray[Any, Any],
     tokens: TokenizedText,
     tokenize_chunk: Callable[[str], TokenizedText],
-) -> list[_Run]:
+) -> list[_TokenRun]:
     """Runs of all chunks of a group, in order."""
-    found: list[_Run] = []
+    found: list[_TokenRun] = []
     for number, segment in enumerate(group):
         if not isinstance(segment, Chunk):
             continue
@@ -250,7 +250,7 @@ def _runs(
         for start, stop, first in _equal_runs(tokens, begin, end, source, segment.at):
             is_all = is_whole and stop - start == len(source)
             if is_all or stop - start >= _LEAST_RUN:
-                found.append(_Run(start, stop, first, segment, begin, len(source), is_all))
+                found.append(_TokenRun(start, stop, first, segment, begin, len(source), is_all))
     parts: dict[str, int] = {}
     for run in found:
         if run.chunk.of is not None:

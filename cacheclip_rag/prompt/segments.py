@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import ConfigurationError
-from ..types import Documents, Message, Prompt
+from ..base.errors import ConfigurationError
+from ..runtime.base import Message
+from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, check_tools, unmarked, with_short_ids
 
 if TYPE_CHECKING:
+    from ..finding.texts import TextIndex
     from ..runtime.base import Runtime, TokenizedText
-    from ..store.texts import TextIndex
 
 __all__ = [
     "Chunk",

@@ -1,4 +1,4 @@
-"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.prompt.calls`.
+"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.answering.calls`.
 
 Definitions and calls have the format of OpenAI's API, which chat templates read too::
 
@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from ..errors import ConfigurationError
-from ..types import Message
+from ..base.errors import ConfigurationError
+from ..runtime.base import Message
 
 __all__ = [
     "Marks",

@@ -1,1 +1,20 @@
 """Running a model: the protocol, and its implementations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.late import late_names
+
+if TYPE_CHECKING:
+    from .base import Runtime, TokenizedText
+
+__all__ = ["Runtime", "TokenizedText"]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "Runtime": "base",
+        "TokenizedText": "base",
+    },
+)

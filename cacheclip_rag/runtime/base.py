@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     import torch
 
-    from ..chunks.prefix_cache import Match
-    from ..clock import PhaseClock
-    from ..types import Message, Plan, Trace
+    from ..base.clock import PhaseClock
+    from .transformers.prefix_cache import Match
 
 __all__ = [
     "CALL_MARKERS",
     "DTYPES",
     "Constraint",
-    "Fused",
+    "Message",
     "Runtime",
     "State",
     "TokenizedText",
@@ -42,6 +41,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 """What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
 lacks."""
+
+Message = dict[str, Any]
+"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``, and a tool's
+message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +87,6 @@ class State(Protocol):
 
     def position_of(self, slot: int) -> int:
         """Position of a token by its number from 0, also for the next token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """Result of :meth:`Runtime.fuse`."""
-
-    state: State
-    """The prompt's KV, for :meth:`Runtime.decode_step`."""
-    logits: torch.Tensor
-    """Logits of the prompt's last token, ``(vocab_size,)``."""
-    plan: Plan
-    """The plan that was carried out. ``reused`` no longer lists chunks whose stored KV was missing or damaged."""
-    recomputed_tokens: int
-    """Tokens of reused chunks that were computed again."""
-    charged_tokens: float
-    """Chunk tokens that got fresh KV. A token that only some layers computed counts as that share of a token."""
-    first_computed: int | None
-    """Position of the first token that was computed; None if other prompts must not reuse this KV."""
-    trace: Trace | None = None
 
 
 class Runtime(ABC):
@@ -268,9 +252,10 @@ class Runtime(ABC):
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     @abstractmethod
-    def fuse(self, plan: Plan, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Fused | None:
-        """Carry out a plan that reuses chunks. Their KV comes from ``sources``
-        (:class:`~cacheclip_rag.chunks.sources.Sources`). None if no chunk could be read."""
+    def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+        """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``sources``
+        (:class:`~cacheclip_rag.plan.sources.Sources`). Returns a :class:`~cacheclip_rag.fusion.fused.Fused`, or None if
+        no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

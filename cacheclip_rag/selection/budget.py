@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..checks import check_flag, check_ratio, check_share, check_whole_number
-from ..errors import ConfigurationError
+from ..base.checks import check_flag, check_ratio, check_share, check_whole_number
+from ..base.errors import ConfigurationError
 from .grouping import Grouping, Windows
 from .views import PromptView
 

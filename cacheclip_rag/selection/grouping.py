@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checks import check_whole_number
-from ..errors import ConfigurationError
+from ..base.checks import check_whole_number
+from ..base.errors import ConfigurationError
 
 __all__ = ["AlignedWindows", "Grouping", "Tokens", "Windows"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigurationError, ModelError
-from ..paths import cache_home
+from ..base.errors import ConfigurationError, ModelError
+from ..base.paths import cache_home
+from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
-from ..tensor_files import READ_ERRORS, read_tensors, write_tensors
 from .question import pick_layers
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from ..runtime.transformers.attention_plan import Block, Probe
 from ..runtime.transformers.cache import FusedCache
 

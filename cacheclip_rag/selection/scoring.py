@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from ..base.clock import PhaseClock
 from ..chunks.caches import ChunkCaches
-from ..clock import PhaseClock
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
 from ..store import KV, ReadAgain, ReadAhead, part_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,6 @@ from ..runtime.transformers.cache import FusedCache
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
-    from .scorers.auxiliary_attention import AuxiliaryAttention
 
 __all__ = ["CacheView", "PromptView", "split_by_span"]
 
@@ -31,7 +30,7 @@ class PromptView:
     """``(num_question_tokens,)`` int64, slots of the question's tokens."""
     fresh: torch.Tensor
     """``(num_rows,)`` int64, slots that are always computed: text between chunks, question, missing chunks."""
-    auxiliary_scores: Callable[[AuxiliaryAttention], list[torch.Tensor]]
+    auxiliary_scores: Callable[[Any], list[torch.Tensor]]
     """Asks the auxiliary model for scores: per span ``(num_tokens,)`` of the primary's tokens. Costs a forward pass."""
 
 

@@ -2,13 +2,13 @@
 
 A request passes the files in this order: ``app.py`` (paths, time limit, streams), ``access.py`` (keys and tenants),
 ``schema.py`` with ``field.py`` (what a body may hold), ``queue.py``, a backend (``backend.py``; ``transformers.py``
-answers with this package's engine), ``replies.py`` (what goes back). ``server.py`` starts and stops it. ``vllm/`` has
-vLLM's own server answer instead.
+answers with this package's engine), ``replies.py`` (what goes back). ``server.py`` starts and stops it.
+:mod:`cacheclip_rag.vllm` has vLLM's own server answer instead.
 """
 
 from __future__ import annotations
 
-from ..errors import MissingExtraError
+from ..base.errors import MissingExtraError
 
 try:
     import pydantic  # noqa: F401

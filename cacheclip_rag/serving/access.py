@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checks import check_namespace
-from ..errors import ConfigurationError
+from ..base.checks import check_namespace
+from ..base.errors import ConfigurationError
 from .errors import RequestError
 
 __all__ = ["Access", "Caller", "read_tenants"]

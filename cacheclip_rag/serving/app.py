@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..types import Answer, Event
+from ..fusion.answer import Answer, Event
 from .access import Access, Caller
-from .backend import Backend, ModelCard, ServedQuestion
+from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import check_host, read_body
 from .counters import Counters
 from .errors import RequestError, error_body, error_of
@@ -56,7 +56,7 @@ class Limits:
 class App:
     """The server as an ASGI application (:attr:`asgi`)."""
 
-    backend: Backend
+    backend: ServingBackend
     name: str
     """Served name of the model."""
     access: Access

@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from ..call_options import CallOptions
-from ..errors import ConfigurationError
-from ..types import Event, Message
+from ..answering.options import CallOptions
+from ..base.errors import ConfigurationError
+from ..fusion.answer import Event
+from ..runtime.base import Message
 
-__all__ = ["BACKENDS", "Backend", "ModelCard", "ServedQuestion", "check_backend"]
+__all__ = ["BACKENDS", "ServingBackend", "ModelCard", "ServedQuestion", "check_backend"]
 
 BACKENDS = ("transformers", "vllm")
-"""Values of ``--backend``. vLLM is no :class:`Backend`: its own server answers (:mod:`cacheclip_rag.serving.vllm`)."""
+"""Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_rag.vllm`)."""
 
 
 def check_backend(name: str) -> None:
@@ -47,7 +48,7 @@ class ModelCard:
     """Whether answers can follow a JSON schema."""
 
 
-class Backend(ABC):
+class ServingBackend(ABC):
     """Answers questions. All methods but :meth:`answer` block."""
 
     @abstractmethod

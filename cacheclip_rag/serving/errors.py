@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, PromptTooLongError
+from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, PromptTooLongError
 
 __all__ = ["RequestError", "error_body", "error_of", "unsupported"]
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ..call_options import CallOptions
-from ..checks import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
+from ..answering.options import CallOptions
+from ..base.checks import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
+from ..base.sampling import FINISH_MODES
 from ..methods import check_method
-from ..sampling import FINISH_MODES
 from .errors import RequestError
 
 __all__ = ["CacheClipField"]

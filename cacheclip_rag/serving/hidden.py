@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..types import Event, FusionStats
+from ..fusion.answer import Event, FusionStats
 
 __all__ = ["SEEN", "without_hits"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..frontend.usage import token_usage
-from ..types import Answer, Event
+from ..fusion.answer import Answer, Event
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "as_json", "server_sent"]
 
@@ -125,5 +125,5 @@ def _reason(answer: Answer) -> str:
 
 
 def _statistics(answer: Answer) -> dict[str, Any]:
-    """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.types.FusionStats`."""
+    """The field ``cacheclip`` of a response: the answer's :class:`~cacheclip_rag.fusion.answer.FusionStats`."""
     return {"cacheclip": answer.stats.to_dict()}

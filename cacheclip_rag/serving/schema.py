@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import CacheClipError, ConfigurationError
+from ..base.errors import CacheClipError, ConfigurationError
 from ..frontend.tools import forced_tool, with_tool_choice
 from ..prompt.tools import check_calls, check_tools
-from ..types import Message
+from ..runtime.base import Message
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -59,7 +59,7 @@ _IGNORED_IN_MESSAGES = frozenset({"refusal", "annotations", "reasoning", "reason
 B = TypeVar("B", bound="Body")
 
 
-class _Part(BaseModel):
+class _ContentPart(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
 
@@ -78,7 +78,7 @@ def _text(value: Any) -> Any:
     return "\n".join(texts)
 
 
-class _Message(_Part):
+class _Message(_ContentPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text)] = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -111,11 +111,11 @@ class _Message(_Part):
         return message
 
 
-class _StreamOptions(_Part):
+class _StreamOptions(_ContentPart):
     include_usage: bool | None = None
 
 
-class Body(_Part):
+class Body(_ContentPart):
     """What both kinds of requests have."""
 
     model: str | None = None
@@ -319,11 +319,11 @@ def parse_field(given: Any) -> CacheClipField:
     return _validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
 
 
-class _FieldOnly(_Part):
+class _FieldOnly(_ContentPart):
     cacheclip: CacheClipField | None = None
 
 
-P = TypeVar("P", bound=_Part)
+P = TypeVar("P", bound=_ContentPart)
 
 
 def _validated(kind: type[P], given: Mapping[str, Any]) -> P:

@@ -12,10 +12,10 @@ from types import FrameType
 
 import uvicorn
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .access import Access
 from .app import App, Limits
-from .backend import Backend
+from .backend import ServingBackend
 
 __all__ = ["Server", "address_of", "check_reachable", "served_name"]
 
@@ -29,7 +29,7 @@ class Server:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: ServingBackend,
         *,
         name: str,
         access: Access,

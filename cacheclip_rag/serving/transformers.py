@@ -1,5 +1,5 @@
 """Answers by this package's engine, in this process: one question after the other, tokens side by side
-(:mod:`cacheclip_rag.runtime.turns`)."""
+(:mod:`cacheclip_rag.answering.turns`)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from ..call_options import CallOptions
+from ..answering.options import CallOptions
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..frontend.aio import iterate_in_thread
 from ..frontend.finishing import final_events
 from ..frontend.tools import can_constrain, uses_tools
+from ..fusion.answer import Event
 from ..guards.metrics import Metrics
 from ..prompt.segments import Segment, given_texts
+from ..runtime.base import Message
 from ..store import ChunkStore
-from ..types import Event, Message
-from .backend import Backend, ModelCard, ServedQuestion
+from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import without_hits
 
 __all__ = ["TransformersBackend"]
 
 
-class TransformersBackend(Backend):
+class TransformersBackend(ServingBackend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
 
     def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:

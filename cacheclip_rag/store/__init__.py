@@ -7,6 +7,11 @@ and back; :class:`Catalog` lists entries, limits, texts and sources; :class:`Tex
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..base.keys import chunk_key, text_digest
+from ..base.late import late_names
+from ..finding.texts import TextIndex
 from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
 from .catalog import Catalog, Entry
@@ -14,13 +19,14 @@ from .chunk_store import ChunkStore, StoreStats, is_store
 from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
-from .keys import chunk_key, text_digest
 from .memory import MemoryBackend
 from .reader import StoreReader
 from .speed import TimedRead, has_room, measure_reads
 from .tenant import ReadBuffer, TenantStats, TenantStore
-from .texts import TextIndex
 from .tiers import Tiers, TierStats
+
+if TYPE_CHECKING:
+    from .care import repair, verify
 
 __all__ = [
     "CAN_DROP_PAGE_CACHE",
@@ -59,5 +65,15 @@ __all__ = [
     "layer_of",
     "measure_reads",
     "part_of",
+    "repair",
     "text_digest",
+    "verify",
 ]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "repair": "care",
+        "verify": "care",
+    },
+)

@@ -31,7 +31,7 @@ class Sink:
 class Backend(ABC):
     """Payloads by key. Safe to share between threads.
 
-    A key is 64 hexadecimal digits (see :func:`~cacheclip_rag.store.keys.chunk_key`). Writes are atomic. All methods
+    A key is 64 hexadecimal digits (see :func:`~cacheclip_rag.base.keys.chunk_key`). Writes are atomic. All methods
     raise OSError if the medium fails; payloads may still be intact then.
     """
 

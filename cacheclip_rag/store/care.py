@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ..errors import StoreError
-from ..progress import progress_bar
+from ..base.database import may_be_whole
+from ..base.errors import StoreError
+from ..base.progress import progress_bar
+from ..finding.common_parts import LEAST_SURE
+from ..finding.texts import TextIndex
 from .catalog import FILE_NAME, Catalog, Entry
 from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError
-from .common_parts import LEAST_SURE
-from .database import may_be_whole
 from .disk import DiskBackend
-from .texts import TextIndex
 
 __all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import StoreError
-from .database import Database
+from ..base.database import Database
+from ..base.errors import StoreError
+from ..base.keys import is_key, text_digest
+from ..finding.texts import SCHEMA as TEXTS_SCHEMA
+from ..finding.texts import WRITE as WRITE_TEXT
+from ..finding.texts import TextRow
 from .eviction import BATCH, EVERYONE, Run, make_room
-from .keys import is_key, text_digest
-from .texts import SCHEMA as TEXTS_SCHEMA
-from .texts import WRITE as WRITE_TEXT
-from .texts import TextRow
 
 __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
 

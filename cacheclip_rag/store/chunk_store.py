@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_namespace
-from ..errors import StoreError
+from ..base.checks import check_namespace
+from ..base.database import FormatError
+from ..base.errors import StoreError
 from .backend import Backend
 from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError
-from .database import FormatError
 from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
 from .tenant import TenantStore

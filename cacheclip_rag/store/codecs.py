@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import xxhash
 
-from ..errors import ConfigurationError
-from .texts import TextRow
+from ..base.errors import ConfigurationError
+from ..finding.texts import TextRow
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -37,7 +37,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "LayerKV",
-    "Part",
+    "ArrayPart",
     "StoredKV",
     "decode",
     "encode",
@@ -72,7 +72,7 @@ class LayerKV(NamedTuple):
         return torch.stack((self.keys, self.values if self.scale is None else self.values * self.scale))
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """One array of numbers in the bytes of a layer."""
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class Codec(ABC):
     """Bits per number, to compare the precision of codecs."""
 
     @abstractmethod
-    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
         """The arrays of a layer of this shape, one after the other in its bytes."""
 
     @abstractmethod
@@ -129,8 +129,8 @@ class FloatCodec(Codec):
     def bits(self) -> int:  # type: ignore[override]
         return self.dtype.itemsize * 8
 
-    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
-        return (Part(self.dtype, tuple(shape), 2),)
+    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
+        return (ArrayPart(self.dtype, tuple(shape), 2),)
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
         return layer.to("cpu", self.dtype).contiguous().flatten().view(torch.uint8)
@@ -153,12 +153,12 @@ class Int8Codec(Codec):
 
     bits = 8
 
-    def parts(self, shape: Sequence[int]) -> tuple[Part, ...]:
+    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
         _, heads, tokens, width = shape
         return (
-            Part(torch.int8, (2, heads, tokens, width), 2),
-            Part(torch.float32, (2, heads, 1, width), 2),
-            Part(torch.float32, (heads, tokens, 1), 1),
+            ArrayPart(torch.int8, (2, heads, tokens, width), 2),
+            ArrayPart(torch.float32, (2, heads, 1, width), 2),
+            ArrayPart(torch.float32, (heads, tokens, 1), 1),
         )
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ class Frame:
     text: TextRow | None
     """The chunk's text in the catalog's text index; None if there is no text, or a text too short to be found."""
     digest: bytes | None
-    """Digest of the chunk's text (see :func:`~cacheclip_rag.store.keys.text_digest`); None if there is no text."""
+    """Digest of the chunk's text (see :func:`~cacheclip_rag.base.keys.text_digest`); None if there is no text."""
     codec: str
     shape: tuple[int, ...]
     """Shape of the KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..paths import make_private_folder, private_mode
+from ..base.paths import make_private_folder, private_mode
 from .backend import Backend, Sink
 from .writer import Writer
 

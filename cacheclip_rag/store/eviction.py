@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from .keys import is_key
+from ..base.keys import is_key
 
 __all__ = ["BATCH", "EVERYONE", "Run", "make_room"]
 

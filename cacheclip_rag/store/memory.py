@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .backend import Backend
 
 if TYPE_CHECKING:

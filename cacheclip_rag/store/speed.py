@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import StoreError
+from ..base.errors import StoreError
 from .ahead import ReadAgain, ReadAhead
 from .backend import Backend
 from .chunk_store import ChunkStore

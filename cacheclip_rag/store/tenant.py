@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import StoreError
+from ..base.errors import StoreError
+from ..base.keys import text_digest
+from ..finding.texts import TextIndex, text_row
 from .backend import Sink
 from .catalog import Catalog, Entry
 from .codecs import CODECS, Frame, FrameError, StoredKV, encode
-from .keys import text_digest
-from .texts import TextIndex, text_row
 
 if TYPE_CHECKING:
     from .chunk_store import ChunkStore
@@ -95,7 +95,7 @@ class TenantStats:
 
 
 class TenantStore:
-    """Maps keys (see :func:`~cacheclip_rag.store.keys.chunk_key`) to a tenant's KV.
+    """Maps keys (see :func:`~cacheclip_rag.base.keys.chunk_key`) to a tenant's KV.
 
     A missing key gives None. A damaged or foreign payload is removed: it counts as a miss, with a warning. A payload
     that cannot be read now (OSError of its backend) counts as a miss, with a warning, and stays. If the catalog cannot

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigurationError
+from ..base.errors import ConfigurationError
 from .backend import Backend, Sink
 from .memory import MemoryBackend
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..paths import make_private_folder, private_mode
+from ..base.paths import make_private_folder, private_mode
 
 fcntl: Any
 try:

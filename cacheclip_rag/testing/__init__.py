@@ -5,10 +5,51 @@ Needs pytest. Import each class from its module: ``from cacheclip_rag.testing.ba
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-__all__: list[str] = []
+from ..base.late import late_names
+
+if TYPE_CHECKING:
+    from .backends import BackendConformance
+    from .fake import FakeRuntime
+    from .methods import MethodConformance
+    from .runtimes import RuntimeConformance
+    from .throttled import ThrottledBackend
+    from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, make_tokenizer, tiny_spec
+
+__all__ = [
+    "SENTENCES",
+    "TINY_MODELS",
+    "BackendConformance",
+    "FakeRuntime",
+    "MethodConformance",
+    "RuntimeConformance",
+    "ThrottledBackend",
+    "build_auxiliary",
+    "build_model",
+    "make_tokenizer",
+    "tiny_spec",
+]
 
 pytest.register_assert_rewrite(
     *(f"cacheclip_rag.testing.{name}" for name in ("backends", "llama_index", "methods", "runtimes"))
+)
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "SENTENCES": "tiny",
+        "TINY_MODELS": "tiny",
+        "BackendConformance": "backends",
+        "FakeRuntime": "fake",
+        "MethodConformance": "methods",
+        "RuntimeConformance": "runtimes",
+        "ThrottledBackend": "throttled",
+        "build_auxiliary": "tiny",
+        "build_model": "tiny",
+        "make_tokenizer": "tiny",
+        "tiny_spec": "tiny",
+    },
 )

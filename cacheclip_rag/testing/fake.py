@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigurationError
-from ..runtime.base import Fused, Runtime, TokenizedText
+from ..base.errors import ConfigurationError
+from ..fusion.fused import Fused
+from ..runtime.base import Runtime, TokenizedText
 
 if TYPE_CHECKING:
-    from ..chunks.sources import Sources
-    from ..clock import PhaseClock
+    from ..base.clock import PhaseClock
+    from ..plan.plan import Plan
+    from ..plan.sources import Sources
     from ..prompt.layout import Span
-    from ..types import Message, Plan
+    from ..runtime.base import Message
 
 __all__ = ["FakeRuntime", "FakeState"]
 

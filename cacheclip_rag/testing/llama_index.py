@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from ..errors import MissingExtraError
+from ..base.errors import MissingExtraError
 
 try:
     import llama_index.core  # noqa: F401

@@ -20,11 +20,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from ..answering.prefill import Prefilled
 from ..engine import CacheClipEngine
 from ..methods import preset
-from ..methods.base import CacheView, Method, PromptView, RowFilter
+from ..methods.base import Method
 from ..methods.settings import describe, vary
-from ..runtime.prefill import Prefilled
+from ..runtime.transformers.row_filter import RowFilter
+from ..selection.views import CacheView, PromptView
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
 __all__ = ["MethodConformance", "Observed", "PromptCase", "logit_gap"]

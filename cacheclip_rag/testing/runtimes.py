@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..clock import PhaseClock
+from ..base.clock import PhaseClock
+from ..base.sampling import SamplingParams
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..models.load import register_runtime, unload_models
 from ..runtime.base import Runtime
-from ..sampling import SamplingParams
 
 __all__ = ["RuntimeConformance"]
 

@@ -10,16 +10,22 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.errors import CacheClipError, ConfigurationError, MissingExtraError, PromptTooLongError, ServerError
+from cacheclip_rag.base.errors import (
+    CacheClipError,
+    ConfigurationError,
+    MissingExtraError,
+    PromptTooLongError,
+    ServerError,
+)
+from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
 from cacheclip_rag.prompt.tools import ToolCall, as_object, check_calls
-from cacheclip_rag.types import Answer, Event, FusionStats
 
 if TYPE_CHECKING:
     import httpx
 
-    from cacheclip_rag.call_options import CallOptions
-    from cacheclip_rag.sampling import SamplingParams
-    from cacheclip_rag.types import Prompt
+    from cacheclip_rag.answering.options import CallOptions
+    from cacheclip_rag.base.sampling import SamplingParams
+    from cacheclip_rag.prompt.messages import Prompt
 
 __all__ = ["RemoteEngine", "ServedModel"]
 
@@ -106,7 +112,7 @@ class RemoteEngine:
         return self._events(body)
 
     def _events(self, body: Mapping[str, Any]) -> Iterator[Event]:
-        reading = _Reading()
+        reading = _StreamReading()
         with (
             self._errors(),
             _client().stream("POST", self._path("/chat/completions"), json=body, **self._options()) as found,
@@ -167,7 +173,7 @@ class RemoteEngine:
             ) from error
 
 
-class _Reading:
+class _StreamReading:
     """Chunks of a stream on their way to an answer."""
 
     def __init__(self) -> None:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, SecretStr
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 
 from .remote import RemoteEngine
 from .settings import ModelFields
 
 if TYPE_CHECKING:
-    from cacheclip_rag.call_options import CallOptions
+    from cacheclip_rag.answering.options import CallOptions
     from cacheclip_rag.engine import CacheClipEngine
-    from cacheclip_rag.types import Answer
+    from cacheclip_rag.fusion.answer import Answer
 
 __all__ = ["ServedFields"]
 

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from cacheclip_rag.call_options import CallOptions
-from cacheclip_rag.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag.base.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.removed import SETTINGS, refuse_removed
+from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.frontend.tools import with_tool_choice
-from cacheclip_rag.removed import SETTINGS, refuse_removed
-from cacheclip_rag.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_rag.engine import CacheClipEngine
-    from cacheclip_rag.plan.controller import Profile
-    from cacheclip_rag.types import WarmUp
+    from cacheclip_rag.engine import CacheClipEngine, WarmUp
+    from cacheclip_rag.timing.controller import Profile
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields"]
 
@@ -171,7 +170,7 @@ class EngineFields(BaseModel):
 
 class ModelFields(EngineFields):
     """Settings of a language model: its engine and its sampling. Sampling defaults are those of
-    :class:`~cacheclip_rag.sampling.SamplingParams`."""
+    :class:`~cacheclip_rag.base.sampling.SamplingParams`."""
 
     recompute_ratio: float | str | None = _ENGINE.recompute_ratio
     """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio; ``auto``: chosen by predicted time."""

@@ -14,7 +14,7 @@ from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
 
 from cacheclip_rag import __version__
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.usage import telemetry

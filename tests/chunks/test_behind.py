@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from cacheclip_rag.chunks.batches import in_batches
-from cacheclip_rag.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.store.care import verify
 from cacheclip_rag.testing.fake import FakeRuntime

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag import EngineConfig
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.cli.settings import DEFAULT_SETTINGS
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.ingest.library import Library
 from cacheclip_rag.store import chunk_key
 

@@ -19,10 +19,10 @@ import pytest
 import typer
 
 from cacheclip_rag import __version__
+from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.cli import app, main
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
+from cacheclip_rag.answering.prefill import Prefilled
+from cacheclip_rag.base.clock import PHASES
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.prefill import Prefilled
-from cacheclip_rag.types import PHASES
 
 SHORT = SamplingParams(max_tokens=12)
 

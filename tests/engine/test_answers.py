@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import PromptTooLongError
+from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, rag

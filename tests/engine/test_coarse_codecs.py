@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.prompt.segments import Segment
-from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.store import decode, encode
 from tests.conftest import rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits

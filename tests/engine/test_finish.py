@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, Event, SamplingParams
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.answering import verification
+from cacheclip_rag.answering.text import TextStream
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime import verification
-from cacheclip_rag.runtime.text_stream import TextStream
+from cacheclip_rag.runtime.base import Message
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.types import Message
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.engine.asking import SHORT, check_sums
 

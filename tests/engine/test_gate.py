@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.answering.sampler import confidence
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.sampler import confidence
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.engine.asking import SHORT, check_sums, logits, rag

@@ -14,7 +14,7 @@ import pytest
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from tests.conftest import CHUNKS
 from tests.engine.asking import SHORT, rag
 
@@ -135,8 +135,36 @@ class TestProcess:
     def test_public_names(self) -> None:
         """A name that is added here is a promise to keep."""
         assert sorted(cacheclip_rag.__all__) == [
-            *("Answer", "CacheClipEngine", "CacheClipError", "Chunk", "EngineConfig", "Event", "Fresh", "FusionStats"),
-            *("Plan", "SamplingParams", "__version__", "get_engine"),
+            "Answer",
+            "CacheClipEngine",
+            "CacheClipError",
+            "CertificateError",
+            "Chunk",
+            "ConfigurationError",
+            "DigestMismatchError",
+            "DocumentError",
+            "DownloadError",
+            "EncodingError",
+            "EngineConfig",
+            "Event",
+            "Fresh",
+            "FusionStats",
+            "MissingExtraError",
+            "ModelError",
+            "Plan",
+            "PromptTooLongError",
+            "SamplingParams",
+            "ServerError",
+            "StoreError",
+            "ToolCall",
+            "Trace",
+            "UnknownModelError",
+            "UnsupportedModelError",
+            "WarmUp",
+            "__version__",
+            "call_schema",
+            "explain_miss",
+            "get_engine",
         ]
         for name in cacheclip_rag.__all__:
             assert getattr(cacheclip_rag, name) is not None

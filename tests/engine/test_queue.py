@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.types import Answer
+from cacheclip_rag.fusion.answer import Answer
+from tests.answering.test_turns import Threads, until
 from tests.conftest import rag_prompt
-from tests.runtime.test_turns import Threads, until
 
 PARAMS = SamplingParams(max_tokens=4)
 

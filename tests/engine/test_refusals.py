@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, Chunk, EngineConfig, Fresh, SamplingParams, get_engine
-from cacheclip_rag.errors import (
+from cacheclip_rag.base.errors import (
     ConfigurationError,
     DownloadError,
     PromptTooLongError,
@@ -226,7 +226,7 @@ class TestRefusals:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         loaded: list[str] = []
-        monkeypatch.setattr("cacheclip_rag.parts.load_any", lambda name, **options: loaded.append(name))
+        monkeypatch.setattr("cacheclip_rag.answering.parts.load_any", lambda name, **options: loaded.append(name))
         engine = make(auxiliary=name)
         for call in (lambda: engine.generate(rag(chunks), SHORT), lambda: engine.precompute(chunks)):
             with pytest.raises(error, match=message):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct

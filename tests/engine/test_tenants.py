@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.store import ChunkStore
 from tests.conftest import rag_prompt
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.tools import call_schema
 from cacheclip_rag.runtime.transformers.constraint import closed
 from cacheclip_rag.runtime.transformers.text import TextModel
-from tests.test_tools import SEARCH, calling, result, user
+from tests.prompt.test_tools import SEARCH, calling, result, user
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

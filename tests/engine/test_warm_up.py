@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import UnknownModelError
+from cacheclip_rag.base.errors import UnknownModelError
 from cacheclip_rag.runtime.base import Runtime
 from tests.engine.asking import SHORT, rag
 
@@ -33,7 +33,9 @@ def test_the_first_answer_loads_and_reads_nothing_more(
     assert done.chunks_read == engine.store.stats().entries > 8 and done.bytes_read > 0
     before = engine.parts.tier_stats()[1].hits
     with monkeypatch.context() as patch:
-        patch.setattr("cacheclip_rag.parts.load_any", lambda *given, **options: pytest.fail("a model is loaded"))
+        patch.setattr(
+            "cacheclip_rag.answering.parts.load_any", lambda *given, **options: pytest.fail("a model is loaded")
+        )
         answer = engine.generate(rag(chunks), SHORT)
     assert answer.stats.hits == len(chunks)
     assert engine.parts.tier_stats()[1].hits == before, "the disk was not read again"
@@ -71,7 +73,7 @@ def test_without_a_memory_tier_chunks_are_read_and_dropped(
     own = {caches.key(chunk) for caches in engine.chunk_caches() for chunk in chunks}
     done_order = engine.store.keys()
     assert [key for key in done_order if key in own] == [key for key in order if key in own]
-    monkeypatch.setattr("cacheclip_rag.parts.free_bytes", lambda device: 0)
+    monkeypatch.setattr("cacheclip_rag.answering.parts.free_bytes", lambda device: 0)
     assert make(store=tmp_path).warm_up().chunks_read == 0, "no memory to read them into"
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
+from cacheclip_rag.answering.sampler import confidence
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.sampler import confidence
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 from tests.engine.asking import check_sums

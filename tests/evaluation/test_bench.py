@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.answering.profiling import make_texts
+from cacheclip_rag.base.clock import PHASES
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.profiling import make_texts
-from cacheclip_rag.types import PHASES
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 import cacheclip_rag.guards.certificate as certificates
 import cacheclip_rag.lab.evaluation.certify as module
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import CertificateError, ConfigurationError
 from cacheclip_rag.guards.certificate import find_certificate
 from cacheclip_rag.lab.evaluation import exactness
 from cacheclip_rag.lab.evaluation.certify import RATIOS, certify

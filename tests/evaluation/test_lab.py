@@ -15,17 +15,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, ModelError
+from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError, ModelError
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.journal import open_journal
 from cacheclip_rag.lab.evaluation.lab import Lab, every_method, planned_runs
 from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
-from cacheclip_rag.lab.evaluation.report import FILES, Comparison, summarise
+from cacheclip_rag.lab.evaluation.report import FILES, summarise
+from cacheclip_rag.lab.evaluation.results import Comparison
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.tables import notes
 from cacheclip_rag.methods import PRESET_NAMES, preset
@@ -33,10 +35,10 @@ from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.progress import progress_bar
 from cacheclip_rag.prompt.segments import Chunk, Fresh
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers.text import TextModel
-from cacheclip_rag.selection.heads import HeadSet, weights_digest
+from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
@@ -175,7 +177,7 @@ class TestRun:
         assert found["direct"]["answered_plainly"] is None
 
     def test_a_question_left_out_later_takes_its_answers_along(self, config: EngineConfig, tmp_path: Path) -> None:
-        from cacheclip_rag.errors import PromptTooLongError
+        from cacheclip_rag.base.errors import PromptTooLongError
 
         lab(config, tmp_path / "run", methods=["direct"]).run()
         precompute = CacheClipEngine.precompute

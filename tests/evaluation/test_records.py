@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.lab.evaluation.records import (
     Record,
     RecordChunk,

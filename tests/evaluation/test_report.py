@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.page import to_html
 from cacheclip_rag.lab.evaluation.plots import Point, curves, to_png
 from cacheclip_rag.lab.evaluation.records import Record, SkippedRecord
-from cacheclip_rag.lab.evaluation.report import FILES, Comparison, ItemResult, Run, summarise, write_report
+from cacheclip_rag.lab.evaluation.report import FILES, summarise, write_report
+from cacheclip_rag.lab.evaluation.results import Comparison, ItemResult, Run
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio
 from cacheclip_rag.lab.evaluation.tables import console_tables, gate_table, notes, table

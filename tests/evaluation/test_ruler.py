@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation import ruler
 from cacheclip_rag.lab.evaluation.records import Record
 from cacheclip_rag.lab.evaluation.ruler import NeedleTask, generate, sentences

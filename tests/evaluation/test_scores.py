@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation import scores
 from cacheclip_rag.lab.evaluation.scores import (
     METRICS,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.lab.evaluation import statistics as module
 from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio, trimmed_mean
 

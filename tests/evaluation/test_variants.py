@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import preset
 from cacheclip_rag.selection.budget import Budget, FixedStarts

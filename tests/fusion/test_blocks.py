@@ -18,11 +18,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cacheclip_rag.chunks import prefix_cache as blocks
-from cacheclip_rag.chunks.prefix_cache import Match, PrefixCache
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers import prefix_cache as blocks
 from cacheclip_rag.runtime.transformers.cache import FusedCache, FusedLayer
+from cacheclip_rag.runtime.transformers.prefix_cache import Match, PrefixCache
 from tests.conftest import CHUNKS, QUESTION
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits
 

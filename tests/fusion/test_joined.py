@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.correction import ResidualCorrection
 from cacheclip_rag.fusion.recompute import assemble
+from cacheclip_rag.methods.correction import ResidualCorrection
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.segments import Chunk

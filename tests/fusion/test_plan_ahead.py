@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
-from cacheclip_rag.errors import ConfigurationError
-from cacheclip_rag.fusion.correction import Chunks, offsets
-from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece, runs_of
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece, runs_of
 from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.correction import Chunks, offsets
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.runtime.vllm.passes import passes
-from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.stored import StoredInterval, check_shape
 from cacheclip_rag.store import FrameError, StoreReader
+from cacheclip_rag.vllm.passes import passes
+from cacheclip_rag.vllm.planner import Planner
+from cacheclip_rag.vllm.stored import StoredInterval, check_shape
 from tests.conftest import CHUNKS, rag_prompt
 
 OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}

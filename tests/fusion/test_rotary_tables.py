@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.runtime.prefill import Prefilled
+from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import make_engine

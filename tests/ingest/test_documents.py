@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag.errors import DocumentError
+from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import find_files, read_document
 from tests.ingest.pdf import pdf
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
 from cacheclip_rag.ingest import job
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors

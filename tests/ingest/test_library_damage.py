@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.ingest.embedding import Vectors
 from cacheclip_rag.ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
 
@@ -168,7 +168,7 @@ def test_damaged_settings(folder: Path, sql: str) -> None:
 
 
 def test_a_locked_library_is_not_moved_aside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.store.database._BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("cacheclip_rag.base.database._BUSY_TIMEOUT_S", 0.01)
     change(folder, "UPDATE passages SET text = 'x' WHERE path = 'a.txt' AND ordinal = 1")
     other = sqlite3.connect(folder / FILE_NAME, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")

@@ -13,9 +13,8 @@ import torch
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.runtime.base import TokenizedText
+from cacheclip_rag.runtime.base import Message, TokenizedText
 from cacheclip_rag.testing.fake import FakeRuntime
-from cacheclip_rag.types import Message
 
 _numbers = itertools.count()
 

@@ -35,8 +35,8 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, Runnable
 
 from cacheclip_rag import __version__
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.types import Message
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.runtime.base import Message
 from tests.integrations.fakes import Gate, fake_models, join_workers, turns, watched
 from tests.models.test_architectures import build
 

@@ -36,7 +36,7 @@ from langchain_core.runnables.utils import add
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from tests.integrations.conftest import Seen
 from tests.integrations.fakes import fake_models
 from tests.integrations.test_langchain import RAG_PROMPT, Recorder, WordRetriever

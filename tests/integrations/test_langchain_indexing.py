@@ -31,7 +31,7 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import CharacterTextSplitter
 
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import register_runtime

@@ -31,7 +31,7 @@ from llama_index.core.schema import MetadataMode, TextNode, TransformComponent
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from tests.integrations.fakes import Gate, fake_models, join_workers, watched

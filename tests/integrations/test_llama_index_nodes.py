@@ -35,7 +35,7 @@ from llama_index.response_synthesizers.cacheclip.packing import WholeChunks
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import register_runtime
 from tests.conftest import SENTENCES
 from tests.integrations.conftest import Seen as SeenPlans

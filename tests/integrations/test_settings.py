@@ -14,7 +14,7 @@ from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]

@@ -20,7 +20,7 @@ from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.llms.cacheclip.base import _warn_once
 from pydantic import BaseModel
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from tests.integrations.fakes import fake_models, watched
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fenêtre"}}\n</tool_call>'

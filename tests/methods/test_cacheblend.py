@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationFilter, _warn_unaffordable
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.grouping import Windows
 from cacheclip_rag.selection.question import pick_layers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry
 from cacheclip_rag.runtime.transformers.cache import cache_argument

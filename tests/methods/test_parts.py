@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cacheclip_rag import SamplingParams
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.chunks.context import CONTEXTS
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.selection.budget import Budget
 from tests.conftest import CHUNKS, LLAMA, build_model
 from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine, reference_logits

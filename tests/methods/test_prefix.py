@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
-from cacheclip_rag.chunks import prefix_cache as blocks
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers import prefix_cache as blocks
 from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, check_method, preset
 from cacheclip_rag.methods.cacheblend import CacheBlend
 from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS

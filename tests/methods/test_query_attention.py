@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.runtime.transformers.cache import cache_argument

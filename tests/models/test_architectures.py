@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.errors import UnsupportedModelError
+from cacheclip_rag.base.errors import UnsupportedModelError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
@@ -258,7 +258,7 @@ class TestRopesThatDependOnLength:
         assert list(answer.token_ids) == expected[0, len(ids) :].tolist()
 
     def test_chunk_beyond_the_limit(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
-        from cacheclip_rag.errors import PromptTooLongError
+        from cacheclip_rag.base.errors import PromptTooLongError
 
         engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=None, method="direct")
         with pytest.raises(PromptTooLongError, match="Split"):

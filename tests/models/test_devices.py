@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cacheclip_rag.runtime.transformers.attention as attention
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.answering.prefill import Prefilled
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model, unload_models
-from cacheclip_rag.runtime.prefill import Prefilled
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, causal_plan
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of

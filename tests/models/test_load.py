@@ -17,7 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheclip_rag.errors import ConfigurationError, DownloadError, ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.base.errors import (
+    ConfigurationError,
+    DownloadError,
+    ModelError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
 from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory
@@ -25,9 +31,9 @@ from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers import architectures
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
-from cacheclip_rag.selection.heads import weights_digest
 from cacheclip_rag.testing.tiny import TINY_MODELS
 
 

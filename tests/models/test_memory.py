@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cacheclip_rag.errors import ModelError
+from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.models import memory
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.models.memory import check_fits, free_bytes, weight_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheclip_rag.errors import ModelError
+from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.models.load import load_model, load_planning
 
 

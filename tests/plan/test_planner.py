@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, Plan
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.guards.base import Answered, Observer
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.guards.base import ObservedAnswer, Observer
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
 
@@ -133,12 +133,12 @@ class TestObservers:
     class Seen(Observer):
         def __init__(self) -> None:
             self.plans: list[Plan] = []
-            self.answers: list[Answered] = []
+            self.answers: list[ObservedAnswer] = []
 
         def on_plan(self, plan: Plan, sources: Any) -> None:
             self.plans.append(plan)
 
-        def on_answer(self, answered: Answered) -> None:
+        def on_answer(self, answered: ObservedAnswer) -> None:
             self.answers.append(answered)
 
     def test_they_see_plans_and_answers(self, engine: CacheClipEngine) -> None:

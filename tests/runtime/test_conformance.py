@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_any, register_runtime
 from cacheclip_rag.runtime.base import Runtime
 from cacheclip_rag.testing.fake import FakeRuntime

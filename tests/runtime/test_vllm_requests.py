@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import CertificateError, ConfigurationError
-from cacheclip_rag.fusion_plan import FusionPlan, StoredPiece
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError
+from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
 from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.runtime.vllm.offline import engine_options
-from cacheclip_rag.runtime.vllm.once import WarnOnce
-from cacheclip_rag.runtime.vllm.passes import passes
-from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.requests import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
-from cacheclip_rag.runtime.vllm.served import Served
+from cacheclip_rag.vllm.offline import engine_options
+from cacheclip_rag.vllm.once import WarnOnce
+from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
+from cacheclip_rag.vllm.passes import passes
+from cacheclip_rag.vllm.planner import Planner
+from cacheclip_rag.vllm.served import Served
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOM = {"max_runs": 99, "max_rows": 999}
@@ -43,8 +43,8 @@ def test_nothing_of_this_imports_vllm() -> None:
     program = """
 import sys
 sys.modules["vllm"] = None
-import cacheclip_rag.runtime.vllm.offline, cacheclip_rag.runtime.vllm.worker
-import cacheclip_rag.runtime.vllm.encoding, cacheclip_rag.lab.evaluation.served
+import cacheclip_rag.vllm.offline, cacheclip_rag.vllm.worker
+import cacheclip_rag.vllm.encoding, cacheclip_rag.lab.evaluation.served
 print("imported")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

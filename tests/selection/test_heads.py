@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import (
@@ -28,7 +29,6 @@ from cacheclip_rag.selection.heads import (
     head_set_path,
     load_named,
     model_digest,
-    weights_digest,
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS

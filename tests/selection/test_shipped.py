@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ModelError
+from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
-from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set, weights_digest
+from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set
 from cacheclip_rag.testing.tiny import AUXILIARY, build_model, make_tokenizer
+from cacheclip_rag.vllm.planner import Planner
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.serving.access import Access, read_tenants
 from cacheclip_rag.serving.errors import RequestError
 from cacheclip_rag.serving.server import Server

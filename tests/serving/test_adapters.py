@@ -21,8 +21,8 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from pydantic import BaseModel
 
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.serving.access import Access
 from tests.conftest import CHUNKS, rag_prompt

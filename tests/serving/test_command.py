@@ -13,9 +13,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.serving.transformers import TransformersBackend
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
 from cacheclip_rag.serving.hidden import SEEN, without_hits
-from cacheclip_rag.types import Answer, Event, FusionStats
 from tests.conftest import CHUNKS, rag_prompt
 from tests.serving.conftest import Served, running
 

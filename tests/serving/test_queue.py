@@ -14,8 +14,8 @@ import httpx
 import pytest
 from langchain_cacheclip import ChatCacheClip
 
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError
 from cacheclip_rag.serving.app import Limits
 from cacheclip_rag.serving.server import Server
 from tests.serving.conftest import Served, running

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.base.errors import StoreError
 from tests.serving.conftest import NAME, Served
 
 MESSAGES = [{"role": "user", "content": "What?"}]

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import CertificateError, ConfigurationError, MissingExtraError
-from cacheclip_rag.runtime.vllm import served
-from cacheclip_rag.runtime.vllm.requests import NAMESPACES_VARIABLE
-from cacheclip_rag.serving.vllm import launch, options
-from cacheclip_rag.serving.vllm.settings import ServerSettings
+from cacheclip_rag.vllm import launch, options, served
+from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE
+from cacheclip_rag.vllm.settings import ServerSettings
 
 KEY = "server-key-1"
 
@@ -88,9 +87,9 @@ def test_what_is_started(
     assert value(started, "--model") == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
-    assert value(started, "--worker-cls") == "cacheclip_rag.runtime.vllm.worker.CPUWorker"
+    assert value(started, "--worker-cls") == "cacheclip_rag.vllm.worker.CPUWorker"
     assert "--no-async-scheduling" in started["arguments"]
-    assert value(started, "--middleware") == "cacheclip_rag.serving.vllm.middleware.CacheClip"
+    assert value(started, "--middleware") == "cacheclip_rag.vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
     assert extra == {"store": str(tmp_path / "store"), "sealed": True}

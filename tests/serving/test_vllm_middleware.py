@@ -25,19 +25,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import ConfigurationError, PromptTooLongError, ServerError
-from cacheclip_rag.fusion_plan import FusionPlan
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.runtime.vllm.planner import Planner
-from cacheclip_rag.runtime.vllm.requests import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
-from cacheclip_rag.runtime.vllm.served import Served as HowServed
-from cacheclip_rag.runtime.vllm.shadow import SHADOW_TOKENS
-from cacheclip_rag.serving.vllm.middleware import CacheClip
-from cacheclip_rag.serving.vllm.planning import Planning, Way
-from cacheclip_rag.serving.vllm.replies import Result, Said, StreamReply
-from cacheclip_rag.serving.vllm.settings import ServerSettings
-from cacheclip_rag.types import FusionStats
+from cacheclip_rag.vllm.middleware import CacheClip
+from cacheclip_rag.vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
+from cacheclip_rag.vllm.planner import Planner
+from cacheclip_rag.vllm.planners import Planning, Route
+from cacheclip_rag.vllm.replies import ReplyText, Result, StreamReply
+from cacheclip_rag.vllm.served import Served as HowServed
+from cacheclip_rag.vllm.settings import ServerSettings
+from cacheclip_rag.vllm.shadow import SHADOW_TOKENS
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
 
@@ -620,7 +620,7 @@ def test_the_server_closes_though_an_answer_does_not_end(
     settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM closes its server when its engine is gone, and never ends what the engine left."""
-    monkeypatch.setattr("cacheclip_rag.serving.vllm.middleware._CLOSING_S", 0.1)
+    monkeypatch.setattr("cacheclip_rag.vllm.middleware._CLOSING_S", 0.1)
     with running(settings) as served:
         served.inner.gate.clear()
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}
@@ -639,7 +639,7 @@ def event(**values: Any) -> bytes:
 class TestStreamReply:
     def made(self, *, shows_usage: bool = False) -> tuple[StreamReply, list[tuple[FusionStats, str, str | None]]]:
         recorded: list[Any] = []
-        return StreamReply(Result(Way(reason="n"), lambda *each: recorded.append(each)), shows_usage), recorded
+        return StreamReply(Result(Route(reason="n"), lambda *each: recorded.append(each)), shows_usage), recorded
 
     def test_pieces_of_any_length(self) -> None:
         last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
@@ -664,7 +664,7 @@ class TestStreamReply:
     def test_of_a_plan_without_counts_of_vllm(self, served: Served) -> None:
         """Nothing says whether it was carried out."""
         planned = served.middleware.planning.planner("default").plan(PROMPT)
-        reply = StreamReply(Result(Way(planned), lambda *each: None), False)
+        reply = StreamReply(Result(Route(planned), lambda *each: None), False)
         reply.feed(event(choices=[{"index": 0, "text": "a", "finish_reason": "length"}]))
         assert b'"outcome":"unknown","reason":null' in reply.feed(b"data: [DONE]\n\n")
 
@@ -751,7 +751,7 @@ async def test_planning_does_not_block_the_server(served: Served, monkeypatch: p
         asked = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
         while "cacheclip_questions_waiting 3\n" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr("cacheclip_rag.serving.vllm.planning._MOST_WAITING", 3)
+        monkeypatch.setattr("cacheclip_rag.vllm.planners._MOST_WAITING", 3)
         other = (await client.post(CHAT, json=body)).json()["cacheclip"]
         assert other["reason"] == "too many prompts wait to be planned"
         may_plan.set()
@@ -920,10 +920,10 @@ class TestShadowChecks:
     def test_what_was_said(self) -> None:
         pieces = [{"reasoning": "So"}, {"content": "."}, {"role": "assistant", "content": ""}]
         stream = b"".join(event(choices=[{"delta": each, "finish_reason": None}]) for each in pieces)
-        assert Said.of(b": alive\n\n" + stream + b'data: {"choices":[{"del') == Said("So.", False)
+        assert ReplyText.of(b": alive\n\n" + stream + b'data: {"choices":[{"del') == ReplyText("So.", False)
         stream += event(choices=[{"delta": {}, "finish_reason": "stop"}]) + event(choices=[]) + b"data: [DONE]\n\n"
-        assert Said.of(stream) == Said("So.", True)
-        assert Said.of(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') == Said("a", False)
+        assert ReplyText.of(stream) == ReplyText("So.", True)
+        assert ReplyText.of(b'{"choices": [{"text": "a", "finish_reason": "length"}]}') == ReplyText("a", False)
 
 
 async def broken(scope: Any, receive: Any, send: Any) -> None:

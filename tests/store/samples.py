@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode, text_digest
-from cacheclip_rag.store.texts import text_row
 
 TOKENS = 4
 BLOCK = 4096

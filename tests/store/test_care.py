@@ -16,12 +16,12 @@ import pytest
 import torch
 from typing_extensions import Buffer
 
-from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.base.database import Database
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.ingest.library import Library
 from cacheclip_rag.store import Catalog, ChunkStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
-from cacheclip_rag.store.common_parts import TextMatch
-from cacheclip_rag.store.database import Database
 from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore
 from tests.store.samples import (
     BLOCK,

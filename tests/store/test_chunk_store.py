@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag.errors import ConfigurationError, StoreError
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, TenantStore, Tiers, is_store, text_digest
 from cacheclip_rag.store.catalog import Catalog
 from cacheclip_rag.testing.backends import problems_in_threads

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import CODECS, FrameError, decode, encode, frame_bytes, keeps, layer_of
 from cacheclip_rag.store.codecs import FloatCodec, Frame
-from cacheclip_rag.store.keys import text_digest
-from cacheclip_rag.store.texts import text_row
 from tests.store.samples import frame, key, kv, opened
 
 FLOATS = [name for name, codec in CODECS.items() if isinstance(codec, FloatCodec)]

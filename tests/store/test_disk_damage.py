@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import DiskBackend, TenantStore
 from cacheclip_rag.store.tenant import ReadBuffer
 from tests.store.samples import (

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheclip_rag.store import Catalog, TextIndex, excerpts
-from cacheclip_rag.store.common_parts import LEAST_SURE, TextMatch
-from cacheclip_rag.store.keys import text_digest
+from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.finding import excerpts
+from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
+from cacheclip_rag.store import Catalog, TextIndex
 
 
 def prose(seed: int, words: int = 150) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import (
     PAGE_CACHE,
     Backend,

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheclip_rag.errors import StoreError
+from cacheclip_rag.base.database import Database
+from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.finding import texts as module
+from cacheclip_rag.finding.texts import REACH, SCHEMA, TextIndex, text_row
+from cacheclip_rag.finding.winnowing import WINDOW
 from cacheclip_rag.prompt.segments import Chunk, given_texts, segment_text
 from cacheclip_rag.store import Catalog
-from cacheclip_rag.store import texts as module
-from cacheclip_rag.store.database import Database
-from cacheclip_rag.store.keys import text_digest
-from cacheclip_rag.store.texts import REACH, SCHEMA, WINDOW, TextIndex, text_row
 
 LENGTHS = [
     *range(WINDOW - 1, WINDOW + 9),

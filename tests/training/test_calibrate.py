@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.errors import ConfigurationError, ModelError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
+from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.scores import token_f1
 from cacheclip_rag.lab.training import calibrate as module
@@ -30,7 +31,7 @@ from cacheclip_rag.lab.training.families import FAMILIES, Sample, synthetic_samp
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.outcomes import (
-    Asked,
+    AnsweredSamples,
     Outcome,
     answered_rightly,
     downstream,
@@ -43,10 +44,10 @@ from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.training.report import calibration_json, calibration_note, calibration_table, ranking_tables
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.progress import progress_bar
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.auxiliary import score_chunks
-from cacheclip_rag.selection.heads import HeadSet, model_digest, shipped_set, weights_digest
+from cacheclip_rag.selection.heads import HeadSet, model_digest, shipped_set
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS
 from tests.training.conftest import made, short_samples
 from tests.training.planted import PLANTED, build_planted
@@ -364,7 +365,7 @@ class TestAnsweredRightly:
         samples = [replace(each, parts=()) for each in synthetic_samples("test", 2, chunk_words=20)]
         found = answered_rightly(engine, samples, 2)
         assert found == (samples, 0, 2) and found.summary == "0 of 2, and 2 have no short right answer"
-        assert Asked(samples, 1, 0).summary == "1 of 2"
+        assert AnsweredSamples(samples, 1, 0).summary == "1 of 2"
 
 
 class TestDownstream:

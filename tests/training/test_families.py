@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.lab.training.families import FAMILIES, Sample, Split, synthetic_samples
 
 TEXTS: dict[str, Any] = json.loads(files("cacheclip_rag.lab.training").joinpath("families.json").read_text())

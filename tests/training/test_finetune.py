@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.cli import app
-from cacheclip_rag.errors import CacheClipError, ConfigurationError, ModelError
 from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import figures as figures_module
@@ -27,8 +27,9 @@ from cacheclip_rag.lab.training.folder import Interrupted
 from cacheclip_rag.lab.training.given import given_samples, sample_of_record
 from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.lab.training.targets import after_sinks
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
-from cacheclip_rag.selection.heads import HeadSet, head_set_path, weights_digest
+from cacheclip_rag.selection.heads import HeadSet, head_set_path
 from tests.conftest import CHUNKS
 from tests.training.conftest import made
 from tests.training.stopping import stopper

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.errors import ConfigurationError, EncodingError
+from cacheclip_rag.base.errors import ConfigurationError, EncodingError
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.splitting import Splitter
-from cacheclip_rag.runtime.vllm import captures
-from cacheclip_rag.runtime.vllm.encoding import encoding_options, encoding_primary
-from cacheclip_rag.runtime.vllm.offline import FusedLLM
 from cacheclip_rag.testing.tiny import SENTENCES
+from cacheclip_rag.vllm import captures
+from cacheclip_rag.vllm.encoding import encoding_options, encoding_primary
+from cacheclip_rag.vllm.offline import FusedLLM
 from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
 from tests.vllm.test_architectures import setting as architecture
 
@@ -230,7 +230,7 @@ class TestFailures:
         assert engine.precompute(CHUNKS[1:3]) == 2
 
     def test_a_context_that_cannot_be_loaded(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.runtime.vllm.loading import Loader
+        from cacheclip_rag.vllm.loading import Loader
 
         engine = made.engine(None)
         engine.precompute(CHUNKS[:1])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.fusion_plan import StoredPiece, runs_of
+from cacheclip_rag.fusion.wire import StoredPiece, runs_of
 from cacheclip_rag.lab.variants import RANDOM
-from cacheclip_rag.runtime.vllm.offline import FusedLLM
-from cacheclip_rag.runtime.vllm.requests import request_parameters
+from cacheclip_rag.vllm.offline import FusedLLM
+from cacheclip_rag.vllm.parameters import request_parameters
 from tests.vllm.conftest import (
     BLOCK,
     CHUNKS,
@@ -58,7 +58,7 @@ def plain(setting: Setting) -> list[tuple[int, ...]]:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of tokens of each load, in order."""
-    from cacheclip_rag.runtime.vllm.loading import Load, Loader
+    from cacheclip_rag.vllm.loading import Load, Loader
 
     load, found = Loader.load, list[int]()
 
@@ -222,7 +222,7 @@ class TestFailures:
         assert payload.exists()
 
     def test_the_pass_fails_halfway(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.runtime.vllm.rows import RowRunner
+        from cacheclip_rag.vllm.rows import RowRunner
 
         def fails(*args: Any) -> None:
             raise RuntimeError("out of memory")
@@ -278,7 +278,7 @@ class TestBlocksOfFailedLoads:
     @pytest.fixture
     def began(self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Two requests with the same plan, whose load failed, and nothing is computed so far."""
-        from cacheclip_rag.runtime.vllm.loading import Loader
+        from cacheclip_rag.vllm.loading import Loader
 
         def fails(*args: Any) -> int:
             raise OSError("the disk is gone")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheclip_rag.fusion_plan import runs_of
+from cacheclip_rag.fusion.wire import runs_of
 
 NUM_TOKENS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK = 700, 8, 2, 64, 32
 

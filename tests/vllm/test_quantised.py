@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.errors import CertificateError, UnsupportedModelError
 from cacheclip_rag.lab.evaluation import certify as common
 from cacheclip_rag.lab.evaluation.served import certify_vllm
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.vllm.offline import FusedLLM
-from cacheclip_rag.runtime.vllm.served import Served
 from cacheclip_rag.testing.tiny import build_model
+from cacheclip_rag.vllm.offline import FusedLLM
+from cacheclip_rag.vllm.served import Served
 from tests.vllm.conftest import CHUNKS, MODELS, PROMPTS, VLLM, Setting, clean_up, outcomes
 from tests.vllm.test_encoding import encoding
 from tests.vllm.test_engine import sampling

@@ -84,13 +84,13 @@ class TestEngine:
         ],
     )
     def test_refused(self, part: str, changed: dict[str, Any], what: str) -> None:
-        from cacheclip_rag.runtime.vllm.connector import check_engine
+        from cacheclip_rag.vllm.connector import check_engine
 
         with pytest.raises(ValueError, match=what):
             check_engine(*engine(part, **changed))
 
     def test_experts_under_data_parallelism(self) -> None:
-        from cacheclip_rag.runtime.vllm.connector import check_engine
+        from cacheclip_rag.vllm.connector import check_engine
 
         config, cache = engine("parallel_config", data_parallel_size=2)
         check_engine(config, cache)
@@ -99,13 +99,13 @@ class TestEngine:
             check_engine(config, cache)
 
     def test_accepted(self) -> None:
-        from cacheclip_rag.runtime.vllm.connector import check_engine
+        from cacheclip_rag.vllm.connector import check_engine
 
         check_engine(*engine())
         check_engine(*engine(draft="ngram"))
 
     def test_a_real_engine_says_why(self, settings: Any) -> None:
-        from cacheclip_rag.runtime.vllm.offline import engine_options
+        from cacheclip_rag.vllm.offline import engine_options
 
         setting = settings()
         transfer = engine_options(setting.store)["kv_transfer_config"]
@@ -135,7 +135,7 @@ class TestRequest:
         ],
     )
     def test_refused(self, changed: dict[str, Any], what: str) -> None:
-        from cacheclip_rag.runtime.vllm.connector import check_request
+        from cacheclip_rag.vllm.connector import check_request
 
         check_request(SimpleNamespace(**REQUEST))
         with pytest.raises(ValueError, match=what):
@@ -144,7 +144,7 @@ class TestRequest:
 
 class TestBookkeeping:
     def connector(self) -> Any:
-        from cacheclip_rag.runtime.vllm.connector import CacheClipConnector
+        from cacheclip_rag.vllm.connector import CacheClipConnector
 
         found = CacheClipConnector.__new__(CacheClipConnector)
         found._requests, found._scheduled, found._loading, found._outcomes, found._ready = {}, {}, {}, {}, {}
@@ -153,7 +153,7 @@ class TestBookkeeping:
 
     def begin(self, connector: Any, name: str, blocks: tuple[int, ...]) -> Any:
         """A request with 64 tokens in the cache whose load is under way, as scheduled before its report came."""
-        from cacheclip_rag.runtime.vllm.loading import Load
+        from cacheclip_rag.vllm.loading import Load
 
         request = SimpleNamespace(request_id=name, prefill_stats=None, num_output_tokens=0, num_computed_tokens=160)
         connector._requests[name], connector._loading[name] = request, (Load(name, blocks, 64, 128), 0)

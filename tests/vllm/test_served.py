@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.runtime.vllm.served import Served
+from cacheclip_rag.vllm.served import Served
 
 EIGHT_BITS = {"num_bits": 8, "type": "float", "dynamic": False}
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}

@@ -22,10 +22,10 @@ from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.errors import PromptTooLongError
-from cacheclip_rag.fusion_plan import FusionPlan
+from cacheclip_rag.base.errors import PromptTooLongError
+from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.vllm.planner import Planner
+from cacheclip_rag.vllm.planner import Planner
 from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 
 KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
-from ...engine import CacheClipEngine
-from ...errors import (
+from ...answering.prefill import Prefilled
+from ...base.errors import (
     CacheClipError,
     ConfigurationError,
     MissingExtraError,
@@ -20,14 +20,14 @@ from ...errors import (
     PromptTooLongError,
     StoreError,
 )
-from ...machine import unit_name
+from ...base.machine import unit_name
+from ...engine import CacheClipEngine
+from ...fusion.answer import FusionStats
 from ...methods.base import Method
-from ...runtime.prefill import Prefilled
-from ...types import FusionStats
 from ..models import transformers_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison
-from .report import ItemResult
+from .results import ItemResult
 from .scores import ALL_WANTED, METRICS
 
 __all__ = [

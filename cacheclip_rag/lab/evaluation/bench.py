@@ -14,17 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...answering.profiling import QUESTION, make_texts
+from ...base.clock import PHASES
+from ...base.errors import ConfigurationError
+from ...base.progress import progress_bar
+from ...base.sampling import SamplingParams
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
+from ...fusion.answer import FusionStats
 from ...methods import DEFAULT_METHOD
 from ...methods.base import Method
-from ...profiling import QUESTION, make_texts
-from ...progress import progress_bar
-from ...sampling import SamplingParams
 from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
-from ...types import PHASES, FusionStats
 
 __all__ = ["bench"]
 

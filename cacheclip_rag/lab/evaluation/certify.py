@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from ...base.errors import ConfigurationError
+from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...guards.certificate import (
     THRESHOLDS,
     Certificate,
@@ -29,7 +30,6 @@ from ...guards.certificate import (
 from ...guards.fidelity import Fidelity
 from ...methods import preset
 from ...methods.base import Method
-from ...progress import progress_bar
 from .exactness import DIRECT, check_exactness, check_reuse
 from .gating import CONFIDENCES
 from .prompts import EvaluationPrompt, bundled_prompts

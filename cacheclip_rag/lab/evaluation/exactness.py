@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ...answering.prefill import Prefilled
+from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...fusion.recompute import assemble, choose_rows, recompute
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
-from ...methods.base import CacheView, Method
-from ...runtime.prefill import Prefilled
+from ...methods.base import Method
 from ...runtime.transformers.cache import FusedCache, cache_argument
 from ...runtime.transformers.model import ModelRuntime
+from ...selection.views import CacheView
 from ..models import transformers_model
 from .prompts import EvaluationPrompt
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .statistics import paired_bootstrap, paired_ratio
 
 if TYPE_CHECKING:
-    from .report import ItemResult
+    from .results import ItemResult
 
 __all__ = ["CONFIDENCES", "gated", "shares_of_full"]
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...errors import ConfigurationError
-from ...paths import atomic_path
+from ...base.errors import ConfigurationError
+from ...base.paths import atomic_path
 from .records import Record
-from .report import ItemResult
+from .results import ItemResult
 
 __all__ = ["Journal", "check_folder", "open_journal"]
 

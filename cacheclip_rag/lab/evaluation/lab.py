@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...base.errors import ConfigurationError
+from ...base.progress import progress_bar
 from ...chunks.context import CONTEXTS, context_name
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
 from ...methods.settings import describe
-from ...progress import progress_bar
 from ...prompt.segments import Chunk
 from ...selection.heads import load_named
 from ..variants import AGAIN
@@ -46,7 +46,7 @@ from .journal import Journal, open_journal
 from .questions import QuestionPrompt, ask
 from .records import Record, SkippedRecord, first_few
 from .reference import Reference
-from .report import Comparison, ItemResult, Run
+from .results import Comparison, ItemResult, Run
 from .scores import check_metric
 from .tables import number_text
 

@@ -16,7 +16,7 @@ from .records import Record
 from .tables import Cell, Column, first_skipped, gate_table, headline, notes, score_title, table, task_title
 
 if TYPE_CHECKING:
-    from .report import Comparison, ItemResult
+    from .results import Comparison, ItemResult
 
 __all__ = ["to_html"]
 

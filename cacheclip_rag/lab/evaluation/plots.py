@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import MissingExtraError
+from ...base.errors import MissingExtraError
 from .tables import number_text, score_title
 
 __all__ = ["Point", "curves", "to_png"]

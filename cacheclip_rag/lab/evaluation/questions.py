@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...prompt.segments import Fresh, Segment, segment_text
-from ...types import Message
+from ...runtime.base import Message
 from .records import Record
 from .scores import check_metric
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ...checks import check_choice
-from ...errors import ConfigurationError
+from ...base.checks import check_choice
+from ...base.errors import ConfigurationError
 
 __all__ = [
     "HALVES",

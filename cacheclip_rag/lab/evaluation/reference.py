@@ -8,10 +8,10 @@ from statistics import fmean
 
 import torch
 
+from ...answering.prefill import Prefilled
+from ...answering.sampler import confidence
 from ...engine import CacheClipEngine
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
-from ...runtime.prefill import Prefilled
-from ...runtime.sampler import confidence
 from ...runtime.transformers.cache import FusedCache
 from ...runtime.transformers.model import ModelRuntime
 from ..models import transformers_model

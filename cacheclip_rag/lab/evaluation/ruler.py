@@ -23,7 +23,7 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Literal
 
-from ...errors import ConfigurationError, MissingExtraError
+from ...base.errors import ConfigurationError, MissingExtraError
 from .records import Record, RecordChunk
 
 __all__ = ["TASKS", "NeedleTask", "Offsets", "VariableTracking", "chosen_tasks", "generate", "sentences"]
@@ -105,7 +105,7 @@ class VariableTracking:
         """Lines by which RULER makes a haystack longer."""
         return 10 if num_tokens >= 4096 else 5
 
-    def sample(self, draw: random.Random, size: int, example: str = "", letters: int = 5) -> _Sample:
+    def sample(self, draw: random.Random, size: int, example: str = "", letters: int = 5) -> _Haystack:
         """A chain in ``size`` lines of noise.
 
         Args:
@@ -125,7 +125,7 @@ class VariableTracking:
         ):
             lines.insert(position + number, assignment)
         opening, closing, prefix = (part.format(value=value, count=len(names)) for part in _TRACKING)
-        return _Sample("\n".join(lines), example + opening, closing, prefix, tuple(names))
+        return _Haystack("\n".join(lines), example + opening, closing, prefix, tuple(names))
 
     def example(self, draw: random.Random, size: int) -> str:
         """A solved prompt in ``size`` lines of noise, and the line breaks after it."""
@@ -147,7 +147,7 @@ TASKS: dict[str, NeedleTask | VariableTracking] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _Haystack:
     context: str
     opening: str
     closing: str
@@ -188,7 +188,7 @@ def generate(
     step, room = row.step(num_tokens), row.max_tokens
     lines = 0 if isinstance(row, NeedleTask) else _example_lines(row, task, offsets)
 
-    def make(index: int, size: int) -> tuple[_Sample, Sequence[tuple[int, int]]]:
+    def make(index: int, size: int) -> tuple[_Haystack, Sequence[tuple[int, int]]]:
         draw = random.Random(f"{seed}/{task}/{index}")
         if isinstance(row, NeedleTask):
             sample = _sample(row, draw, seed, words, size)
@@ -284,7 +284,7 @@ def _known(task: str) -> NeedleTask | VariableTracking:
     return TASKS[task]
 
 
-def _sample(row: NeedleTask, draw: random.Random, seed: int, words: list[str] | None, size: int) -> _Sample:
+def _sample(row: NeedleTask, draw: random.Random, seed: int, words: list[str] | None, size: int) -> _Haystack:
     keys = [_draw(row.key_type, draw) for _ in range(max(row.num_needle_k, row.num_needle_q))]
     values = [[_draw(row.value_type, draw) for _ in range(row.num_needle_v)] for _ in keys]
     needles = [row.needle(key, value) for key, given in zip(keys, values, strict=True) for value in given]
@@ -292,7 +292,7 @@ def _sample(row: NeedleTask, draw: random.Random, seed: int, words: list[str] | 
     asked = draw.sample(range(len(keys)), row.num_needle_q)
     query = ", ".join(keys[n] for n in asked[:-1]) + (", and " if asked[1:] else "") + keys[asked[-1]]
     context = _in_lines(row, size, needles, draw) if words is None else _in_essay(words[:size], needles, draw)
-    return _Sample(context, *row.parts(query), answers=tuple(value for n in asked for value in values[n]))
+    return _Haystack(context, *row.parts(query), answers=tuple(value for n in asked for value in values[n]))
 
 
 def _in_essay(words: Sequence[str], needles: Sequence[str], draw: random.Random) -> str:
@@ -334,7 +334,7 @@ def _word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
     return adjectives, nouns
 
 
-def _chunks(sample: _Sample, spans: Sequence[tuple[int, int]], size: int, overlap: int) -> Iterator[str]:
+def _chunks(sample: _Haystack, spans: Sequence[tuple[int, int]], size: int, overlap: int) -> Iterator[str]:
     """The context in pieces of ``size`` tokens."""
     begin = len(sample.opening)
     end = begin + len(sample.context)

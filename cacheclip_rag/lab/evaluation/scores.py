@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from ...errors import ConfigurationError, MissingExtraError
+from ...base.errors import ConfigurationError, MissingExtraError
 
 __all__ = [
     "ALL_WANTED",

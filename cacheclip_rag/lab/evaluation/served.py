@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 
+from ...answering.sampler import confidence
+from ...base.errors import ConfigurationError
+from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...guards.certificate import Certificate, check_writable
 from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
-from ...progress import progress_bar
-from ...runtime.sampler import confidence
-from ...runtime.vllm.encoding import encoding_options, encoding_primary, start_vllm
-from ...runtime.vllm.offline import worker_of
-from ...runtime.vllm.planner import PlannedPrompt, Planner
-from ...runtime.vllm.requests import request_parameters
-from ...runtime.vllm.served import Served
+from ...vllm.encoding import encoding_options, encoding_primary, start_vllm
+from ...vllm.offline import worker_of
+from ...vllm.parameters import request_parameters
+from ...vllm.planner import PlannedPrompt, Planner
+from ...vllm.served import Served
 from ..variants import RANDOM
 from . import certify as common
 from .exactness import DIRECT, SHIFTS, Check
@@ -52,7 +52,7 @@ _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
 _EVERYTHING = replace(RANDOM, chunk_context="prefix")
 """At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
-_PROCESSOR = "cacheclip_rag.runtime.vllm.forcing:ForcedTokens"
+_PROCESSOR = "cacheclip_rag.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ConfigurationError
+from ...base.errors import ConfigurationError
 
 __all__ = ["paired_bootstrap", "paired_ratio", "trimmed_mean"]
 

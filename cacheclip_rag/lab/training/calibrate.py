@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from ... import __version__
+from ...base.errors import ConfigurationError
+from ...base.paths import cache_home
+from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
-from ...paths import cache_home
-from ...progress import progress_bar
+from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, shipped_set, weights_digest
+from ...selection.heads import HeadSet, shipped_set
 from ..models import transformers_model
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets

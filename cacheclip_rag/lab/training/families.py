@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from ...errors import ConfigurationError
+from ...base.errors import ConfigurationError
 
 __all__ = ["FAMILIES", "Sample", "Span", "Split", "synthetic_samples"]
 

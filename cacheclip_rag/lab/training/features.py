@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.errors import ModelError
 from ...chunks.caches import ChunkCaches
-from ...errors import ModelError
 from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention_plan import Probe
 from ...runtime.transformers.model import ModelRuntime

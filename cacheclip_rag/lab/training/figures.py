@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...base.progress import progress_bar
 from ...engine import CacheClipEngine
 from ...methods import preset
 from ...methods.base import Method
 from ...methods.recompute import Recompute
 from ...methods.settings import describe
-from ...progress import progress_bar
+from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.heads import HeadSet, shipped_set, weights_digest
+from ...selection.heads import HeadSet, shipped_set
 from ...selection.scorers import QueryAttention
 from ..models import transformers_model
 from ..variants import ORACLE, RANDOM
@@ -24,7 +25,7 @@ from .families import Sample, synthetic_samples
 from .features import Seen
 from .folder import Kept
 from .measures import chosen, rank_correlation, span_recall, token_recall
-from .outcomes import RATIO, Asked, Outcome, answered_rightly, capped_mean, downstream
+from .outcomes import RATIO, AnsweredSamples, Outcome, answered_rightly, capped_mean, downstream
 from .targets import after_sinks, attended_and_stale, attended_when_stale
 from .tuning import SINKS
 
@@ -68,7 +69,7 @@ def figures_of(
     seed: int,
     kept: Kept,
     rival: HeadSet | None,
-) -> tuple[list[Figures], Asked]:
+) -> tuple[list[Figures], AnsweredSamples]:
     """Figures on the test split of the last layer, the package's head set, the head set in use (``rival``) and the
     fine-tuned ``heads``; on the primary, also of methods without an auxiliary model. And the samples that the primary
     was asked.

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from ...base.errors import ConfigurationError, ModelError
+from ...base.paths import cache_home
+from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError, ModelError
-from ...paths import cache_home
-from ...progress import progress_bar
-from ...selection.heads import HeadSet, weights_digest
+from ...runtime.base import weights_digest
+from ...selection.heads import HeadSet
 from ..models import transformers_model
 from .calibrate import SHIPPED, open_engine
 from .families import Sample, synthetic_samples

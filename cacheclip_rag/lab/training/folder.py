@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError
 
 from ... import __version__
+from ...base.tensor_files import read_tensors, write_tensors
 from ...chunks.caches import ChunkCaches
 from ...chunks.context import context_name
 from ...engine import CacheClipEngine
-from ...tensor_files import read_tensors, write_tensors
 from .families import Sample
 from .features import Seen, look
 

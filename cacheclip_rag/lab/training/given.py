@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...checks import check_whole_number
+from ...base.checks import check_whole_number
+from ...base.errors import ConfigurationError
+from ...base.progress import progress_bar
+from ...base.sampling import SamplingParams
 from ...engine import CacheClipEngine
-from ...errors import ConfigurationError
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
-from ...progress import progress_bar
-from ...sampling import SamplingParams
+from ...runtime.base import Message
 from ...selection.scoring import Question
-from ...types import Message
 from ..evaluation.records import Record, read_records
 from ..models import transformers_model
 from .families import FAMILIES, Sample, Span
@@ -30,7 +30,7 @@ from .folder import Kept, engine_inputs, resumable
 
 __all__ = [
     "Candidates",
-    "Given",
+    "UserSamples",
     "data_of",
     "given_samples",
     "passages_of",
@@ -61,7 +61,7 @@ _ROOM = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class UserSamples:
     """Samples from a user's data, with counts for the summary."""
 
     samples: tuple[Sample, ...]
@@ -109,7 +109,7 @@ def given_samples(
     num_chunks: int = 4,
     seed: int = 0,
     folder: Path | None = None,
-) -> Given:
+) -> UserSamples:
     """At most ``limit`` samples from files: first records (``.jsonl``, ``.jsonl.gz``) whose answers are in their
     chunks, then questions that the primary writes about documents.
 
@@ -154,7 +154,7 @@ def given_samples(
         )
     files = tuple(Path(path).name for path in paths)
     sentences = len(candidates.sentences)
-    return Given(tuple(found), files, num_records, num_usable, num_taken, sentences, min(left, sentences))
+    return UserSamples(tuple(found), files, num_records, num_usable, num_taken, sentences, min(left, sentences))
 
 
 def _fits(engine: CacheClipEngine, sample: Sample) -> bool:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...base.progress import progress_bar
 from ...engine import CacheClipEngine
 from ...methods import preset
 from ...methods.base import Method
 from ...methods.settings import describe
-from ...progress import progress_bar
 from ...selection.heads import HeadSet
 from ..evaluation.reference import Reference
 from ..evaluation.scores import token_f1
@@ -27,7 +27,7 @@ from .prompts import segments_of
 __all__ = [
     "RATIO",
     "SELECTOR",
-    "Asked",
+    "AnsweredSamples",
     "Outcome",
     "answered_rightly",
     "capped_mean",
@@ -98,7 +98,7 @@ def may_replace(new: Sequence[Outcome], old: Sequence[Outcome]) -> bool:
     return capped_mean(new) <= capped_mean(old) and same_first(new) >= same_first(old)
 
 
-class Asked(NamedTuple):
+class AnsweredSamples(NamedTuple):
     """Samples that the primary answers for measurements."""
 
     samples: list[Sample]
@@ -116,7 +116,7 @@ class Asked(NamedTuple):
 
 def answered_rightly(
     engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
-) -> Asked:
+) -> AnsweredSamples:
     """The first ``count`` samples that full prefill answers rightly (with every part, in one of its wordings). If there
     are fewer, other samples fill up. The distance from a wrong answer says little, because small changes alter it.
 
@@ -124,7 +124,7 @@ def answered_rightly(
     answer, a whole sentence, word for word.
     """
     if not count:
-        return Asked([], 0, 0)
+        return AnsweredSamples([], 0, 0)
     right: list[Sample] = []
     others: list[Sample] = []
     with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
@@ -134,7 +134,7 @@ def answered_rightly(
             (right if not sample.parts or _is_answered(engine, sample, kept) else others).append(sample)
             advance(len(right))
     num_open = sum(not sample.parts for sample in right)
-    return Asked([*right, *others][:count], len(right) - num_open, num_open)
+    return AnsweredSamples([*right, *others][:count], len(right) - num_open, num_open)
 
 
 def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...paths import atomic_path
+from ...base.paths import atomic_path
 from .calibrate import SHIPPED, Calibration
 from .figures import IN_USE
 from .finetune import FineTuning

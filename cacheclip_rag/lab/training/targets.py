@@ -10,11 +10,12 @@ from functools import partial
 
 import torch
 
+from ...base.progress import progress_bar
 from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
-from ...methods.base import CacheView, Method, PromptView
+from ...methods.base import Method
 from ...methods.recompute import Recompute
-from ...progress import progress_bar
+from ...selection.views import CacheView, PromptView
 from ..variants import ORACLE
 from .families import Sample
 from .features import Offsets, spread_over

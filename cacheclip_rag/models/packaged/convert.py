@@ -29,7 +29,7 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ...progress import progress_bar
+    from ...base.progress import progress_bar
     from ...runtime.transformers.text import quiet_transformers
 
     where: dict[str, Any] = {

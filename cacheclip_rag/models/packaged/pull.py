@@ -23,10 +23,10 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...checks import did_you_mean
-from ...errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
-from ...paths import cache_home, fsync_folder
-from ...progress import progress_bar
+from ...base.checks import did_you_mean
+from ...base.errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
+from ...base.paths import cache_home, fsync_folder
+from ...base.progress import progress_bar
 from .catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, WheelMember, packaged_name
 
 __all__ = ["known_names", "model_folder", "pull", "pull_gguf"]

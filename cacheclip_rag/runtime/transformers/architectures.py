@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import UnsupportedModelError
+from ...base.errors import UnsupportedModelError
 
 __all__ = [
     "SUPPORTED",

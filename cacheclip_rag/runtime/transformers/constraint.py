@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import ConfigurationError, MissingExtraError, ModelError
+from ...base.errors import ConfigurationError, MissingExtraError, ModelError
 
 __all__ = ["Grammars", "SchemaConstraint", "closed"]
 

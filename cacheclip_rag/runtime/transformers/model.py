@@ -19,7 +19,6 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ...fusion.recompute import fuse
 from ...store import KV, join, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
@@ -33,11 +32,8 @@ from .row_filter import RowFilter
 from .text import TextModel
 
 if TYPE_CHECKING:
-    from ...chunks.prefix_cache import Match
-    from ...chunks.sources import Sources
-    from ...clock import PhaseClock
-    from ...types import Plan
-    from ..base import Fused
+    from ...base.clock import PhaseClock
+    from .prefix_cache import Match
 
 __all__ = ["ModelRuntime", "Passes", "device_of"]
 
@@ -163,12 +159,25 @@ class ModelRuntime(TextModel):
 
     can_extend = True
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        fingerprint: str,
+        fuse: Callable[..., Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            fuse: :func:`cacheclip_rag.fusion.recompute.fuse`; None for a runtime that is never asked to fuse.
+        """
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
         super().__init__(model, tokenizer, name)
         config = model.config
         self.fingerprint = fingerprint
+        self._fuse = fuse
         self.rope_pin = rope_pin(config)
         self.num_layers: int = config.num_hidden_layers
         self.num_kv_heads: int = config.num_key_value_heads
@@ -408,10 +417,9 @@ class ModelRuntime(TextModel):
     def cut(self, state: FusedCache, num_tokens: int) -> None:
         state.cut(num_tokens)
 
-    def fuse(
-        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
-    ) -> Fused | None:
-        return fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
+    def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+        assert self._fuse is not None, "this runtime was made without a function that fuses"
+        return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
     @torch.inference_mode()
     def run_rows(

@@ -8,15 +8,12 @@ side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from .attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block
 from .rotary import unrotate
-
-if TYPE_CHECKING:
-    from .model import ModelRuntime
 
 __all__ = ["encode_packed", "packs"]
 
@@ -43,10 +40,9 @@ def packs(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
         yield slice(begin, len(lengths))
 
 
-def encode_packed(
-    runtime: ModelRuntime, chunks: Sequence[Sequence[int]], context: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """Position-free KV of each chunk, as :meth:`ModelRuntime.encode` gives it for the chunk alone, but for rounding."""
+def encode_packed(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.Tensor | None) -> list[torch.Tensor]:
+    """Position-free KV of each chunk, as ``encode`` of the runtime (a ``ModelRuntime``) gives it for the chunk alone,
+    but for rounding."""
     start = 0 if context is None else context.shape[3]
     lengths = [len(chunk) for chunk in chunks]
     cache = runtime.new_cache(sum(start + length for length in lengths))

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...errors import ModelError
+from ...base.errors import ModelError
 from .model import ModelRuntime
 
 __all__ = ["Encoder", "PlanningRuntime"]

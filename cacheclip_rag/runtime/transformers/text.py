@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from ...errors import ConfigurationError, ModelError
+from ...base.errors import ConfigurationError, ModelError
 from ..base import CALL_MARKERS, Runtime, TokenizedText
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer

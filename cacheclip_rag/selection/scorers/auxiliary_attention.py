@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...checks import check_flag, check_whole_number
-from ...errors import ConfigurationError
+from ...base.checks import check_flag, check_whole_number
+from ...base.errors import ConfigurationError
 from ..heads import check_head_set_name
 from ..question import pick_layers
 from ..views import PromptView

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...checks import check_whole_number
+from ...base.checks import check_whole_number
 from ..views import PromptView
 from .base import PromptScorer
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...checks import check_share
-from ...errors import ConfigurationError
+from ...base.checks import check_share
+from ...base.errors import ConfigurationError
 from ..views import CacheView, PromptView
 from .base import Scorer
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from cacheclip_rag.errors import MissingExtraError
+from cacheclip_rag.base.errors import MissingExtraError
 
 try:
     import llama_index.core  # noqa: F401

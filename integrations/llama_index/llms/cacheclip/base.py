@@ -32,7 +32,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
-from cacheclip_rag.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.tools import can_constrain

@@ -10,7 +10,7 @@ from cacheclip_adapters import EngineFields
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.storage.docstore.keyval_docstore import KVDocumentStore
 
-from cacheclip_rag.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from typing import Self

@@ -1,0 +1,1 @@
+"""The way of one question, from the request to the last token."""

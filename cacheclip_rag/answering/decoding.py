@@ -1,0 +1,157 @@
+"""From the first logits to the end of an answer: one token after the other, and their text as it becomes final."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base.clock import PhaseClock
+from ..base.sampling import SamplingParams
+from ..fusion.answer import Answer, Event
+from .beside import Beside, Continuation
+from .sampler import LogitsObserver, Sampler, room_for
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from ..runtime.base import Constraint, Runtime
+    from .prefill import Prefilled
+
+__all__ = ["decode"]
+
+logger = logging.getLogger(__name__)
+
+
+def decode(
+    runtime: Runtime,
+    prefilled: Prefilled,
+    params: SamplingParams,
+    observe: LogitsObserver | None = None,
+    *,
+    beside: Beside | None = None,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    constraint: Constraint | None = None,
+    text_of: Callable[[Sequence[int]], str] | None = None,
+) -> Iterator[Event]:
+    """Decode the answer of a prefilled prompt; the last event carries the whole answer.
+
+    Args:
+        beside: what goes on beside the answer; default nothing.
+        turn: taken for each computation of the model, and given back before an event is yielded.
+        constraint: says which tokens may come next; not with verified finishing, which compares free choices.
+        text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
+    """
+    started = PhaseClock()
+    prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
+    beside = beside or Beside()
+    sampler = Sampler(params, prefilled.logits.device, observe, constraint)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside, turn, text_of or runtime.decode_ids)
+    del prefilled  # the answer drops its KV once it goes on from the exact KV
+    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
+    yield from answer.events()
+    rest = answer.stream.flush()
+    answer.prefilled.keep_prefix(answer.cache, answer.ids)
+    stats = replace(stats, **beside.end(answer.ids))
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
+    logger.debug("answered: %s", stats)
+    reason = "stop" if answer.has_ended else "length"
+    whole = Answer(answer.stream.text, tuple(answer.ids), reason, stats, answer.prefilled.trace)
+    yield Event(rest, whole, answer.revised_from)
+
+
+class _Decoding:
+    """An answer while it is decoded."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prefilled: Prefilled,
+        params: SamplingParams,
+        sampler: Sampler,
+        beside: Beside,
+        turn: Callable[[], AbstractContextManager[None]],
+        text_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.prefilled = prefilled
+        self.cache = prefilled.cache
+        self.ids = [sampler.pick(prefilled.logits)]
+        self.stream = TextStream(text_of, params.stop)
+        self.has_ended = False
+        """Whether the last token, or a stop string, ends the answer."""
+        self.revised_from: int | None = None
+        """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
+        self._runtime, self._params, self._sampler = runtime, params, sampler
+        self._beside, self._turn, self._text_of = beside, turn, text_of
+        self._num_prompt = prefilled.layout.num_tokens
+        self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
+
+    def events(self) -> Iterator[Event]:
+        """The answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
+        while True:
+            yield from self._read_last()
+            if self._beside.asks_after:
+                if self._is_last_token and (rest := self.stream.flush()):
+                    yield Event(rest, is_final=not self._beside.may_withdraw)
+                if self._settle():
+                    continue
+            if self.has_ended or len(self.ids) >= self._most:
+                return
+            with self._turn():
+                logits = self._next_logits()
+            self.ids.append(self._sampler.pick(logits))
+
+    @property
+    def _is_last_token(self) -> bool:
+        return self.has_ended or len(self.ids) >= self._params.max_tokens
+
+    def _read_last(self) -> Iterator[Event]:
+        """Turn the last token into text."""
+        self.has_ended = self.ids[-1] in self._runtime.eos_ids
+        if self.has_ended:
+            return
+        piece = self.stream.push(self.ids[-1])
+        self.has_ended = self.stream.stopped
+        if piece or self.revised_from is not None:
+            yield Event(piece, None, self.revised_from, not self._beside.may_withdraw)
+            self.revised_from = None
+
+    def _settle(self) -> bool:
+        """Let what is beside the answer go on. Returns whether the last token is another one now."""
+        pinned = self._runtime.pinned_rope and self._num_prompt + len(self.ids) > self._runtime.reuse_tokens
+        is_over = self.has_ended or len(self.ids) >= self._most
+        with self._turn():
+            found = self._beside.after(self.ids, completely=is_over or pinned)
+        if found is None:
+            return False
+        self._go_on_from(found)
+        if found.ids == self.ids:
+            return False
+        self.ids, self.stream = found.ids, TextStream(self._text_of, self._params.stop)
+        self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
+        return True
+
+    def _go_on_from(self, found: Continuation) -> None:
+        self.cache = found.state
+        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping)  # frees the approximate KV
+        self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
+
+    def _next_logits(self) -> torch.Tensor:
+        runtime, cache = self._runtime, self.cache
+        # above this length, the model's rotary frequencies change: prefill again, as transformers' generate does
+        if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
+            read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
+            self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
+            self._beside = Beside()  # all KV is exact now
+            return logits
+        logits = runtime.decode_step(cache, self.ids[-1])
+        if not self._beside.asks_before:
+            return logits
+        found = self._beside.before(self.ids, self._sampler.allowed(logits))
+        if found is None:
+            return logits
+        self._go_on_from(found[0])
+        return found[1]

@@ -1,0 +1,126 @@
+"""What a caller may say about one answer. Engine, adapters, server and command line pass it whole.
+
+This module does not import torch, so that front ends can check options quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ..base.checks import AUTO_RATIO, aliases_of, by_real_names, check_choice, check_ratio_and_limit, did_you_mean
+from ..base.errors import ConfigurationError
+from ..base.sampling import FINISH_MODES, SamplingParams
+from ..prompt.tools import check_tools
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
+    from ..methods.base import Method
+    from ..prompt.messages import Documents, Prompt
+    from ..prompt.segments import Segment
+
+__all__ = ["CallOptions", "Request"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Options of one call. Where a field is None, the engine's setting is used.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    params: SamplingParams = SamplingParams()
+    """Sampling settings; default greedy, 256 tokens."""
+    method: str | Method | None = None
+    """Preset's name or instance."""
+    recompute_ratio: float | str | None = None
+    """``auto`` chooses it by predicted time (:attr:`EngineConfig.recompute_ratio`)."""
+    max_ttft_s: float | None = None
+    """Seconds after which the first token should be there, instead of a ratio. Methods that reuse no stored chunks take
+    no notice of it."""
+    question: str | None = None
+    """Text that scores the chunks; None: the text after the last chunk."""
+    documents: Documents = ()
+    """Chunk texts known to be in the prompt. They become chunks even if they are not stored, unless parts of stored
+    ones cover them. A mapping also names each text's sources. Ignored if the prompt is a list of segments."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Definitions of tools that the model may call, in OpenAI's function format. The chat template tells the model of
+    them; calls are in ``tool_calls`` of events and answer, and no longer in their text. Text that may be a call, or be
+    withdrawn, is held back. Segments are not changed."""
+    finish: str | None = None
+    """``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may withdraw text
+    (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
+    trace: bool = False
+    """Whether scores, recomputed tokens and seconds per layer are recorded in the answer's ``trace``."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise ConfigurationError(f"params must be SamplingParams, got {type(self.params).__name__}.")
+        if self.question is not None and not isinstance(self.question, str):
+            raise ConfigurationError(f"the question must be a string, got {type(self.question).__name__}.")
+        if self.finish is not None:
+            check_choice("finish", self.finish, FINISH_MODES)
+        check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
+        object.__setattr__(self, "tools", tuple(check_tools(self.tools)))
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the answer is verified by full prefill."""
+        return self.finish not in (None, "none")
+
+    @property
+    def auto_ratio(self) -> bool:
+        """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.timing.controller`)."""
+        return self.recompute_ratio == AUTO_RATIO or self.max_ttft_s is not None
+
+    def with_options(self, given: Mapping[str, Any]) -> CallOptions:
+        """These options overridden by ``given``: fields of this class and of
+        :class:`~cacheclip_rag.base.sampling.SamplingParams` by name, or under the names of frameworks
+        (``max_new_tokens``, ``stop_sequences``). None is as if it was not given, but for ``documents``. A ratio or a
+        time limit takes the place of both.
+
+        Raises:
+            ConfigurationError: an unknown option, an option given twice, or a value out of range.
+        """
+        sampling, own = ([each.name for each in fields(kind)] for kind in (SamplingParams, CallOptions))
+        known = (*sampling, *own)
+        names = (*known, *aliases_of(known))
+        unknown = sorted(set(given).difference(names))
+        if unknown:
+            hint = did_you_mean(unknown, names)
+            raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        stated = {name: value for name, value in given.items() if value is not None or name == "documents"}
+        named = by_real_names(stated, known)
+        others = {"params": self.params, **{name: value for name, value in named.items() if name in own}}
+        of_sampling = {name: value for name, value in named.items() if name in sampling}
+        if of_sampling and isinstance(others["params"], SamplingParams):
+            others["params"] = others["params"].with_options(of_sampling)
+        ratio, limit = others.get("recompute_ratio"), others.get("max_ttft_s")
+        if ratio is not None or limit is not None:
+            own_limit = self.max_ttft_s if ratio == AUTO_RATIO else None
+            others |= {"recompute_ratio": ratio, "max_ttft_s": own_limit if limit is None else limit}
+        return replace(self, **others)
+
+    def with_settings(self, config: EngineConfig) -> CallOptions:
+        """These options with an engine's settings for finish, ratio and time limit where the call says nothing of them.
+        A method instance has its own ratio."""
+        ratio, limit = self.recompute_ratio, self.max_ttft_s
+        if ratio is None and limit is None and (self.method is None or isinstance(self.method, str)):
+            ratio, limit = config.recompute_ratio, config.max_ttft_s
+        elif ratio == AUTO_RATIO and limit is None:
+            limit = config.max_ttft_s
+        finish = config.finish if self.finish is None else self.finish
+        return replace(self, recompute_ratio=ratio, max_ttft_s=limit, finish=finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One question to an engine."""
+
+    prompt: Prompt | Sequence[Segment]
+    method: Method
+    """The method of ``options`` and the engine's settings."""
+    options: CallOptions
+    """What the caller said, with the engine's settings for the rest."""

@@ -1,0 +1,185 @@
+"""How a request is answered, from top to bottom::
+
+    request -> segments -> plan (no tensors) -> prefill (fused, or plain if nothing is stored) -> first token -> decode
+
+After the answer, missing chunks are stored. Several requests take turns (:mod:`cacheclip_rag.answering.turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from ..base.clock import PhaseClock
+from ..base.errors import ConfigurationError
+from ..base.sampling import is_greedy
+from ..fusion.answer import Event
+from ..guards.base import ObservedAnswer, Observer
+from ..methods.base import Method
+from ..plan.plan import Plan
+from ..plan.planner import make_plan
+from ..plan.sources import Sources
+from ..prompt.segments import Segment, as_segments, given_texts
+from ..timing.controller import Controller
+from .beside import Beside
+from .calls import parameters_of, read_calls
+from .decoding import decode
+from .gate import Gate
+from .options import Request
+from .parts import Parts
+from .prefill import Keeping, Prefilled, prefill
+from .sampler import room_for
+from .turns import Turns, turns_of
+from .verification import Verification
+from .writer import ChunkWriter
+
+__all__ = ["Answering"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """Answers the requests of one engine."""
+
+    parts: Parts
+    writer: ChunkWriter
+    observers: Sequence[Observer]
+
+    @property
+    def turns(self) -> Turns:
+        """The turns of the primary model, which are those of all engines that use it. Loads the model."""
+        return turns_of(self.parts.prefix_caches.runtime)
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Stream the answer; the last event carries the whole answer."""
+        _check(request)
+        events = self._stream(request)
+        return read_calls(events, parameters_of(tools)) if (tools := request.options.tools) else events
+
+    @torch.inference_mode()
+    def _stream(self, request: Request) -> Iterator[Event]:
+        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        options, runtime = request.options, sources.primary.runtime
+        schema = options.params.json_schema
+        constraint = runtime.constrain(schema) if schema else None
+        text_of = runtime.decode_calls if options.tools else None
+        clock = PhaseClock()
+        with self.turns.prompt():  # until the first token is there
+            plan, prefilled = self._prefill(request, sources, clock, self.observers)
+            exact = _exact(request, plan.method, sources, prefilled)
+            logits, missing = prefilled.logits, prefilled.missing
+            events = decode(
+                runtime,
+                prefilled,
+                options.params,
+                beside=_beside(exact, request, plan.method),
+                turn=self.turns.token,
+                constraint=constraint,
+                text_of=text_of,
+            )
+            del prefilled  # decoding drops its KV once it goes on from the exact KV
+            events = chain((next(events),), events)
+        for event in events:
+            if event.answer is not None:
+                verified = None if exact is None else exact.result
+                answered = ObservedAnswer(plan, event.answer, options.params, logits, verified)
+                for observer in self.observers:
+                    observer.on_answer(answered)
+            yield event
+        self.writer.store_missing(missing, options.documents, sources.primary.context)
+
+    def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
+        """Decide how to answer. Computes no tensor."""
+        with clock.phase("lookup"):
+            given = given_texts(request.options.documents)
+            segments = self._segments(request, given, parts=not sources.primary.context.isolated)
+            plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
+            controller = self._controller(request)
+            if controller is None or not plan.reused:
+                return plan
+            known = sources.known_tokens(plan)
+            reading = controller.profile.reading(plan, sources, known)
+            return controller.decide(plan, known, request.options.max_ttft_s, reading)
+
+    def _controller(self, request: Request) -> Controller | None:
+        """What chooses the recompute ratio of a request that asks for it; None without a profile."""
+        if not request.options.auto_ratio or not request.method.reuses_chunks:
+            return None
+        return self.parts.controller(request.method)
+
+    @torch.inference_mode()
+    def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
+        """Prefill up to the first token's logits. Calls no observer and stores nothing. ``clock``: default a new
+        one."""
+        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        clock = clock or PhaseClock()
+        with self.turns.prompt():
+            return self._prefill(request, sources, clock, ())[1]
+
+    def _prefill(
+        self, request: Request, sources: Sources, clock: PhaseClock, observers: Sequence[Observer]
+    ) -> tuple[Plan, Prefilled]:
+        queued_s = clock.elapsed()
+        plan = self.plan(request, sources, clock)
+        for observer in observers:
+            observer.on_plan(plan, sources)
+        room = room_for(request.options.params)
+        found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.options.trace)
+        if plan.prediction is not None and (controller := self._controller(request)) is not None:
+            controller.observe(plan, found.stats)
+            found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
+        return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
+
+    def _segments(self, request: Request, given: Sequence[str], *, parts: bool = True) -> list[Segment]:
+        segments = as_segments(request.prompt)
+        if segments is not None:
+            return segments
+        return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
+
+
+def _check(request: Request) -> None:
+    """Raise ConfigurationError for what cannot be combined."""
+    options = request.options
+    if options.params.json_schema and options.finishes:
+        raise ConfigurationError(
+            f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what full "
+            "prefill would choose without a schema. Set finish='none' for this call."
+        )
+
+
+def _question(request: Request) -> str | None:
+    """The text that scores the chunks. After results of tools there is no question: it is the user's last message."""
+    if request.options.question is not None or isinstance(request.prompt, str):
+        return request.options.question
+    messages = [message for message in request.prompt if isinstance(message, dict)]
+    if not messages or messages[-1]["role"] != "tool":
+        return None
+    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+
+
+def _beside(exact: Verification | None, request: Request, method: Method) -> Beside | None:
+    """What goes on beside the answer. ``finish`` completes the exact KV in any case, so that it needs no gate."""
+    return exact if exact is None or request.options.finishes else Gate(exact, method.min_confidence)
+
+
+def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
+    """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
+    for it, the KV is exact already, or the runtime cannot."""
+    runtime, layout = sources.primary.runtime, prefilled.layout
+    asked = request.options.finishes or method.min_confidence > 0
+    if not asked or not runtime.can_extend or prefilled.is_exact:
+        return None
+    # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
+    keeps = runtime.keeps_prefixes
+    known = list(layout.token_ids[:-1]) if keeps else []
+    return Verification(
+        runtime,
+        layout.ids,
+        capacity=layout.num_tokens + room_for(request.options.params),
+        find_match=lambda: sources.prefixes.match(known),
+        keeping=Keeping(sources.prefixes, runtime.reuse_tokens) if keeps else None,
+        is_greedy=is_greedy(request.options.params),
+        revises=request.options.finish == "revise",
+    )

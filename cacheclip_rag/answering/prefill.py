@@ -1,0 +1,239 @@
+"""From a plan to the first logits, on any runtime: fused prefill if the plan reuses chunks, else plain prefill."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ..base.clock import PhaseClock
+from ..fusion.answer import FusionStats, Trace
+from ..fusion.fused import Fused
+from ..plan.plan import Plan
+from ..plan.sources import Sources
+from ..prompt.layout import Layout, Span
+from ..prompt.occurrences import occurrences
+from ..runtime.base import State, wait_for
+from ..runtime.transformers.prefix_cache import PrefixCache
+from .sampler import confidence
+
+__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which part of a prompt's KV the prefix cache may keep for later prompts."""
+
+    prefixes: PrefixCache
+    max_tokens: int
+    """If prompt and answer have more tokens than this, nothing is kept: the rotary frequencies may have changed."""
+    num_plain: int | None = None
+    """Leading tokens whose KV equals plain prefill's; None for all tokens."""
+
+    def keep(self, ids: Sequence[int], state: Any) -> None:
+        """Insert the exact part of the KV of ``ids`` (prompt and answer) into the prefix cache."""
+        if len(ids) > self.max_tokens:
+            return
+        try:
+            self.prefixes.insert(ids[: self.num_plain], state)
+        except RuntimeError as error:  # for instance out of memory: the answer must not fail for this
+            logger.warning("the KV of this prompt could not be kept in the prefix cache: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prefilled prompt, ready to decode."""
+
+    layout: Layout
+    cache: State
+    """State of the runtime that prefilled it."""
+    logits: torch.Tensor
+    """Logits of the prompt's last token, ``(vocab_size,)``."""
+    stats: FusionStats
+    missing: tuple[str, ...]
+    """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
+    half or more of them stands in the prompt."""
+    keeping: Keeping | None = None
+    """None if the prefix cache may keep nothing of this prompt."""
+    trace: Trace | None = None
+    is_exact: bool = True
+    """Whether all KV equals plain prefill's."""
+
+    def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
+        """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
+        if self.keeping is not None:
+            self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)
+
+
+def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
+    """Carry out a plan.
+
+    Args:
+        params_tokens: answer tokens for which the cache gets room.
+        clock: started when the request came in.
+        trace: also record scores, recomputed tokens and seconds per layer.
+    """
+    capacity = plan.layout.num_tokens + params_tokens
+    if not plan.reused:
+        return _plain(plan, sources, capacity, clock)
+    if plan.bypass is not None:
+        return _bypassing(plan, plan.bypass, sources, capacity, clock)
+    fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
+    if fused is None:
+        why = f"no chunk of {len(plan.layout.chunks)} could be read"
+        return _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    found = _fused(fused, sources, clock)
+    if found.is_exact or _sureness(found.stats) >= plan.method.min_confidence:
+        return found
+    tried, stats, seen = fused.plan, found.stats, found.trace
+    del fused, found  # memory holds one prompt's KV at a time
+    return replace(_after(tried, stats, sources, capacity, clock), trace=seen)
+
+
+def _sureness(stats: FusionStats) -> float:
+    assert stats.confidence is not None, "every prefill has one"
+    return stats.confidence
+
+
+def _bypassing(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+    """Plain prefill although chunks are stored. Hits and misses are those of the plan."""
+    stats = stats_of(plan, clock)
+    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    counts = {name: getattr(stats, name) for name in _COUNTS}
+    return replace(found, stats=replace(found.stats, **counts, bypassed=True), missing=plan.missing_texts)
+
+
+_COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
+"""Statistics of a reusing plan that stay although its prompt is prefilled in full."""
+
+
+def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+    """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
+    method = plan.method
+    sure = f"confidence {_sureness(tried):.2f} at recompute ratio {method.nominal_ratio:.2g}"
+    why = f"{sure}, below {method.min_confidence:.2g}"
+    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    stats = replace(
+        found.stats,
+        **{name: getattr(tried, name) for name in _COUNTS},
+        gated=True,
+        charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
+    )
+    return replace(found, stats=stats, missing=plan.missing_texts)
+
+
+def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
+    plan = fused.plan
+    stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
+    keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
+    is_exact = _is_exact(fused, sources)
+    return Prefilled(plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, fused.trace, is_exact)
+
+
+def _is_exact(fused: Fused, sources: Sources) -> bool:
+    """Whether all KV is plain prefill's: every reused chunk's was, or was computed again."""
+    plan = fused.plan
+    if fused.first_computed is None:
+        return False
+    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
+    return not stale or (plan.method.exact_at_one and fused.recomputed_tokens == stale)
+
+
+def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:
+    """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
+    dtype stored it."""
+    return plan.layout.is_cached(span) if sources.primary.is_lossy else plan.layout.is_exact(span)
+
+
+def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | None:
+    """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
+    None if the store holds those tokens already."""
+    layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
+    if not sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
+        return None
+    num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, sources)), default=None)
+    if num_plain is not None and num_plain <= first_computed:
+        return None
+    return Keeping(sources.prefixes, runtime.reuse_tokens, num_plain)
+
+
+def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+    """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
+    runtime, layout, method = sources.primary.runtime, plan.layout, plan.method
+    with clock.phase("lookup"):
+        match = sources.match(plan)
+    with match:
+        # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
+        used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=match.num_tokens))
+        if match.num_tokens:
+            state, logits = runtime.prefill_from(match, layout.ids, capacity, clock)
+        else:
+            with clock.phase("recompute"):
+                state, logits = runtime.prefill(layout.ids, capacity)
+                wait_for(logits)
+    stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
+    stats = replace(stats, charged_ratio=stats.effective_ratio)
+    keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
+    if not method.reuses_chunks:
+        return Prefilled(layout, state, logits, stats, (), keeping)
+    stats = replace(
+        stats,
+        method="prefix" if match.num_tokens else "full",
+        misses=len(occurrences(layout.chunks)),
+        missed_tokens=_chunk_tokens(layout.chunks),
+        fallback=plan.fallback,
+    )
+    logger.info("answered by plain prefill: %s", plan.fallback)
+    return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
+
+
+def stats_of(
+    plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
+) -> FusionStats:
+    """Statistics of a plan that is carried out.
+
+    Args:
+        logits: of the first token, if they are known.
+        recomputed: chunk tokens that are recomputed.
+        charged: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.fusion.fused.Fused`.
+    """
+    layout, reused = plan.layout, plan.reused
+    chunk_tokens = plan.chunk_tokens
+    found = occurrences(reused)
+    partial = [chunk.share for chunk in found if chunk.is_partial]
+    prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
+    return FusionStats(
+        method=plan.method.name,
+        fallback=None,
+        prompt_tokens=layout.num_tokens,
+        prefix_tokens=prefix_tokens,
+        fresh_tokens=layout.num_tokens - prefix_tokens - chunk_tokens,
+        chunk_tokens=chunk_tokens,
+        recomputed_tokens=recomputed,
+        nominal_ratio=plan.method.nominal_ratio,
+        hits=len(found),
+        exact_tokens=_chunk_tokens(plan.exact),
+        misses=len(occurrences(plan.missing)),
+        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
+        phases_s=clock.seconds,
+        left_to_read_s=clock.left_to_read_s,
+        reading_s=clock.reading_s,
+        ttft_s=clock.elapsed(),
+        charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
+        cached_prefix_tokens=layout.num_cached,
+        confidence=None if logits is None else confidence(logits),
+        unusable=plan.unusable,
+        not_found=plan.not_found,
+        partial_hits=len(partial),
+        partial_share=fmean(partial) if partial else None,
+    )
+
+
+def _chunk_tokens(spans: Sequence[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)

@@ -1,0 +1,180 @@
+"""Who computes when several questions are asked at once: prompts one by one, first come, first token.
+
+Prompts that are computed beside one another finish together, and late: four at once have their first tokens when the
+last of four in a row would have it, and on shared cores their threads hinder one another. So a prompt waits until those
+before it have their first tokens. Tokens of running answers are not computed beside a prompt either, but between two
+prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
+by more than the time of one token. Tokens of several answers are computed side by side.
+
+A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
+question whose caller leaves while it waits leaves the queue (:class:`Waiter`).
+
+Turns belong to a loaded model: engines that share its weights (of several tenants, for instance) share one queue.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..runtime.base import Runtime
+
+__all__ = ["Waiter", "CallerLeft", "Turns", "turns_of"]
+
+
+class CallerLeft(Exception):
+    """Raised in a thread that waits for its turn for a caller who has left. Nobody reads the answer."""
+
+
+class Waiter:
+    """Who waits for an answer that another thread computes, and may leave before it is there."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+        self._waits_at: threading.Condition | None = None
+
+    def leave(self) -> None:
+        """Give up: the question leaves the queue, if it is still in it. Called by the caller's thread."""
+        self.has_left = True
+        place = self._waits_at
+        if place is not None:
+            with place:
+                place.notify_all()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """What this thread asks within the block, it asks for this caller."""
+        token = _caller.set(self)
+        try:
+            yield
+        finally:
+            _caller.reset(token)
+
+    @contextmanager
+    def waiting(self, place: threading.Condition) -> Iterator[None]:
+        """Within the block, :meth:`leave` wakes those who wait at ``place``."""
+        self._waits_at = place
+        try:
+            yield
+        finally:
+            self._waits_at = None
+
+
+_caller: ContextVar[Waiter | None] = ContextVar("cacheclip_caller", default=None)
+
+
+def turns_of(runtime: Runtime) -> Turns:
+    """The turns of a loaded model, the same for all engines that use it."""
+    found: Turns = vars(runtime).setdefault("_turns", Turns())  # atomic
+    return found
+
+
+class Turns:
+    """The order of computations of one model. Safe to share between threads; a thread that has a turn may take
+    another one inside it, which does not wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._prompts: deque[object] = deque()
+        """Prompts that wait, in the order of their arrival; the running one first."""
+        self._is_running = False
+        """Whether a prompt has its turn."""
+        self._tokens = 0
+        """Tokens that are being computed."""
+        self._waiting = 0
+        """Tokens that wait for the running prompt, or for the next one."""
+        self._ended = 0
+        """Prompts that had their turn."""
+        self._invited = 0
+        """Tokens that waited for a prompt, and go before the next one."""
+        self._own = threading.local()
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
+        if self._has_turn:
+            yield
+            return
+        ticket = object()
+        with self._changed:
+            self._prompts.append(ticket)
+            try:
+                self._wait_for_turn(ticket)
+            except BaseException:
+                self._prompts.remove(ticket)
+                self._changed.notify_all()
+                raise
+            self._is_running = True
+        try:
+            with self._taken():
+                yield
+        finally:
+            with self._changed:
+                self._prompts.popleft()
+                self._is_running = False
+                self._ended += 1
+                self._invited += self._waiting
+                self._waiting = 0
+                self._changed.notify_all()
+
+    @contextmanager
+    def token(self) -> Iterator[None]:
+        """The turn of one token of an answer: waits for a prompt that is being computed, or that came before."""
+        if self._has_turn:
+            yield
+            return
+        with self._changed:
+            if self._prompts:
+                self._wait_for_one_prompt()
+            self._tokens += 1
+        try:
+            with self._taken():
+                yield
+        finally:
+            with self._changed:
+                self._tokens -= 1
+                self._changed.notify_all()
+
+    @property
+    def _has_turn(self) -> bool:
+        """Whether this thread has a turn, so that it needs no other."""
+        return getattr(self._own, "has_turn", False)
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Mark this thread as having a turn."""
+        self._own.has_turn = True
+        try:
+            yield
+        finally:
+            self._own.has_turn = False
+
+    def _wait_for_turn(self, ticket: object) -> None:
+        caller = _caller.get()
+        if caller is None:
+            self._changed.wait_for(lambda: self._is_next(ticket))
+            return
+        with caller.waiting(self._changed):
+            self._changed.wait_for(lambda: caller.has_left or self._is_next(ticket))
+        if caller.has_left:
+            raise CallerLeft("the caller left before it was this question's turn")
+
+    def _is_next(self, ticket: object) -> bool:
+        return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
+
+    def _wait_for_one_prompt(self) -> None:
+        came = self._ended
+        self._waiting += 1
+        try:
+            self._changed.wait_for(lambda: self._ended > came or not self._prompts)
+        finally:
+            if self._ended > came:
+                self._invited -= 1
+            else:
+                self._waiting -= 1
+            self._changed.notify_all()

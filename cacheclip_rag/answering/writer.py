@@ -1,0 +1,141 @@
+"""Computes and stores chunks for every model, and releases them by text or source."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ..base.errors import CacheClipError, ConfigurationError
+from ..chunks.batches import in_batches
+from ..chunks.behind import WriteBehind
+from ..chunks.caches import ChunkCaches
+from ..chunks.context import ChunkContext
+from ..prompt.messages import Documents
+from ..prompt.segments import chunk_texts, normalise_chunk
+
+if TYPE_CHECKING:
+    from .parts import Parts
+
+__all__ = ["ChunkWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkWriter:
+    """Writes the chunk caches of one engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def precompute(
+        self,
+        texts: Documents,
+        context: ChunkContext | None,
+        source: str | None = None,
+        document: str = "",
+        stored: Callable[[int, int], object] | None = None,
+    ) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
+        :meth:`cacheclip_rag.answering.parts.Parts.context`; without texts, no model is loaded for it."""
+        origins = _origins(texts)
+        chunks = iter(chunk_texts(texts))
+        first = next(chunks, None)
+        if first is None:
+            return 0
+        most = self._parts.prefix_caches.runtime.batch_characters
+        total = 0
+        with WriteBehind() as behind:
+            for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most):
+                models = self._parts.chunk_caches(self._parts.context(context))
+                good, error = _checked(batch, models)
+                computed = _write(good, models, behind)
+                behind.add(partial(self._record, good, origins, source, document))
+                if error is not None:
+                    raise error
+                if stored is not None:
+                    behind.add(partial(stored, len(batch), computed))
+                total += computed
+        return total
+
+    def _record(
+        self,
+        chunks: Sequence[str],
+        origins: Mapping[str, Sequence[tuple[str, str]]],
+        source: str | None,
+        document: str,
+    ) -> None:
+        """Store texts and their sources."""
+        for chunk in chunks:
+            self._parts.library.add(chunk, source, document)
+            for name, whole in origins.get(chunk, ()):
+                self._parts.library.add_source(chunk, name, whole)
+
+    def release(self, texts: Iterable[str]) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
+        chunks = list(chunk_texts(texts))
+        if not chunks:
+            return 0  # the prefix cache keeps its blocks
+        self._parts.prefixes.clear()
+        return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+
+    def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
+        if isinstance(gone, str):
+            raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
+        names = set(gone)
+        if not names:
+            return 0
+        library = self._parts.library
+        released = self.release(library.orphans(names, set(chunk_texts(keep))))
+        library.remove_sources(names)  # last, so that a killed run can be repeated
+        return released
+
+    def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
+        """Store chunks that were missing. The answer is complete already, so a store error is only logged."""
+        if not chunks or self._parts.config.on_miss != "store":
+            return
+        origins = _origins(documents)
+        for chunk in chunks:
+            try:
+                for caches in self._parts.usable(context):
+                    caches.write(chunk)
+                self._parts.library.add(chunk)
+                for source, document in origins.get(chunk, ()):
+                    self._parts.library.add_source(chunk, source, document)
+            except CacheClipError as error:
+                logger.warning("a chunk of this prompt could not be stored: %s", error)
+
+
+def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:
+    """Compute the KV of chunks for every model where it is missing; returns for how many it was."""
+    for caches in models:
+        if not caches.has_prefix and any(chunk not in caches for chunk in chunks):
+            behind.catch_up()
+            _ = caches.prefix  # before another model's chunks may evict it from a store that is full
+    # a list, not a generator: every model must run
+    written = [caches.write_many(chunks, behind) for caches in models]
+    return sum(any(each) for each in zip(*written, strict=True))
+
+
+def _checked(batch: Sequence[str], models: Sequence[ChunkCaches]) -> tuple[list[str], CacheClipError | None]:
+    """The chunks before the first that cannot be stored for every model, and why it cannot."""
+    for number, chunk in enumerate(batch):
+        try:
+            if not chunk:
+                raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
+            for caches in models:
+                caches.check_length(chunk)
+        except CacheClipError as error:
+            return list(batch[:number]), error
+    return list(batch), None
+
+
+def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
+    """Sources and documents of each chunk, as far as they are known."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for text, origins in documents.items() if isinstance(documents, Mapping) else ():
+        found.setdefault(normalise_chunk(text), []).extend(origins)
+    return found

@@ -1,0 +1,1 @@
+"""What every room may use: errors, checks, clock, paths, progress, database, keys, sampling settings."""

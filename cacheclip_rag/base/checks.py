@@ -1,0 +1,183 @@
+"""Checks of settings. This module does not import torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from .errors import ConfigurationError
+
+__all__ = [
+    "ALIASES",
+    "check_namespace",
+    "check_choice",
+    "check_flag",
+    "check_number",
+    "check_ratio",
+    "check_confidence",
+    "check_probability",
+    "check_share",
+    "check_whole_number",
+    "did_you_mean",
+    "aliases_of",
+    "by_real_names",
+    "is_whole_number",
+    "path_as_text",
+]
+
+
+ALIASES = {
+    "model": "primary",
+    "model_name": "primary",
+    "auxiliary_model_name": "auxiliary",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""Names that LlamaIndex, LangChain or transformers use for a setting. Engine and adapters accept all of them."""
+
+
+def aliases_of(known: Collection[str]) -> dict[str, str]:
+    """The :data:`ALIASES` of some settings."""
+    return {alias: name for alias, name in ALIASES.items() if name in known}
+
+
+def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Settings with aliases replaced by the names of ``known`` settings.
+
+    Raises:
+        ConfigurationError: a setting is given twice, under two names.
+    """
+    aliases, named = aliases_of(known), {}
+    for alias, value in given.items():
+        name = aliases.get(alias, alias)
+        if name in named:
+            raise ConfigurationError(f"{name} was given twice, once as {alias}. Give it once.")
+        named[name] = value
+    return named
+
+
+def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
+    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near.
+
+    Args:
+        given: an unknown name, or several.
+    """
+    known = list(known)
+    several = [given] if isinstance(given, str) else given
+    close = [match for name in several for match in get_close_matches(name, known, 1)]
+    return f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
+
+
+def path_as_text(value: Any) -> Any:
+    """A path as a string; other values as they are."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def is_whole_number(value: Any) -> bool:
+    """Whether ``value`` is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | None = None, of: str = "") -> None:
+    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds.
+
+    Args:
+        of: the counted unit for the message (``tokens``).
+    """
+    if is_whole_number(value) and value >= least and (most is None or value <= most):
+        return
+    number = f"a whole number of {of}," if of else "a whole number"
+    bounds = f"from {least} to {most}" if most is not None else f"{least} or more"
+    comma = "" if of or most is not None else ","
+    raise ConfigurationError(f"{name} must be {number}{comma} {bounds}, got {value!r}.")
+
+
+def check_number(
+    name: str, value: Any, says: str, *, above: float | None = None, least: float = 0.0, most: float
+) -> None:
+    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``.
+
+    Args:
+        says: the expected value, for the message.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (value >= least if above is None else value > above) and value <= most:
+        return
+    raise ConfigurationError(f"{name} must be {says}, got {value!r}.")
+
+
+def check_ratio(recompute_ratio: Any) -> None:
+    """Raise ConfigurationError unless the recompute ratio is a number from 0 to 1."""
+    check_number("recompute_ratio", recompute_ratio, "between 0 (reuse all) and 1 (recompute all)", most=1.0)
+
+
+AUTO_RATIO = "auto"
+"""The recompute ratio that is chosen by predicted time (:mod:`cacheclip_rag.timing.controller`)."""
+
+
+def check_ratio_and_limit(recompute_ratio: Any, max_ttft_s: Any) -> None:
+    """Raise ConfigurationError unless both are None, or of their kind, and fit together."""
+    if isinstance(recompute_ratio, str) and recompute_ratio != AUTO_RATIO:
+        hint = did_you_mean(recompute_ratio, [AUTO_RATIO])
+        raise ConfigurationError(
+            f"recompute_ratio must be a number from 0 to 1 or 'auto', got {recompute_ratio!r}.{hint}"
+        )
+    if recompute_ratio is not None and recompute_ratio != AUTO_RATIO:
+        check_ratio(recompute_ratio)
+    if max_ttft_s is None:
+        return
+    check_number("max_ttft_s", max_ttft_s, "a positive number of seconds", above=0.0, most=1e6)
+    if recompute_ratio not in (None, AUTO_RATIO):
+        raise ConfigurationError(
+            f"max_ttft_s={max_ttft_s!r} chooses the recompute ratio, and recompute_ratio={recompute_ratio!r} is given "
+            "too. Leave one of them out."
+        )
+
+
+def check_share(name: str, value: Any, of: str) -> None:
+    """Raise ConfigurationError unless ``value`` is a number from 0 to 1: a share ``of`` something."""
+    check_number(name, value, f"a share of {of}, 0 to 1", most=1.0)
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is a number from 0 to 1."""
+    check_number(name, value, "a probability, 0 to 1", most=1.0)
+
+
+AUTO_CONFIDENCE = "auto"
+"""The confidence gate that the certificate states."""
+
+
+def check_confidence(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is a probability, 0 to 1, or ``auto``."""
+    if value != AUTO_CONFIDENCE:
+        check_number(name, value, "a probability, 0 to 1, or 'auto'", most=1.0)
+
+
+def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    """Raise ConfigurationError unless ``value`` is one of the ``allowed`` strings."""
+    if not isinstance(value, str) or value not in allowed:
+        hint = did_you_mean(value, allowed) if isinstance(value, str) else ""
+        raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.{hint}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ConfigurationError unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_namespace(namespace: object) -> None:
+    """Raise ConfigurationError unless ``namespace`` can be the name of a tenant: 1 to 255 bytes of UTF-8."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigurationError(f"namespace must be a non-empty string, got {namespace!r}.")
+    try:
+        length = len(namespace.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            f"namespace holds half a character ({namespace[error.start]!r}), which cannot be written as UTF-8."
+        ) from error
+    if length > 255:
+        raise ConfigurationError(f"namespace must have at most 255 bytes, got {length}. Use a digest of a longer name.")

@@ -1,0 +1,51 @@
+"""Seconds per phase of the time to the first token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["PHASES", "PhaseClock"]
+
+PHASES = ("lookup", "read", "select", "assemble", "recompute")
+"""Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
+tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
+others: only the time in which the request waits for it counts."""
+
+
+@dataclass(slots=True)
+class PhaseClock:
+    """Adds up seconds per phase since its creation."""
+
+    started: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    left_to_read_s: float = 0.0
+    """Seconds for which the store was still read after the recompute had begun."""
+    reading_s: float = 0.0
+    """Seconds for which the store was read, whether anybody waited for it or not."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the block's time for ``name``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    @contextmanager
+    def phase_within(self, name: str, outer: str) -> Iterator[None]:
+        """A phase inside a running one: its time counts for ``name`` and not for ``outer``."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self.seconds[name] += seconds
+            self.seconds[outer] -= seconds
+
+    def elapsed(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self.started

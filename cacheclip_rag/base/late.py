@@ -1,0 +1,24 @@
+"""Names that a package imports at first use, so that importing the package stays cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+__all__ = ["late_names"]
+
+
+def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's ``__getattr__``, which finds each name in its module.
+
+    Args:
+        homes: module within the package, by name.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f".{homes[name]}", package), name)
+
+    return find

@@ -1,0 +1,96 @@
+"""Settings of one call. This module does not import torch, so that front ends can check settings quickly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .checks import aliases_of, by_real_names, check_whole_number, did_you_mean, is_whole_number
+from .errors import ConfigurationError
+
+__all__ = ["FINISH_MODES", "SamplingParams", "is_greedy"]
+
+FINISH_MODES = ("none", "verify", "revise")
+"""What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    max_tokens: int = 256
+    """Most new tokens; fewer if the model's context ends first."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise the logits are divided by this number."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens whose probability reaches this."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before the first of these strings."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    json_schema: Any = None
+    """The answer is JSON that follows this JSON schema, a dict or JSON text: before each token, all tokens that cannot
+    come next are ruled out. Objects have only the properties that the schema names, unless it says
+    ``additionalProperties``. Needs the extra ``structured``; not with ``finish``. ``max_tokens`` may cut the answer."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        check_whole_number("max_tokens", self.max_tokens, least=1)
+        if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature <= 100.0:
+            raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
+        if not isinstance(self.top_p, int | float) or not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
+        if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):
+            raise ConfigurationError(f"seed must be a whole number of 64 bits or None, got {self.seed!r}.")
+
+    def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
+        """These settings overridden by ``options``, by name. ``stop`` may be a string or a list.
+
+        Raises:
+            ConfigurationError: an unknown option, or a value out of range.
+        """
+        known = [each.name for each in fields(self)]
+        given = by_real_names(options, known)
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            hint = did_you_mean(unknown, (*known, *aliases_of(known)))
+            raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        if "stop" in given:
+            given["stop"] = _stops(given["stop"])
+        return replace(self, **given)
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    if not isinstance(stop or (), str | list | tuple | set | frozenset):
+        raise ConfigurationError(f"stop must be a string or a list of strings, got {stop!r}.")
+    return (stop,) if isinstance(stop, str) and stop else tuple(stop or ())
+
+
+def _schema_text(schema: Any) -> str | None:
+    """A JSON schema as JSON text, so that settings can be compared and hashed."""
+    if schema is None:
+        return None
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            return json.dumps(found, ensure_ascii=False)
+    except (TypeError, ValueError):
+        pass
+    raise ConfigurationError(f"json_schema must be a JSON schema, as a dict or as JSON text, got {str(schema)[:80]!r}.")
+
+
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Whether these settings always choose the likeliest token."""
+    return params.temperature < _GREEDY_BELOW

@@ -1,0 +1,1 @@
+"""Stored texts, and parts of them, found in prompts. Knows no model."""

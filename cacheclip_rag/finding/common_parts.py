@@ -1,0 +1,250 @@
+"""Compares texts as bytes: what they have in common, and which common parts cover a prompt best.
+
+White space, quotation marks, backslashes and ``>`` are not compared, so that a quoted, JSON-escaped or re-wrapped text
+still matches. Among neighbouring windows of 16 bytes, the one with the smallest hash is an anchor. How many windows are
+neighbours depends on the bytes: few where tokens have few bytes (digits, punctuation, Chinese), many in words. So every
+common part of 32 tokens or more shares an anchor, and prose has few anchors. Which texts to compare is decided by
+:mod:`~cacheclip_rag.finding.excerpts`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
+
+__all__ = ["LEAST_SURE", "Compared", "Part", "TextMatch", "cover", "is_more_than_a_window", "pieces_in", "standing_in"]
+
+_REACH = 48
+"""Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
+_IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
+"""Weight of a byte: a lower-case letter; a byte of a character that is not ASCII; any other byte. What is not compared
+weighs as much as the last, unless a letter follows. So 32 tokens weigh at least ``_REACH`` and a window."""
+LEAST_SURE = _REACH // _IN_WORDS + WINDOW - 1
+"""Bytes of a common part that is always found, whatever they are. Of digits and punctuation, 27 are enough."""
+_GAP = 16
+"""Most characters of white space, quotation marks and the like between parts that are one piece of a text."""
+_LEAST_STRETCH = 8
+"""Least characters of a match: shorter ones hold too few whole tokens."""
+_SKIPPED = np.zeros(1 << 16, dtype=bool)
+"""By code point (the last for all above): whether the character is not compared."""
+_SKIPPED[[*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\')]] = True
+_SKIPPED[0x2000:0x200C] = True
+_ESCAPED = np.array([*map(ord, "nrt")], dtype=np.uint32)
+"""After a backslash, these are not compared either: JSON writes line ends so."""
+_WEIGHTS = np.full(256, _ALONE, dtype=np.int64)
+"""By byte."""
+_WEIGHTS[ord("a") : ord("z") + 1] = _IN_WORDS
+_WEIGHTS[0x80:] = _IN_OTHERS
+_AFTER_GAP = np.full(256, _ALONE, dtype=np.int64)
+"""By byte: weight of what is not compared before it."""
+_AFTER_GAP[ord("a") : ord("z") + 1] = _AFTER_GAP[ord("A") : ord("Z") + 1] = _AFTER_GAP[0x80:] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TextMatch:
+    """``prompt[start:stop]`` is a stored text or a part of one."""
+
+    start: int
+    stop: int
+    of: str | None = None
+    """The stored text of which it is a part; None: it is the whole text."""
+    at: int = 0
+    """Where the part begins in ``of``. Characters that are not compared may differ, no others."""
+
+
+class Compared:
+    """The bytes of a text that are compared."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        is_ascii = text.isascii()
+        codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
+        kept = ~_SKIPPED[codes if is_ascii else np.minimum(codes, len(_SKIPPED) - 1)]
+        if "\\" in text:
+            escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
+            kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
+        self.characters: Column = np.flatnonzero(kept)
+        """Character of each byte."""
+        self.bytes: Column = codes[self.characters]
+        if not is_ascii:
+            codes = self.bytes
+            widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+            self.characters = np.repeat(self.characters, widths)
+            written = codes.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+            self.bytes = np.frombuffer(written, dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    @cached_property
+    def reaches(self) -> Column:
+        """For each byte, the last window of those that are neighbours of the window which begins there."""
+        weights = _WEIGHTS[self.bytes]
+        if len(weights):
+            gaps = np.flatnonzero(np.diff(self.characters) > 1) + 1
+            weights[gaps] += _AFTER_GAP[self.bytes[gaps]]
+        until = np.cumsum(weights)
+        return np.searchsorted(until, until - weights + _REACH)
+
+    @cached_property
+    def anchors(self) -> tuple[Column, Column]:
+        """Hashes of the anchors, and their places; none of a text that is too short."""
+        hashes = window_hashes(self.bytes)
+        last = self.reaches[: len(hashes)]
+        last = last[: np.searchsorted(last, len(hashes))]
+        first = np.arange(len(last))
+        widths = last - first + 1
+        places = np.zeros(len(hashes), dtype=bool)
+        for width, least in smallest(hashes, 1 << (_REACH.bit_length() - 1)) if len(last) else ():
+            some = np.flatnonzero((widths >= width) & (widths < 2 * width))
+            left, right = least[some], least[last[some] - (width - 1)]
+            places[np.where(hashes[left] <= hashes[right], left, right)] = True
+        found = np.flatnonzero(places)
+        return hashes[found], found
+
+    def range_of(self, start: int, stop: int) -> tuple[int, int]:
+        """The compared bytes of the characters ``[start, stop)``."""
+        first, last = np.searchsorted(self.characters, [start, stop])
+        return int(first), int(last)
+
+    def sure_runs(self, mask: Column, first: int = 0) -> list[tuple[int, int]]:
+        """Where a column for the bytes from ``first`` on is True so often in a row that an anchor is sure: first byte,
+        byte after the last."""
+        within = np.zeros(len(mask) + 2, dtype=bool)
+        within[1:-1] = mask
+        edges = np.flatnonzero(within[1:] != within[:-1]) + first
+        starts, stops = edges[::2], edges[1::2]
+        long = np.flatnonzero(stops - starts >= WINDOW)
+        starts, stops = starts[long], stops[long]
+        sure = self.reaches[starts] + WINDOW <= stops
+        return [*zip(starts[sure].tolist(), stops[sure].tolist(), strict=True)]
+
+
+def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
+    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` both
+    have."""
+    written = Compared(prompt).bytes.tobytes()
+    return {text for text in texts if (wanted := Compared(text).bytes.tobytes()) and wanted in written}
+
+
+class Part(NamedTuple):
+    """Bytes ``[start, stop)`` of the prompt that equal those of a text from ``start - shift`` on."""
+
+    start: int
+    stop: int
+    shift: int
+    source: Compared | None
+    """None: the prompt has the whole text."""
+    number: int = 0
+    """Of the text."""
+
+
+def is_more_than_a_window(ours: Compared, source: Compared, here: int, there: int) -> bool:
+    """Whether so much around an anchor is equal that it is a part, and not a phrase that both have by chance."""
+    before = min(here, there, LEAST_SURE)
+    ahead, their_ahead = ours.bytes[here : here + LEAST_SURE], source.bytes[there : there + LEAST_SURE]
+    behind, their_behind = ours.bytes[here - before : here], source.bytes[there - before : there]
+    start = here - _equal_bytes(behind.tobytes()[::-1], their_behind.tobytes()[::-1])
+    stop = here + _equal_bytes(ahead.tobytes(), their_ahead.tobytes())
+    return stop - start >= WINDOW and bool(ours.reaches[start] + WINDOW <= stop)
+
+
+def _equal_bytes(one: bytes, other: bytes) -> int:
+    """With how many equal bytes both begin."""
+    count = min(len(one), len(other))
+    differ = int.from_bytes(one[:count], "little") ^ int.from_bytes(other[:count], "little")
+    return ((differ & -differ).bit_length() - 1) // 8 if differ else count
+
+
+def pieces_in(matches: Iterable[TextMatch]) -> list[tuple[int, int]]:
+    """Where parts of texts stand in a prompt. Parts that go on where the part before ends, but for white space, are one
+    piece. (``Span.continues`` of a prompt's layout says the same of tokens.)"""
+    found: list[tuple[int, int]] = []
+    before: TextMatch | None = None
+    for match in matches:
+        if match.of is None:
+            before = None
+            continue
+        if (
+            before is not None
+            and before.of == match.of
+            and match.start - before.stop <= _GAP
+            and abs(match.at - before.at - (match.start - before.start)) <= _GAP
+        ):
+            found[-1] = found[-1][0], match.stop
+        else:
+            found.append((match.start, match.stop))
+        before = match
+    return found
+
+
+def cover(compared: Compared, parts: Iterable[Part], whole: Sequence[TextMatch]) -> list[TextMatch]:
+    """Of all parts and whole texts the longest, then the longest of what is left; of equally long ones, whole texts and
+    then the first."""
+    free = np.ones(len(compared), dtype=bool)
+    taken, kept = bytearray(len(compared.text)), bytearray(len(compared.text))
+    """By character: whether a match has it; whether it belongs to a whole text."""
+    matches = {compared.range_of(match.start, match.stop): match for match in whole}
+    for match in whole:
+        kept[match.start : match.stop] = b"\1" * (match.stop - match.start)
+    every = [*parts, *(Part(start, stop, start, None) for start, stop in matches)]
+    queue = [(part.start - part.stop, part.source is not None, part.start, n, part) for n, part in enumerate(every)]
+    heapq.heapify(queue)
+    number, found = len(queue), []
+    while queue:
+        part = heapq.heappop(queue)[-1]
+        room = free[part.start : part.stop]
+        is_free = room.all()
+        if part.source is None:
+            match = matches[part.start, part.stop]
+            if is_free and 1 not in taken[match.start : match.stop]:
+                found.append(match)
+                taken[match.start : match.stop] = b"\1" * (match.stop - match.start)
+                room[:] = False
+                continue
+            part = part._replace(source=Compared(compared.text[match.start : match.stop]))
+        if is_free:
+            found += _matches(compared, part, taken, kept)
+            room[:] = False
+            continue
+        for start, stop in compared.sure_runs(room, part.start):
+            heapq.heappush(queue, (start - stop, True, start, number, part._replace(start=start, stop=stop)))
+            number += 1
+    return sorted(found, key=lambda match: match.start)
+
+
+def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) -> Iterator[TextMatch]:
+    """The characters of a part: one match for each stretch in which both texts have equally many characters that are
+    not compared. Each takes in equal characters around it that nothing else has."""
+    assert part.source is not None, "a whole text is one match"
+    ours, theirs, text, of = compared.characters, part.source.characters, compared.text, part.source.text
+    start, stop = part.start, part.stop
+    # whole characters only
+    while start < stop and start and ours[start - 1] == ours[start]:
+        start += 1
+    while start < stop < len(ours) and ours[stop] == ours[stop - 1]:
+        stop -= 1
+    if start == stop:
+        return
+    here, there = ours[start:stop], theirs[start - part.shift : stop - part.shift]
+    ends = [*(np.flatnonzero(np.diff(here - there)) + 1).tolist(), len(here)]
+    first = 0
+    for last in ends:
+        begin, end, at = int(here[first]), int(here[last - 1]) + 1, int(there[first])
+        first = last
+        while begin and at and text[begin - 1] == of[at - 1] and not (taken[begin - 1] or kept[begin - 1]):
+            begin, at = begin - 1, at - 1
+        after = at + end - begin
+        while end < len(text) and after < len(of) and text[end] == of[after] and not (taken[end] or kept[end]):
+            end, after = end + 1, after + 1
+        if end - begin >= _LEAST_STRETCH:
+            taken[begin:end] = b"\1" * (end - begin)
+            is_whole = not at and after == len(of) and text[begin:end] == of
+            yield TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at)

@@ -1,0 +1,431 @@
+"""Finds parts of stored texts in a prompt, where a framework cut, joined or rewrote a text.
+
+A prompt and a stored text that have a part in common share an anchor (:mod:`~cacheclip_rag.finding.common_parts`),
+which is looked up. The place of an anchor in both texts says how they lie on each other. There the texts themselves are
+compared, so that a match is never wrong. Of overlapping matches the longest wins.
+
+The catalog holds the texts (compressed) and their anchors: 1 for about 20 bytes of prose, and 1 for 5 to 10 bytes of
+numbers, tables or Chinese.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from ..base.database import Database
+from ..base.errors import StoreError
+from ..base.keys import text_digest
+from ..base.outage import OutageWarning
+from .common_parts import LEAST_SURE, Compared, Part, TextMatch, cover, is_more_than_a_window, pieces_in
+from .winnowing import WINDOW, Column, ranges, smallest
+
+__all__ = ["SCHEMA", "ExcerptIndex"]
+
+logger = logging.getLogger(__name__)
+
+_NEIGHBOURS = 8
+"""Anchors of a prompt of which one is looked up first. The others are looked up where nothing was found."""
+_SHARED_BY = 8
+"""Most stored places of one anchor that are looked at: boilerplate that more texts share need not be found in each of
+them. A text's own words lead to it, and the comparison then covers the boilerplate too."""
+_PER_ANCHOR = 4
+"""Most texts that are compared with the prompt for each of its anchors: those that share the most anchors with it."""
+_MOST_PAIRS = 1 << 12
+"""Most pairs of a place in the prompt and a place in a stored text, per search; two more for each anchor."""
+_MOST_CANDIDATES = 1 << 9
+"""Most comparisons of a text with the prompt per search; one more for 64 bytes of the prompt."""
+_MOST_COMPARED = 1 << 22
+"""Most bytes that are compared per search; ``_PER_BYTE`` more for each byte of the prompt."""
+_PER_BYTE = 16
+_MOST_GIVEN = 1 << 22
+"""Most characters of given texts that are searched for parts."""
+_COVERED = 0.9
+"""Share of a given text from which on stored texts are reused for it."""
+_MOST_PIECES = 2
+"""Most pieces of stored texts that stand for a given text: a window of sentences may lie across two chunks."""
+_BATCH = 256
+"""Texts that are added in one transaction: other processes wait meanwhile."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS contents (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, digest BLOB NOT NULL, text BLOB NOT NULL,
+    UNIQUE (namespace, digest)
+);
+CREATE TABLE IF NOT EXISTS anchors (
+    anchor INTEGER NOT NULL, content INTEGER NOT NULL, place INTEGER NOT NULL, PRIMARY KEY (anchor, content, place)
+) WITHOUT ROWID;
+"""
+_OF_CONTENT = "SELECT id FROM contents WHERE namespace = ? AND digest = ?"
+_PLACES = (
+    "SELECT value, (SELECT group_concat(content || ' ' || place, ' ') FROM "
+    "(SELECT content, place FROM anchors WHERE anchor = value LIMIT ?)) FROM json_each(?)"
+)
+# "+": without it, SQLite reads all of the tenant's digests
+_CONTENTS = "SELECT id, text FROM contents WHERE +namespace = ? AND id IN (SELECT value FROM json_each(?))"
+
+
+class _AnchorPlaces(NamedTuple):
+    """Places of anchors in texts, one column each."""
+
+    anchors: Column
+    contents: Column
+    """Numbers of the texts: ids of stored ones; given ones from -1 down."""
+    places: Column
+
+
+class ExcerptIndex:
+    """Parts of the texts of one namespace, shared by processes through the store's catalog."""
+
+    def __init__(self, database: Database, namespace: str) -> None:
+        """``database``: has the tables of ``SCHEMA``."""
+        self._database, self._namespace = database, namespace
+        # tenants have other anchors, so that none of them makes an anchor of another one popular
+        self._salt = np.int64(xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "surrogatepass")) >> 1)
+        self._outage = OutageWarning(logger, "parts of stored texts are not found in prompts: %s")
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Add texts. Texts that are too short to have an anchor are left out."""
+        self._write(texts)
+
+    def mend(self) -> None:
+        """Remove contents that are damaged, and add the anchors of all others again."""
+        for rows in self._batches():
+            whole = []
+            for content, digest, written in rows:
+                text = _unpacked(written)
+                if text_digest(text) == digest:
+                    whole.append(text)
+                else:
+                    self._database.execute("DELETE FROM contents WHERE id = ?", (content,))
+            self._write(whole, again=True)
+        self._database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
+
+    def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
+        """``again``: write the anchors of texts that are there, too."""
+        found = [(text, *_few_of_each(*Compared(text).anchors)) for text in texts]
+        found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
+        for first in range(0, len(found), _BATCH):
+            with self._database.transaction() as run:
+                rows: list[tuple[int, int, int]] = []
+                for text, anchors, places in found[first : first + _BATCH]:
+                    digest = text_digest(text)
+                    known = run(_OF_CONTENT, (self._namespace, digest)).fetchone()
+                    if known is None:
+                        written = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
+                        sql = "INSERT INTO contents (namespace, digest, text) VALUES (?, ?, ?) RETURNING id"
+                        known = run(sql, (self._namespace, digest, written)).fetchone()
+                    elif not again:
+                        continue
+                    salted = (anchors ^ self._salt).tolist()
+                    rows += zip(salted, [known[0]] * len(salted), places.tolist(), strict=True)
+                rows.sort()  # neighbours are written together
+                run(
+                    "INSERT OR IGNORE INTO anchors SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
+                    "json_extract(value, '$[2]') FROM json_each(?)",
+                    (json.dumps(rows),),
+                )
+
+    def remove(self, texts: Iterable[str]) -> None:
+        """Remove texts, for every process."""
+        for text in texts:
+            with self._database.transaction() as run:
+                found = run(_OF_CONTENT, (self._namespace, text_digest(text))).fetchall()
+                for content in found:
+                    anchors = (Compared(text).anchors[0] ^ self._salt).tolist()
+                    run(
+                        "DELETE FROM anchors WHERE content = ? AND anchor IN (SELECT value FROM json_each(?))",
+                        (*content, json.dumps(anchors)),
+                    )
+                    run("DELETE FROM contents WHERE id = ?", content)
+
+    def find(
+        self,
+        prompt: str,
+        whole: Sequence[TextMatch],
+        also: Iterable[str] = (),
+        given: Iterable[str] = (),
+        given_whole: Sequence[TextMatch] = (),
+    ) -> list[TextMatch]:
+        """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.
+
+        Args:
+            whole: whole stored texts that were found.
+            also: stored texts to look for whose contents the catalog may lack.
+            given: texts that may be in the prompt and are not stored. They take part where stored texts do not cover
+                them.
+            given_whole: where these are as a whole.
+        """
+        compared = Compared(prompt)
+        also = list(also)
+        sources = dict(_numbered([*also, *given]))
+        parts = [*self._parts(compared, whole, sources, len(also))]
+        stored = [part for part in parts if part.number >= -len(also)]
+        of_stored = cover(compared, stored, whole)
+        if len(stored) == len(parts) and not given_whole:
+            return of_stored
+        whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
+        pieces = [compared.range_of(start, stop) for start, stop in pieces_in(of_stored)]
+
+        def is_covered(start: int, stop: int) -> bool:
+            """Whether whole stored texts and few pieces of others cover it. A text of scraps is better stored as a
+            chunk of its own."""
+
+            def shared(ranges: Iterable[tuple[int, int]]) -> list[int]:
+                return sorted(max(0, min(stop, last) - max(start, first)) for first, last in ranges)
+
+            found = sum(shared(whole_ones)) + sum(shared(pieces)[-_MOST_PIECES:])
+            return stop > start and found >= _COVERED * (stop - start)
+
+        alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
+        whole_ones += [compared.range_of(match.start, match.stop) for match in alone]
+        others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
+        return cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
+
+    def _parts(
+        self, compared: Compared, whole: Sequence[TextMatch], given: Mapping[int, Compared], num_stored: int
+    ) -> Iterator[Part]:
+        """Common parts of the prompt and stored texts, then of given texts.
+
+        Args:
+            num_stored: how many of the given texts are stored.
+        """
+        comparison = _TextComparison(compared, whole, given)
+        anchors, places = compared.anchors
+        also = {number: text for number, text in given.items() if number >= -num_stored}
+        others = {number: text for number, text in given.items() if number < -num_stored}
+        few = _few_among(anchors)  # a long part has one of them
+        yield from self._stored_parts(comparison, anchors[few], places[few], also)
+        rest = ~few & ~comparison.has_found(places)
+        yield from self._stored_parts(comparison, anchors[rest], places[rest], also)
+        if others:
+            pairs = _pairs(anchors, places, _joined(_places_of(others)))
+            yield from comparison.parts(comparison.candidates(places, pairs))
+
+    def _stored_parts(
+        self, comparison: _TextComparison, anchors: Column, places: Column, also: Mapping[int, Compared]
+    ) -> Iterator[Part]:
+        """Parts of stored texts at some anchors of the prompt."""
+        if len(anchors):
+            pairs = _pairs(anchors, places, _joined([self._places(anchors), *_places_of(also)]))
+            candidates = comparison.candidates(places, pairs)
+            comparison.written |= self._contents({content for content, *_ in candidates if content >= 0})
+            yield from comparison.parts(candidates)
+
+    def _places(self, anchors: Column) -> _AnchorPlaces:
+        """Places of anchors of the prompt in stored texts."""
+        try:
+            salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
+            rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
+        except StoreError as error:
+            self._outage.failed(error)
+            return _NOWHERE
+        self._outage.worked()
+        found = [row for row in rows if row[1]]
+        counts = [written.count(" ") // 2 + 1 for _, written in found]
+        salted = np.repeat(np.array([anchor for anchor, _ in found], dtype=np.int64), counts)
+        try:
+            numbers = np.array(" ".join([written for _, written in found]).split(), dtype=np.int64)
+            return _AnchorPlaces(salted ^ self._salt, numbers[::2], numbers[1::2])
+        except (TypeError, ValueError, OverflowError):
+            logger.warning("the catalog holds something else than places of anchors. Run cacheclip store repair.")
+            return _NOWHERE
+
+    def _contents(self, wanted: set[int]) -> dict[int, object]:
+        """Compressed texts by id."""
+        try:
+            sql = (self._namespace, json.dumps(sorted(wanted)))
+            return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
+        except StoreError as error:
+            self._outage.failed(error)
+            return {}
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the namespace of which parts can be found. Raises StoreError if the catalog cannot be used."""
+        for rows in self._batches():
+            for *_, written in rows:
+                with suppress(zlib.error, UnicodeDecodeError, TypeError):
+                    yield _decoded(written)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Id, digest and compressed text of all contents of the namespace, some at a time."""
+        sql, last = "SELECT id, digest, text FROM contents WHERE namespace = ? AND id > ? ORDER BY id LIMIT ?", 0
+        while rows := self._database.query(sql, (self._namespace, last, _BATCH)):
+            yield rows
+            last = max(last + 1, rows[-1][0])
+
+
+class _TextComparison:
+    """Compares texts with a prompt where they share anchors, as long as there is room for it."""
+
+    def __init__(self, compared: Compared, whole: Sequence[TextMatch], sources: Mapping[int, Compared]) -> None:
+        self._compared, self._sources = compared, dict(sources)
+        self.written: dict[int, object] = {}
+        """Other texts, as they are in the catalog."""
+        self._edges = [compared.range_of(match.start, match.stop) for match in whole]
+        self._done = set[tuple[int, int]]()
+        self._places = [-1, len(compared)]
+        """Where anchors were looked up, and the ends."""
+        self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
+        self._longest = np.zeros(len(compared), dtype=np.int64)
+        """For each byte, the length of the longest part or whole text that has it."""
+        for start, stop in self._edges:
+            self._longest[start:stop] = stop - start
+
+    def has_found(self, places: Column) -> Column:
+        """Which windows lie in something that was found."""
+        found: Column = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
+        return found
+
+    def candidates(self, places: Column, pairs: _AnchorPlaces) -> list[list[int]]:
+        """Which texts to compare, see :func:`_candidates`.
+
+        Args:
+            places: where anchors were looked up.
+        """
+        self._places = sorted({*self._places, *places.tolist()})
+        return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
+
+    def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
+        """Common parts of the prompt and texts."""
+        ours = self._compared
+        for content, shift, first, last in candidates:
+            # it hardly reaches the anchors before and after those that it shares
+            before = self._places[bisect_left(self._places, first) - 1]
+            after = self._places[bisect_right(self._places, last)]
+            if self._longest[first : last + 1].min() >= after - before + 2 * LEAST_SURE:
+                continue
+            if (content, shift) in self._done or (source := self._source(content)) is None:
+                continue
+            self._done.add((content, shift))
+            begin, end = max(0, shift), min(len(ours), len(source) + shift)
+            if end <= begin:
+                continue  # something else wrote to the catalog
+            if first == last and not is_more_than_a_window(ours, source, first, first - shift):
+                continue
+            self._room -= end - begin
+            if self._room < 0:
+                logger.warning("the search for parts of stored texts was stopped: too many places look alike.")
+                return
+            equal = ours.bytes[begin:end] == source.bytes[begin - shift : end - shift]
+            for start, stop in ours.sure_runs(equal, begin):
+                np.maximum(self._longest[start:stop], stop - start, out=self._longest[start:stop])
+                yield Part(start, stop, shift, source, content)
+
+    def _source(self, content: int) -> Compared | None:
+        """A text; None if it was removed meanwhile, or is another tenant's."""
+        if content not in self._sources and content in self.written:
+            self._sources[content] = Compared(_unpacked(self.written[content]))
+        return self._sources.get(content)
+
+
+_NOWHERE = _AnchorPlaces(*np.empty((3, 0), dtype=np.int64))
+
+
+def _decoded(written: Any) -> str:
+    """A text of the catalog."""
+    return zlib.decompress(written).decode("utf-8", "surrogatepass")
+
+
+def _unpacked(written: object) -> str:
+    """A text of the catalog; empty, with a warning, if it is damaged."""
+    try:
+        return _decoded(written)
+    except (zlib.error, UnicodeDecodeError, TypeError):
+        logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
+        return ""
+
+
+def _few_among(anchors: Column) -> Column:
+    """Which anchors have the smallest hash among ``_NEIGHBOURS`` neighbours: a long common part has one of them."""
+    few = np.zeros(len(anchors), dtype=bool)
+    for width, least in smallest(anchors, _NEIGHBOURS):
+        if width == _NEIGHBOURS or len(anchors) < 2 * width:
+            few[least] = True
+    return few
+
+
+def _few_of_each(anchors: Column, places: Column) -> tuple[Column, Column]:
+    """The first ``_SHARED_BY`` places of each anchor of a text: no more are looked at."""
+    order = np.argsort(anchors, kind="stable")
+    kept = np.sort(order[_ranks(anchors[order]) < _SHARED_BY])
+    return anchors[kept], places[kept]
+
+
+def _ranks(values: Column) -> Column:
+    """How many of the neighbours before each value are equal to it."""
+    first = np.concatenate(([True], values[1:] != values[:-1])) if len(values) else np.empty(0, dtype=bool)
+    numbers = np.arange(len(values))
+    return numbers - np.maximum.accumulate(np.where(first, numbers, 0))
+
+
+def _numbered(texts: Sequence[str]) -> Iterator[tuple[int, Compared]]:
+    """Given texts, numbered from -1 down: stored texts have numbers from 1 up."""
+    room = _MOST_GIVEN
+    for number, text in enumerate(texts):
+        room -= len(text)
+        if room >= 0:
+            yield -1 - number, Compared(text)
+
+
+def _places_of(sources: Mapping[int, Compared]) -> Iterator[_AnchorPlaces]:
+    for number, source in sources.items():
+        anchors, places = source.anchors
+        yield _AnchorPlaces(anchors, np.full(len(anchors), number), places)
+
+
+def _joined(places: Iterable[_AnchorPlaces]) -> _AnchorPlaces:
+    return _AnchorPlaces(*map(np.concatenate, zip(*places, strict=True)))
+
+
+def _pairs(anchors: Column, places: Column, others: _AnchorPlaces) -> _AnchorPlaces:
+    """For each pair of equal anchors: the place in the prompt, the text, and how far the text is moved to lie there.
+    Anchors that are in many places are left out if there are too many pairs."""
+    order = np.argsort(anchors, kind="stable")
+    anchors, places = anchors[order], places[order]
+    first = np.searchsorted(anchors, others.anchors)
+    counts = np.searchsorted(anchors, others.anchors, side="right") - first
+    fewest = np.argsort(counts, kind="stable")
+    most = _MOST_PAIRS + 2 * len(places)
+    fewest = fewest[: np.searchsorted(np.cumsum(counts[fewest]), most, side="right")]
+    chosen = np.repeat(fewest, counts[fewest])
+    here = places[ranges(first[fewest], counts[fewest])]
+    return _AnchorPlaces(here, others.contents[chosen], here - others.places[chosen])
+
+
+def _candidates(pairs: _AnchorPlaces, whole: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
+    share the most anchors come first.
+
+    A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
+    """
+    if not len(pairs[0]):
+        return []
+    order = np.lexsort((pairs[0], pairs[2], pairs[1]))
+    here, contents, shifts = (column[order] for column in pairs)
+    is_first = np.ones(len(here), dtype=bool)
+    is_first[1:] = (contents[1:] != contents[:-1]) | (shifts[1:] != shifts[:-1])
+    first = np.flatnonzero(is_first)
+    last = np.append(first[1:], len(here)) - 1
+    counts = last - first + 1
+    inside = np.zeros(len(first), dtype=bool)
+    if whole:
+        starts, stops = np.array(whole, dtype=np.int64).T
+        owners = np.searchsorted(starts, here[first], side="right") - 1
+        inside = (owners >= 0) & (here[last] < stops[owners])
+    # of the texts at an anchor, those that share the most
+    group = np.cumsum(is_first) - 1
+    pair = np.flatnonzero(~inside[group])
+    pair = pair[np.lexsort((-counts[group[pair]], here[pair]))]
+    kept = np.unique(group[pair[_ranks(here[pair]) < _PER_ANCHOR]])
+    kept = kept[np.argsort(-counts[kept], kind="stable")]
+    found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
+    return found

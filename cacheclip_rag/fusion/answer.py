@@ -1,0 +1,175 @@
+"""Answers: their text, their events while they are streamed, and what is known about them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..prompt.tools import ToolCall
+
+__all__ = ["Answer", "Event", "FusionStats", "Trace"]
+
+
+@dataclass(frozen=True, slots=True)
+class FusionStats:
+    """Tokens, ratios and seconds of one answer. Every answer has these statistics, also in each framework's response
+    object and in the DEBUG log."""
+
+    method: str
+    """Method that produced the answer. If no chunk was reused: ``prefix`` if the prefix cache held first tokens of the
+    prompt, else ``full``."""
+    fallback: str | None
+    """Why plain prefill was used although another method was requested; None otherwise."""
+    prompt_tokens: int
+    """Tokens of the whole prompt: the sum of prefix, fresh and chunk tokens."""
+    prefix_tokens: int
+    """Leading tokens reused exactly, from the shared prefix or the prefix cache, without tokens of stored chunks."""
+    fresh_tokens: int
+    """Computed tokens: text between chunks, question, and chunks that were not stored."""
+    chunk_tokens: int
+    """Tokens of the chunks found in the store."""
+    exact_tokens: int
+    """Chunk tokens whose KV is exact and never recomputed: the chunk comes right after the prefix it was computed with,
+    or from the prefix cache."""
+    recomputed_tokens: int
+    """Chunk tokens that were recomputed."""
+    nominal_ratio: float
+    """The requested recompute ratio."""
+    hits: int
+    """Chunks of the prompt found in the store, whole or in part. A chunk that stands twice counts twice; pieces of one
+    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated`` or ``bypassed``, none was
+    reused."""
+    misses: int
+    """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
+    those of which half or more stands in the prompt are stored after the answer."""
+    phases_s: dict[str, float]
+    """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
+    ttft_s: float
+    """Seconds from the call to the first new token, everything included."""
+    charged_ratio: float = 0.0
+    """Share of (layer, chunk token) pairs that got fresh KV, a method's cost. It exceeds the effective ratio if layers
+    compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
+    cached_prefix_tokens: int = 0
+    """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
+    missed_tokens: int = 0
+    """Tokens of the chunks that were not found in the store."""
+    unusable: int = 0
+    """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context, or without
+    the auxiliary model's KV that the method needs. ``fallback`` says which, if nothing was reused."""
+    not_found: int = 0
+    """Given documents of which no part stands in the prompt."""
+    partial_hits: int = 0
+    """Hits of which a tenth or more of the chunk's tokens does not stand in the prompt, or not with the same ids."""
+    partial_share: float | None = None
+    """Mean share of the chunk's tokens that stand in the prompt as they are stored, over the partial hits; None without
+    one."""
+    confidence: float | None = None
+    """Probability of the likeliest first token minus that of the second; None for an answer made of several
+    prompts."""
+    gated: bool = False
+    """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
+    misses and partial hits are those of the reusing pass, whose KV was thrown away."""
+    bypassed: bool = False
+    """True: plain prefill although chunks are stored, because it was predicted to be soon enough. Hits, misses and
+    partial hits are those of the plan."""
+    predicted_ttft_s: float | None = None
+    """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
+    ``gated``, the prediction is of the reusing pass alone."""
+    queued_s: float = 0.0
+    """Seconds of ``ttft_s`` in which the request waited for others that came before it."""
+    left_to_read_s: float = 0.0
+    """Seconds for which the store was still read after the recompute had begun, which took at least as long."""
+    reading_s: float = 0.0
+    """Seconds for which the store was read, most of them while models computed: what the question waited for is
+    ``phases_s["read"]``."""
+    generated_tokens: int = 0
+    decode_s: float = 0.0
+    """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
+    verified_tokens: int | None = None
+    """Leading tokens of the answer that full prefill would choose too; None if the answer was not verified, because
+    ``finish`` is off, the answer is sampled, its KV is exact already, or the runtime cannot."""
+    diverged_at: int | None = None
+    """Number of the first token, from 0, of the answer as first given that full prefill would not choose; None if there
+    is none or the answer was not verified."""
+    completed_at: int | None = None
+    """Number of the token, from 0, before which the exact KV was completed because its confidence was below
+    ``min_confidence``: it and all later ones were chosen from the exact KV. None if no token was unsure, or the first
+    one was (``gated``)."""
+    verify_s: float = 0.0
+    """Seconds spent on completing the exact KV and on verifying."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens whose KV came from the store or the prefix cache and was not recomputed."""
+        return self.prefix_tokens + self.chunk_tokens - self.recomputed_tokens
+
+    @property
+    def effective_ratio(self) -> float:
+        """Recomputed tokens divided by chunk tokens. If no chunk was reused, the computed share of the prompt: 1.0 for
+        plain prefill, less if the prefix cache held its first tokens."""
+        if not self.chunk_tokens:
+            return self.fresh_tokens / self.prompt_tokens
+        return self.recomputed_tokens / self.chunk_tokens
+
+    @property
+    def effective_ratio_of_stale(self) -> float:
+        """Recomputed tokens divided by chunk tokens that are not exact: 1.0 means that no stale token is left."""
+        stale = self.chunk_tokens - self.exact_tokens
+        return self.recomputed_tokens / stale if stale else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and ratios, ready for JSON."""
+        names = ("effective_ratio", "effective_ratio_of_stale")
+        ratios = {name: getattr(self, name) for name in names}
+        return {**asdict(self), "reused_tokens": self.reused_tokens, **ratios}
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Details of an answer's prefill, for requests with ``trace``."""
+
+    token_ids: tuple[int, ...]
+    """Token ids of the whole prompt."""
+    chunks: tuple[tuple[int, int], ...]
+    """``(start, stop)`` of each reused chunk, in tokens."""
+    scores: tuple[tuple[float, ...], ...]
+    """Scores per reused chunk, one per token; empty for exact chunks. An empty tuple if the method scores nothing."""
+    recomputed: tuple[int, ...]
+    """Positions of the recomputed chunk tokens."""
+    layer_s: tuple[float, ...]
+    """Seconds of each layer of the recompute; empty after plain prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """New token ids, including the token that ended the answer."""
+    finish_reason: str
+    """``stop`` (end of turn or a stop string) or ``length``."""
+    stats: FusionStats
+    trace: Trace | None = None
+    """Set if the request has ``trace`` and chunks were reused."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that the model asks for, if the request has tools. ``text`` does not contain them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One step of a streamed answer."""
+
+    text: str
+    """New text since the last event. All texts joined are the answer, if no event is a revision."""
+    answer: Answer | None = None
+    """Set on the last event only."""
+    revised_from: int | None = None
+    """Set on a revision (``finish="revise"``), of which an answer has at most one: the text from this character of the
+    answer on is withdrawn, and ``text`` takes its place. ``shown = shown[: event.revised_from] + event.text`` is right
+    for all events, because ``shown[:None]`` is all of ``shown``."""
+    is_final: bool = True
+    """False: a later event may withdraw text of this event or of earlier events. True: none will."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls that are complete since the last event, if the request has tools. They come after ``text``."""

@@ -1,0 +1,138 @@
+"""The decisions for one request, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..methods.base import Method
+    from ..prompt.layout import Layout, Span
+
+__all__ = ["Plan", "Prediction", "Reading"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds that a plan's KV takes to be read, as it was measured for the tiers that hold it."""
+
+    medium: str = ""
+    """Where most of them are spent, as :meth:`~cacheclip_rag.store.Backend.medium` calls it. Empty: reading is not
+    predicted, because all is in memory, or nothing was measured."""
+    auxiliary_s: float = 0.0
+    """Before the primary's KV."""
+    primary_s: float = 0.0
+    beside: str = ""
+    """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
+    ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
+
+    @property
+    def seconds(self) -> float:
+        return self.auxiliary_s + self.primary_s
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds that a plan is predicted to take to the first token, without waiting for other requests."""
+
+    seconds: float
+    """As planned."""
+    plain_s: float
+    """By plain prefill."""
+    known_tokens: int
+    """Leading tokens of the prompt in the prefix cache, when it was predicted."""
+    reading: Reading = Reading()
+    """Of the chunks, if they are reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions for one request. A plan holds no tensors; :meth:`to_dict` is ready for JSON."""
+
+    layout: Layout
+    """The prompt's token ids and the source of each token's KV."""
+    method: Method
+    """The requested method."""
+    reused: tuple[Span, ...] = ()
+    """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
+    fallback: str | None = None
+    """Why nothing is reused although the method reuses chunks; None otherwise."""
+    obstructed: bool = False
+    """True: the model or the prompt does not allow exact reuse; ``fallback`` says why."""
+    question: str | None = None
+    keys: tuple[str, ...] = ()
+    """Store keys of the ``reused`` chunks."""
+    unusable: int = 0
+    """Missing texts that are stored, but for another model, dtype, system prompt or chunk context, or without the
+    auxiliary model's KV."""
+    not_found: int = 0
+    """Given documents of which no part stands in the prompt."""
+    bypass: str | None = None
+    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
+    prediction: Prediction | None = None
+    """Set if the recompute ratio was chosen by predicted time."""
+
+    @property
+    def missing(self) -> tuple[Span, ...]:
+        """Spans of chunks that are computed as fresh text."""
+        reused = set(self.reused)
+        return tuple(span for span in self.layout.chunks if span not in reused)
+
+    @property
+    def missing_texts(self) -> tuple[str, ...]:
+        """Texts to store after the answer, each once: the whole texts of the missing chunks of which half or more
+        stands in the prompt. A smaller part, such as boilerplate, would not pay for computing the whole text."""
+        tokens: dict[str, list[int]] = {}
+        for span in self.missing:
+            tokens.setdefault(span.whole, [span.whole_tokens]).append(len(span.tokens))
+        return tuple(text for text, (whole, *parts) in tokens.items() if 2 * sum(parts) >= whole)
+
+    @property
+    def exact(self) -> tuple[Span, ...]:
+        """Reused chunks whose KV equals full prefill's, so that none of their tokens is recomputed."""
+        return tuple(span for span in self.reused if self.layout.is_exact(span))
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of the reused chunks."""
+        return sum(len(span.tokens) for span in self.reused)
+
+    def reusing(self, spans: Sequence[Span]) -> Plan:
+        """The plan without all reused chunks but ``spans``: the others could not be read."""
+        keys = dict(zip(self.reused, self.keys, strict=False))
+        return replace(self, reused=tuple(spans), keys=tuple(keys[span] for span in spans if span in keys))
+
+    @property
+    def budget_tokens(self) -> int:
+        """Number of chunk tokens that the method's ratio allows to recompute."""
+        used = self.reused and self.bypass is None
+        return round(self.method.nominal_ratio * self.chunk_tokens) if used else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decisions as plain values: method, ratio, token ids, and each segment's position and source."""
+        used = self.reused if self.bypass is None else ()
+        keys = dict(zip(used, self.keys, strict=False))
+        return {
+            "method": self.method.name,
+            "recompute_ratio": self.method.nominal_ratio,
+            "fallback": self.fallback or self.bypass,
+            "predicted_ttft_s": None if self.prediction is None else self.prediction.seconds,
+            "predicted_plain_ttft_s": None if self.prediction is None else self.prediction.plain_s,
+            "prompt_tokens": self.layout.num_tokens,
+            "prefix_tokens": self.layout.num_exact,
+            "chunk_tokens": self.chunk_tokens,
+            "budget_tokens": self.budget_tokens,
+            "token_ids": list(self.layout.token_ids),
+            "pieces": [
+                {
+                    "start": span.start,
+                    "stop": span.stop,
+                    "kind": "chunk" if span.is_chunk else "fresh",
+                    "reused": span in keys,
+                    "exact": span in keys and self.layout.is_exact(span),
+                    "key": keys.get(span),
+                }
+                for span in self.layout.spans
+            ],
+        }

@@ -1,0 +1,59 @@
+"""Sources of a prompt's KV: stored chunks, the auxiliary model, the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..chunks.caches import ChunkCaches
+    from ..prompt.layout import Span
+    from ..runtime.transformers.prefix_cache import Match, PrefixCache
+    from ..selection.scoring import AuxiliaryScorer
+    from .plan import Plan
+
+__all__ = ["Sources"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The parts of an engine that one method needs."""
+
+    primary: ChunkCaches
+    """Chunk caches of the primary model with the method's chunk context."""
+    prefix: ChunkCaches
+    """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
+    auxiliary: AuxiliaryScorer | None
+    """None if the method needs no auxiliary model."""
+    prefixes: PrefixCache
+    """Exact KV of the first tokens of earlier prompts."""
+
+    def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """The chunk spans whose KV is stored for every model that the method needs."""
+        caches = [self.primary, *([self.auxiliary.caches] if self.auxiliary is not None else [])]
+        held = {span.whole for span in spans}
+        for each in caches:
+            held = each.held(held)
+        return tuple(span for span in spans if span.whole in held)
+
+    def shares_prefixes(self, plan: Plan) -> bool:
+        """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens."""
+        runtime = self.primary.runtime
+        is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
+        return is_same and plan.method.reuses_prefixes
+
+    def match(self, plan: Plan, *, usable: bool = True) -> Match:
+        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed.
+
+        Args:
+            usable: False matches nothing, for a method whose positions differ from the prompt's.
+        """
+        return self.prefixes.match(self._shareable(plan) if usable else ())
+
+    def known_tokens(self, plan: Plan) -> int:
+        """Number of tokens that :meth:`match` would match now."""
+        return self.prefixes.known(self._shareable(plan))
+
+    def _shareable(self, plan: Plan) -> tuple[int, ...]:
+        return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

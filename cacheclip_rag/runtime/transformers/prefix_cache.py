@@ -1,0 +1,273 @@
+"""Exact prefix cache: KV of the first tokens of prompts, in blocks found by their token ids.
+
+Source: vLLM's "Automatic Prefix Caching" (docs.vllm.ai, v1 design) over blocks as in PagedAttention (arXiv:2309.06180):
+whole blocks only, each hash chained to the parent's hash, reference counts, least recently used eviction from the end
+of a prompt. Departures: blocks are copied into a contiguous cache, because transformers' attention needs contiguous KV;
+the whole SHA-256, the tokens and the parent are compared, so that a collision is a miss; no block is stored twice.
+
+Keys are stored after RoPE, because the same tokens after the same prefix always have the same positions. Inserted KV
+must equal plain prefill's: after an approximate method, only the exact first tokens may be inserted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+
+from ...base.errors import ConfigurationError
+from .cache import FusedCache
+
+__all__ = ["Match", "PrefixCache", "PrefixStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Contents of a prefix cache, and counters since it was made."""
+
+    blocks: int
+    """Blocks that a match can find, including blocks that are still being copied."""
+    bytes: int
+    """Bytes of these blocks, and of cleared blocks that a match still holds."""
+    max_bytes: int
+    hit_tokens: int
+    """Tokens found among ``lookup_tokens``."""
+    lookup_tokens: int
+    evictions: int
+    """Blocks evicted to make room."""
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class _PrefixBlock:
+    digest: bytes
+    parent: _PrefixBlock | None
+    ids: bytes
+    num_bytes: int
+    refs: int = 1
+    """References by matches and inserts. A parent never has fewer references than its child."""
+    kv: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    """One tensor per group of layers with equal shapes, keys and values alternating: ``(2 * num_layers, num_kv_heads,
+    block_tokens, head_dim)``, keys after RoPE. Empty while the block is being copied."""
+
+
+class Match:
+    """The longest stored prefix of a prompt. Its blocks cannot be evicted until the ``with`` block ends."""
+
+    def __init__(
+        self, blocks: Sequence[_PrefixBlock], num_tokens: int, release: Callable[[Sequence[_PrefixBlock]], None]
+    ) -> None:
+        self._blocks: Sequence[_PrefixBlock] | None = blocks
+        self._release = release
+        self._lock = threading.Lock()
+        self.num_tokens = num_tokens
+
+    def write_to(self, cache: FusedCache) -> None:
+        """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
+        blocks = self._blocks
+        assert blocks is not None, "a released match cannot be read: its blocks may be evicted"
+        with torch.inference_mode():
+            for group in blocks[0].kv if blocks else ():
+                pieces = zip(*(block.kv[group].unbind() for block in blocks), strict=True)
+                # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
+                rows = (torch.cat(of_blocks, dim=1) for of_blocks in pieces)
+                for index, keys, values in zip(group, rows, rows, strict=True):
+                    cache.layers[index].write(0, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+
+    def release(self) -> None:
+        """Release the blocks. A second call does nothing."""
+        with self._lock:
+            blocks, self._blocks = self._blocks, None
+        if blocks:
+            self._release(blocks)
+
+    def __enter__(self) -> Match:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class PrefixCache:
+    """Blocks of KV of one model, up to ``max_bytes`` in all; 0 stores no block. Safe to share between threads.
+
+    Two rules keep eviction simple. A reference to a block is also a reference to all blocks before it, and the last
+    block is released first; so every child becomes free before its parent. Room for a new block is reserved before its
+    KV is copied, and the copy needs no lock; so the limit is never exceeded.
+
+    Args:
+        extra_keys: other inputs on which the KV depends (model, tenant); part of every hash.
+        block_tokens: tokens per block. A shorter prefix is never stored.
+
+    Raises:
+        ConfigurationError: ``max_bytes`` is negative or ``block_tokens`` less than 1.
+    """
+
+    def __init__(self, max_bytes: int, *, extra_keys: Sequence[str] = (), block_tokens: int = 16) -> None:
+        if max_bytes < 0:
+            raise ConfigurationError(f"max_bytes must be 0 or more, got {max_bytes}. Give 0 to keep no prefix blocks.")
+        if block_tokens < 1:
+            raise ConfigurationError(f"block_tokens must be 1 or more, got {block_tokens}. The usual number is 16.")
+        self._max_bytes, self._block_tokens = max_bytes, block_tokens
+        extra = b"".join(_with_length(key.encode("utf-8", "surrogatepass")) for key in extra_keys)
+        self._chain = lru_cache(maxsize=1)(partial(_chain, extra, block_tokens))
+        """Hashes of a prompt's blocks, kept until another prompt comes: the controller looks a prompt up, then the
+        fused prefill, then plain prefill if the first token is unsure."""
+        self._blocks: dict[bytes, _PrefixBlock] = {}
+        self._free: OrderedDict[bytes, _PrefixBlock] = OrderedDict()
+        """Blocks without references, the next to be evicted first."""
+        self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
+        self._lock = threading.Lock()
+
+    def match(self, ids: Sequence[int], *, at_most: int | None = None) -> Match:
+        """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
+
+        Args:
+            at_most: most tokens to match. A caller that needs logits must leave the last token to be computed.
+        """
+        chain = self._chain(tuple(ids if at_most is None else ids[: max(0, at_most)]))
+        with self._lock:
+            found = self._hold(chain)
+            num_tokens = len(found) * self._block_tokens
+            self._hit_tokens += num_tokens
+            self._lookup_tokens += len(ids)
+        return Match(found, num_tokens, self._release)
+
+    def known(self, ids: Sequence[int]) -> int:
+        """Number of tokens that :meth:`match` would match now. Counts nothing in the statistics."""
+        chain = self._chain(tuple(ids))
+        with self._lock:
+            found = self._hold(chain)
+        self._release(found)
+        return len(found) * self._block_tokens
+
+    def insert(self, ids: Sequence[int], cache: FusedCache) -> int:
+        """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
+
+        Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
+        storing; the next insert continues after it.
+
+        Returns:
+            Number of new blocks.
+        """
+        chain = self._chain(tuple(ids))
+        if not chain:
+            return 0
+        size, length = self._block_tokens, cache.get_seq_length()
+        assert length >= len(ids), f"the cache must hold the KV of all {len(ids)} tokens, it holds {length}"
+        num_bytes = sum(kv[0, :, :size].nbytes for layer in cache.layers for kv in (layer.keys, layer.values))
+        with self._lock:
+            held = self._hold(chain)
+            new = self._reserve(chain[len(held) :], held[-1] if held else None, num_bytes)
+        try:
+            with torch.inference_mode():
+                for block, kv in zip(new, _cut(cache, len(held), len(new), size), strict=True):
+                    block.kv = kv
+        finally:
+            self._release([*held, *new])
+        return len(new)
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Sizes and counters."""
+        with self._lock:
+            sizes = len(self._blocks), self._bytes, self._max_bytes
+            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions)
+
+    def clear(self) -> None:
+        """Drop all blocks. Matches in use stay valid; their memory is freed when they are released."""
+        with self._lock:
+            self._bytes -= sum(block.num_bytes for block in self._free.values())
+            self._blocks.clear()
+            self._free.clear()
+
+    # -- the caller holds the lock, except for _release, which takes it ----------------------------------------------
+
+    def _hold(self, chain: Sequence[tuple[bytes, bytes]]) -> list[_PrefixBlock]:
+        """The stored blocks at the start of ``chain``, each with one more reference."""
+        found: list[_PrefixBlock] = []
+        parent = None
+        for digest, ids in chain:
+            block = self._blocks.get(digest)
+            # the parent was compared in the same way, so all tokens are equal even if hashes collide
+            if block is None or not block.kv or block.ids != ids or block.parent is not parent:
+                break
+            block.refs += 1
+            self._free.pop(digest, None)
+            found.append(block)
+            parent = block
+        return found
+
+    def _reserve(
+        self, chain: Sequence[tuple[bytes, bytes]], parent: _PrefixBlock | None, num_bytes: int
+    ) -> list[_PrefixBlock]:
+        """New blocks after ``parent``, with one reference and no KV yet, as many as fit."""
+        new: list[_PrefixBlock] = []
+        for digest, ids in chain:
+            if digest in self._blocks or not self._make_room(num_bytes):
+                break
+            parent = self._blocks[digest] = _PrefixBlock(digest, parent, ids, num_bytes)
+            self._bytes += num_bytes
+            new.append(parent)
+        return new
+
+    def _make_room(self, num_bytes: int) -> bool:
+        while self._bytes + num_bytes > self._max_bytes and self._free:
+            digest, block = self._free.popitem(last=False)
+            del self._blocks[digest]
+            self._bytes -= block.num_bytes
+            self._evictions += 1
+        return self._bytes + num_bytes <= self._max_bytes
+
+    def _release(self, blocks: Sequence[_PrefixBlock]) -> None:
+        """Drop one reference to each block, the last block first: a prompt's end is the least likely to be reused."""
+        with self._lock:
+            for block in reversed(blocks):
+                block.refs -= 1
+                if block.refs:
+                    continue
+                known = self._blocks.get(block.digest) is block
+                if known and block.kv:
+                    self._free[block.digest] = block
+                    continue
+                if known:  # its copy failed, so no other block refers to it
+                    del self._blocks[block.digest]
+                self._bytes -= block.num_bytes  # of a failed or cleared block
+
+
+def _chain(extra: bytes, size: int, ids: tuple[int, ...]) -> list[tuple[bytes, bytes]]:
+    """Hash and token ids, as bytes, of each whole block of ``size`` tokens."""
+    chain, digest = [], bytes(32)  # zeros stand for the parent of a first block
+    for start in range(0, len(ids) - size + 1, size):
+        content = array("q", ids[start : start + size]).tobytes()
+        digest = block_digest(digest, extra, content)
+        chain.append((digest, content))
+    return chain
+
+
+def block_digest(parent: bytes, extra: bytes, ids: bytes) -> bytes:
+    """Hash of a block. Every field is preceded by its length, as in :mod:`~cacheclip_rag.base.keys`."""
+    return hashlib.sha256(b"".join(map(_with_length, (parent, extra, ids)))).digest()
+
+
+def _with_length(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+def _cut(cache: FusedCache, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
+    """Copies of the KV of ``count`` blocks of ``size`` tokens from block ``first`` on. One tensor per group of layers
+    is faster than two per layer, because the number of copies takes the time."""
+    groups: dict[object, list[int]] = {}
+    for index, layer in enumerate(cache.layers):
+        groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
+    pieces = {}
+    for group in groups.values():
+        sources = [kv for index in group for kv in (cache.layers[index].keys, cache.layers[index].values)]
+        pieces[tuple(group)] = [kv[0, :, first * size : (first + count) * size].split(size, dim=1) for kv in sources]
+    for number in range(count):
+        yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}

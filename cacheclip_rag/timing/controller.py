@@ -1,0 +1,438 @@
+"""Predicts the time to the first token, and chooses the recompute ratio by it (``recompute_ratio="auto"``).
+
+A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
+prefill, one for everything before it, and one for reading from each medium of the store. ``cacheclip profile`` measures
+it once, or :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It is adjusted to what answers take, because
+other load comes and goes.
+
+KV is read while models compute: first the auxiliary's, while it scores, then the primary's, while it recomputes. So the
+longer of reading and computing counts. Where each chunk is read from is asked before each decision: what is in memory
+takes no time, and what is in the system's page cache takes what the other lines hold already, which were measured so.
+What is read from a medium that was not measured is learned from answers.
+
+Only ratios of the plan's own method are compared, because a certificate covers one method. At ratio 0, the auxiliary's
+KV is not read and nothing is scored: that is direct reuse, except with methods whose first layers compute all tokens.
+So a certificate that calls ratio 0 faithful makes direct reuse one of the choices.
+
+Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405.16444, its loading controller).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import ConfigurationError
+from ..base.paths import atomic_path, cache_home
+from ..fusion.answer import FusionStats
+from ..plan.plan import Plan, Prediction, Reading
+from ..plan.sources import Sources
+from ..store import PAGE_CACHE, TimedRead
+
+__all__ = ["Controller", "Cost", "Profile", "Timing", "Work", "find_profile", "fit"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 2
+_WORTH = 0.9
+"""Reuse must take at most this share of plain prefill's time: a smaller gain is not worth an approximate answer."""
+_STEPS = 20
+"""Ratios that are tried, from 0 to 1."""
+_NEW = 0.25
+"""Weight of the last answer in the adjustment to the machine's load."""
+_REMEMBERED = 0.95
+"""How much of the adjustment of reading, and of what comes before the recompute, is left after a plain prefill, as an
+exponent. Else a store that was slow once would never be tried again."""
+_MOST = 16.0
+"""Largest adjustment, up or down."""
+NOTHING_TO_READ = Reading()
+_TICK_S = 1e-9
+"""Least seconds of a measured reading: a clock may not have moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds as a line: a constant, and seconds for each unit of two quantities."""
+
+    constant: float
+    first: float
+    second: float
+
+    def seconds(self, first: float, second: float) -> float:
+        return self.constant + self.first * first + self.second * second
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one prompt asks for."""
+
+    tokens: int
+    """Of the prompt."""
+    known: int = 0
+    """Leading tokens that plain prefill would not compute: the prefix cache has them."""
+    exact: int = 0
+    """Tokens that a fused prefill need not compute at any ratio: exact start and exact chunks."""
+    stale: int = 0
+    """Tokens of reused chunks of which the ratio decides how many are computed."""
+    chunks: int = 0
+    """Different texts that are reused, whole or in part: each is read and scored once."""
+
+    def plain(self) -> tuple[float, float]:
+        """Rows of plain prefill, and pairs of a row and a key that it sees."""
+        rows = self.tokens - self.known
+        return rows, rows * (self.tokens + self.known) / 2
+
+    def fused(self, ratio: float) -> tuple[float, float]:
+        """Rows of the recompute, and pairs of a row and a key."""
+        rows = max(1.0, self.tokens - self.exact - self.stale * (1 - ratio))
+        return rows, rows * self.tokens
+
+    @classmethod
+    def of(cls, plan: Plan, known: int) -> Work:
+        """The work of a plan that reuses chunks.
+
+        Args:
+            known: leading tokens in the prefix cache. Where they end inside a reused chunk, plain prefill goes on from
+                there, and a fused prefill takes the whole chunk from the store.
+        """
+        layout = plan.layout.cached_until(known, plan.reused)
+        unknown = [span for span in plan.reused if not layout.is_cached(span)]
+        exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
+        stale = sum(len(span.tokens) for span in unknown) - exact
+        chunks = len({span.whole for span in plan.reused})
+        return cls(layout.num_tokens, known, layout.num_exact + exact, stale, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one measured prefill."""
+
+    work: Work
+    ratio: float | None
+    """None: plain prefill."""
+    phases_s: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases_s.values())
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of everything before the recompute."""
+        return self.seconds - self.phases_s["recompute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Lines of one machine, one pair of models and one method."""
+
+    identity: Mapping[str, Any]
+    """What it was measured with; another identity needs another profile."""
+    plain: Cost
+    """Of plain prefill and the look-up before it: rows, pairs of a row and a key."""
+    fused: Cost
+    """Of the recompute of a fused prefill: rows, pairs of a row and a key."""
+    before: Cost
+    """Of everything before the recompute: chunk tokens, chunks."""
+    media: Mapping[str, Cost] = field(default_factory=dict)
+    """Of reading, by medium: entries, bytes."""
+
+    def plain_s(self, work: Work) -> float:
+        return self.plain.seconds(*work.plain())
+
+    def fused_s(self, work: Work, ratio: float) -> tuple[float, float]:
+        """Seconds before the recompute, and of it."""
+        return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
+
+    def reading(self, plan: Plan, sources: Sources, known: int) -> Reading:
+        """What reading a plan's chunks takes, from where they are now. Reads no payload. All layers of the auxiliary
+        count, although a head set may need fewer.
+
+        Args:
+            known: leading tokens of the prompt in the prefix cache.
+        """
+        if not self.media.keys() - {PAGE_CACHE}:
+            return NOTHING_TO_READ
+        primary, scorer = sources.primary, sources.auxiliary
+        unread = [span for span in plan.reused if span.stop > known]
+        scored = {span.whole for span in unread if not plan.layout.is_exact(span)}
+        auxiliary_s = self._read_s(scorer.caches.reads_of(scored)) if scorer is not None else {}
+        primary_s = self._read_s(primary.reads_of({span.whole for span in unread}))
+        by_medium = {name: auxiliary_s.get(name, 0.0) + primary_s.get(name, 0.0) for name in auxiliary_s | primary_s}
+        medium = max(by_medium, key=lambda name: by_medium[name], default=PAGE_CACHE)
+        if medium == PAGE_CACHE:  # the lines hold it already
+            return NOTHING_TO_READ
+        beside = "" if plan.method.reads_cache else "recompute" if primary.reads_parts else "scoring"
+        return Reading(medium, sum(auxiliary_s.values()), sum(primary_s.values()), beside)
+
+    def _read_s(self, reads: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        return {name: self.media[name].seconds(*read) for name, read in reads.items() if name in self.media}
+
+    @classmethod
+    def of(cls, identity: Mapping[str, Any], samples: Sequence[Timing], reads: Sequence[TimedRead] = ()) -> Profile:
+        """Fit the lines. ``samples``: of both kinds, of three sizes or more. ``reads``: of each medium, of three
+        combinations of entries and bytes or more; a medium with fewer is left out."""
+        plain = [sample for sample in samples if sample.ratio is None]
+        fused = [(sample, sample.ratio) for sample in samples if sample.ratio is not None]
+        return cls(
+            identity,
+            fit([(*s.work.plain(), s.seconds) for s in plain]),
+            fit([(*s.work.fused(ratio), s.phases_s["recompute"]) for s, ratio in fused]),
+            fit([(s.work.stale, s.work.chunks, s.before_s) for s, _ in fused]),
+            _fit_media(reads),
+        )
+
+    @property
+    def path(self) -> Path:
+        return _path_of(self.identity)
+
+    def save(self) -> Path:
+        """Write the profile to the cache folder, where engines look.
+
+        Raises:
+            ConfigurationError: the folder cannot be written.
+        """
+        content = {"format": _FORMAT, **asdict(self)}
+        try:
+            with atomic_path(self.path) as temporary:
+                temporary.write_text(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigurationError(
+                f"the profile cannot be written to {self.path.parent} ({error}), so that other engines do not find it. "
+                "Make that folder writable, or set CACHECLIP_HOME to a writable folder."
+            ) from error
+        return self.path
+
+
+def fit(rows: Sequence[tuple[float, float, float]], *, constant: bool = True) -> Cost:
+    """The line through ``(first, second, seconds)`` with the least squares of relative errors and no negative number.
+
+    Relative errors, because a millisecond matters in a short prompt. No negative number, because a line that falls with
+    the work is wrong beyond the measured sizes.
+
+    Args:
+        constant: whether the line may have one.
+    """
+    if len(rows) < 3:
+        raise ValueError(f"expected three measurements or more, got {len(rows)}")
+    measured = np.array(rows, dtype=np.float64)
+    weights = 1 / measured[:, 2:]
+    columns = np.column_stack((np.ones(len(measured)), measured[:, :2])) * weights
+    best, least = np.zeros(3), math.inf
+    for count in range(1, 4):
+        for chosen in map(list, itertools.combinations(range(0 if constant else 1, 3), count)):
+            found, *_ = np.linalg.lstsq(columns[:, chosen], np.ones(len(measured)), rcond=None)
+            error = float(((columns[:, chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least - 1e-12:
+                best, least = np.zeros(3), error
+                best[chosen] = found
+    return Cost(*best.tolist())
+
+
+def _fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
+    """A line for each medium. Of equal reads, the shortest counts: other load only adds to it. No constant, because a
+    prompt may need many more entries than were measured, and what they take must grow with them."""
+    shortest: dict[str, dict[tuple[int, int], float]] = {}
+    for read in reads:
+        of_medium, seconds = shortest.setdefault(read.medium, {}), max(read.seconds, _TICK_S)
+        work = read.entries, read.num_bytes
+        of_medium[work] = min(seconds, of_medium.get(work, seconds))
+    return {
+        medium: fit([(*work, seconds) for work, seconds in found.items()], constant=False)
+        for medium, found in shortest.items()
+        if len(found) >= 3
+    }
+
+
+def find_profile(identity: Mapping[str, Any]) -> Profile | None:
+    """The profile that was saved for this identity; None if there is none, or (with a warning) if it is damaged or of
+    another version of this package."""
+    path = _path_of(identity)
+    try:
+        content = json.loads(path.read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"it has format {content['format']}, and this version of cacheclip-rag reads {_FORMAT}")
+        plain, fused, before = (_line(content[name]) for name in ("plain", "fused", "before"))
+        media = {str(name): _line(line) for name, line in content["media"].items()}
+        found = Profile(content["identity"], plain, fused, before, media)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("the profile %s cannot be read and is not used (%s). Run cacheclip profile.", path, error)
+        return None
+    return found if found.identity == dict(identity) else None
+
+
+def _line(numbers: Mapping[str, Any]) -> Cost:
+    """A line of a file. Raises ValueError, TypeError or AttributeError if it is none."""
+    line = Cost(**{key: float(number) for key, number in numbers.items()})
+    if not all(math.isfinite(number) and number >= 0 for number in (line.constant, line.first, line.second)):
+        raise ValueError("a time that is no time")
+    return line
+
+
+def _path_of(identity: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return cache_home() / "profiles" / f"{digest}.json"
+
+
+class Controller:
+    """Chooses ratios by one profile, adjusted to what the last answers took. Safe to share between threads."""
+
+    def __init__(self, profile: Profile, may_be: Callable[[float], bool] | None = None) -> None:
+        """``may_be``: whether a ratio may be chosen; None: those of the method's own ratio and above."""
+        self.profile, self._may_be = profile, may_be
+        self._lock = threading.Lock()
+        self._compute = self._before = 1.0
+        """What the last answers took, as multiples of the profile's seconds."""
+        self._of_size: dict[int, float] = {}
+        """What computing took for prompts of a size (the bits of their number of tokens), as multiples of what it took
+        in general. A line that was measured with small prompts is too high or too low for large ones."""
+        self._unscored = 1.0
+        """What comes before the recompute at ratio 0, as a multiple of what it is predicted to take with scoring."""
+        self._reading: dict[str, float] = {}
+        """What reading took, as multiples of the profile's seconds, by medium."""
+        self._left_s = 0.0
+        """For each chunk token, seconds for which a store that was not measured is still read when the recompute
+        begins: the least that the recompute takes, whatever its ratio."""
+
+    def decide(
+        self, plan: Plan, known: int, max_ttft_s: float | None = None, reading: Reading = NOTHING_TO_READ
+    ) -> Plan:
+        """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
+
+        Without ``max_ttft_s``, that is the least ratio that may be chosen. With it, the plan is plain prefill if that
+        is soon enough, else it gets the largest ratio that is. Where reading the store takes longer than the recompute
+        beside it, the ratio is raised as long as that costs no time. Without a limit, and where no ratio keeps to it,
+        the plan is plain prefill if reuse would save less than a tenth of its time.
+
+        Args:
+            plan: reuses chunks.
+            known: leading tokens of the prompt in the prefix cache.
+            max_ttft_s: seconds after which the first token should be there.
+            reading: as :meth:`Profile.reading` found it.
+        """
+        work = Work.of(plan, known)
+        plain_s = self._computing(work) * self.profile.plain_s(work)
+        ratio, *larger = self._ratios(plan)
+
+        def fused_s(ratio: float) -> float:
+            return self._fused_s(work, ratio, _at(ratio, plan, reading))
+
+        if max_ttft_s is not None:
+            ratio = next((each for each in reversed(larger) if fused_s(each) <= max_ttft_s), ratio)
+        seconds = fused_s(ratio)
+        ratio = max([ratio, *(each for each in larger if fused_s(each) <= seconds)])
+        if max_ttft_s is not None and plain_s <= max_ttft_s:
+            why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
+        elif seconds > _WORTH * plain_s and (max_ttft_s is None or seconds > max_ttft_s):
+            why = f"plain prefill is predicted to take {plain_s:.2f} s, and reuse {seconds:.2f} s"
+        else:
+            method = plan.method.at(ratio) if plan.method.has_ratio else plan.method
+            return replace(
+                plan, method=method, prediction=Prediction(seconds, plain_s, known, _at(ratio, plan, reading))
+            )
+        return replace(plan, bypass=why, prediction=Prediction(plain_s, plain_s, known))
+
+    def observe(self, plan: Plan, stats: FusionStats) -> None:
+        """Adjust to what the answer of a plan of :meth:`decide` took."""
+        assert plan.prediction is not None, "a plan that was decided has a prediction"
+        work, compute_s = Work.of(plan, plan.prediction.known_tokens), stats.phases_s["recompute"]
+        before_s = sum(stats.phases_s.values()) - max(compute_s, stats.left_to_read_s)
+        reading = plan.prediction.reading
+        with self._lock:
+            if plan.bypass is not None:
+                self._before **= _REMEMBERED
+                self._unscored **= _REMEMBERED
+                self._left_s *= _REMEMBERED
+                self._reading = {medium: factor**_REMEMBERED for medium, factor in self._reading.items()}
+                self._learn_computing(work, sum(stats.phases_s.values()), self.profile.plain_s(work))
+            elif stats.chunk_tokens == plan.chunk_tokens and not stats.gated:  # else some could not be read
+                ratio = plan.method.nominal_ratio
+                before, expected = self.profile.fused_s(work, ratio)
+                self._learn_computing(work, compute_s, expected)
+                predicted_s = self._before_s(before, ratio)
+                delayed_s, _ = self._with_reading(predicted_s, reading)
+                if delayed_s > predicted_s:
+                    pass  # it says more about reading
+                elif plan.method.has_ratio and ratio == 0:
+                    self._unscored = _adjusted(self._unscored, before_s, self._before * before)
+                else:
+                    self._before = _adjusted(self._before, before_s, before)
+                if reading.medium:
+                    factor = self._reading.get(reading.medium, 1.0)
+                    self._reading[reading.medium] = _adjusted(factor, stats.reading_s, reading.seconds)
+                elif work.stale:
+                    self._left_s += _NEW * (stats.left_to_read_s / work.stale - self._left_s)
+
+    def _ratios(self, plan: Plan) -> list[float]:
+        """Ratios that may be chosen, at least one, in order. 1.0 is always one of them: it is exact."""
+        own = plan.method.nominal_ratio
+        if not plan.method.has_ratio:
+            return [own]
+        steps = sorted({own, *(step / _STEPS for step in range(_STEPS + 1))})
+        return [each for each in steps if each == 1.0 or (each >= own if self._may_be is None else self._may_be(each))]
+
+    def _fused_s(self, work: Work, ratio: float, reading: Reading = NOTHING_TO_READ) -> float:
+        before_s, compute_s = self.profile.fused_s(work, ratio)
+        before_s, left_s = self._with_reading(self._before_s(before_s, ratio), reading)
+        return before_s + max(self._computing(work) * compute_s, left_s, self._left_s * work.stale)
+
+    def _computing(self, work: Work) -> float:
+        """What computing takes, as a multiple of the profile's seconds."""
+        return self._compute * self._of_size.get(work.tokens.bit_length(), 1.0)
+
+    def _learn_computing(self, work: Work, took_s: float, expected_s: float) -> None:
+        """One half of the adjustment counts for all prompts, because it may be other load, and one half for those of
+        this size. What several sizes have in common so becomes that of all."""
+        size, before = work.tokens.bit_length(), self._computing(work)
+        half = math.sqrt(_adjusted(before, took_s, expected_s) / before)
+        self._compute *= half
+        self._of_size[size] = self._of_size.get(size, 1.0) * half
+
+    def _before_s(self, before_s: float, ratio: float) -> float:
+        """Seconds until the recompute begins, if reading takes no time.
+
+        Args:
+            before_s: the same by the profile, with scoring.
+        """
+        return self._before * before_s * (self._unscored if ratio == 0 else 1.0)
+
+    def _with_reading(self, before_s: float, reading: Reading) -> tuple[float, float]:
+        """Seconds until the recompute begins, and those for which the store is then still read.
+
+        Args:
+            before_s: until the recompute begins, if reading takes no time.
+        """
+        factor = self._reading.get(reading.medium, 1.0)
+        auxiliary_s, primary_s = factor * reading.auxiliary_s, factor * reading.primary_s
+        match reading.beside:
+            case "recompute":
+                begins_s = max(before_s, auxiliary_s)
+                return begins_s, max(0.0, auxiliary_s + primary_s - begins_s)
+            case "scoring":
+                return auxiliary_s + max(before_s, primary_s), 0.0
+        return before_s + auxiliary_s + primary_s, 0.0
+
+
+def _at(ratio: float, plan: Plan, reading: Reading) -> Reading:
+    """What is read at a ratio: nothing of the auxiliary at 0."""
+    return reading if ratio > 0 or not plan.method.has_ratio else replace(reading, auxiliary_s=0.0)
+
+
+def _adjusted(factor: float, took_s: float, expected_s: float) -> float:
+    """The adjustment after one more answer, a geometric mean, so that one slow answer changes little."""
+    if took_s <= 0 or expected_s <= 0:
+        return factor
+    last = min(max(took_s / expected_s, 1 / _MOST), _MOST)
+    return float(factor ** (1 - _NEW) * last**_NEW)

@@ -1,0 +1,165 @@
+"""Starts vLLM's server with our connector and middleware, in place of this process.
+
+This process checks the options, opens the planner once, so that what it refuses is said before vLLM loads its weights,
+and then becomes vLLM's server. So signals reach vLLM itself, which stops its processes, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from ..base.errors import ConfigurationError
+from ..config import EngineConfig
+from ..models.load import resolve
+from ..serving.server import address_of, check_reachable
+from ..serving.server import served_name as name_of
+from .offline import engine_options, worker_of
+from .options import check_flags, check_vllm, is_on, value_of
+from .parameters import NAMESPACES_VARIABLE
+from .planner import Planner
+from .served import Served
+from .settings import ServerSettings
+
+__all__ = ["Command", "command", "launch"]
+
+_MODULE = "vllm.entrypoints.openai.api_server"
+_MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
+_SHUTDOWN_S = 20
+"""Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a
+container after 30."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program in place of this one."""
+
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """Variables beside those of this process."""
+
+
+def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: int) -> Command:
+    """How vLLM's server is started.
+
+    Args:
+        settings: as the middleware reads them.
+        flags: of vLLM, checked, and passed on as they are.
+
+    Raises:
+        The errors of :func:`~cacheclip_rag.models.load.resolve`.
+    """
+    config, access = settings.config, settings.access
+    tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
+    engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
+    arguments = [
+        *(sys.executable, "-m", _MODULE),
+        *("--model", str(resolve(config.primary))),
+        *("--served-model-name", settings.name),
+        *("--host", host, "--port", str(port)),
+        *("--dtype", config.dtype),
+        "--async-scheduling" if engine["async_scheduling"] else "--no-async-scheduling",
+        *("--worker-cls", engine["worker_cls"]),
+        *("--kv-transfer-config", json.dumps(engine["kv_transfer_config"])),
+        *("--middleware", _MIDDLEWARE),
+        *("--enable-prompt-tokens-details", "--enable-per-request-metrics"),
+        *("--shutdown-timeout", str(_SHUTDOWN_S)),
+    ]
+    environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
+    return Command((*arguments, *flags), environment)  # of a flag given twice, the last one counts
+
+
+def launch(
+    config: EngineConfig,
+    flags: Sequence[str] = (),
+    *,
+    served_name: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    tenants: Path | None = None,
+    body_bytes: int = 2**23,
+    as_json: bool = False,
+) -> NoReturn:
+    """Become vLLM's server. What vLLM writes goes to stderr.
+
+    Args:
+        config: settings of the planners.
+        flags: of vLLM, passed on as they are.
+        port: 0 takes a free one.
+        as_json: write a JSON object with the address to stdout when the server is ready.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+        ConfigurationError: options contradict each other, have no effect with vLLM, or nothing could be reused; or
+            other machines could reach the address, and no API key is set.
+        CertificateError: the settings require a certificate, and there is none.
+    """
+    check_vllm()
+    if os.environ.get("VLLM_API_KEY"):
+        raise ConfigurationError(
+            "VLLM_API_KEY is set, and vLLM would refuse all other keys, those of tenants too. Unset it, and give "
+            "--api-key or set CACHECLIP_API_KEY."
+        )
+    check_flags(flags)  # what is refused takes no time
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
+    port = port or _free_port(host)
+    settings = ServerSettings(
+        config,
+        served_name or name_of(config.primary),
+        address_of(host, port),
+        api_key,
+        None if tenants is None else tenants.expanduser().absolute(),
+        secrets.token_urlsafe(32),
+        body_bytes,
+        calls_tools=is_on(flags, "enable-auto-tool-choice"),
+        shows_metrics=is_on(flags, "enable-per-request-metrics"),
+    )
+    check_reachable(host, settings.access)
+    planner = Planner(config)
+    settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
+    planner.serve(settings.served)
+    if as_json:
+        settings = _to_stdout(settings)
+    program = command(settings, flags, host=host, port=port)
+    planner.warm_up()
+    planner.close()
+    _become(program)
+
+
+def _become(program: Command) -> NoReturn:
+    """Run a program in place of this one. What it writes to stdout goes to stderr."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(2, 1)
+    os.execve(program.arguments[0], program.arguments, {**os.environ, **program.environment})
+
+
+def _to_stdout(settings: ServerSettings) -> ServerSettings:
+    """Settings whose JSON object goes to what is stdout now; vLLM's log must not."""
+    stdout = os.dup(1)
+    os.set_inheritable(stdout, True)
+    return replace(settings, json_to=stdout)
+
+
+def _served(config: EngineConfig, flags: Sequence[str]) -> Served:
+    quantization = value_of(flags, "quantization", "-q")
+    return Served.running(config.primary, config.device, quantization, value_of(flags, "kv-cache-dtype") or "auto")
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+            return int(listening.getsockname()[1])
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {host}: {error.strerror or error}. Choose another --host."
+        ) from error

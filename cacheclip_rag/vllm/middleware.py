@@ -1,0 +1,412 @@
+"""What stands before vLLM's server: ``--middleware cacheclip_rag.vllm.middleware.CacheClip``.
+
+vLLM calls it before everything of its own, its check of API keys included, which looks at some paths only. So keys are
+checked here, on every path but those for load balancers. vLLM itself needs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..fusion.answer import FusionStats
+from ..serving.access import Caller
+from ..serving.bodies import check_host, read_body
+from ..serving.counters import Counters
+from ..serving.errors import RequestError, error_body
+from ..serving.replies import as_json
+from ..serving.schema import read_json
+from .parameters import request_parameters
+from .planners import Planning, Route
+from .replies import Result, StreamReply, WholeReply, with_code
+from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, read_completion, take_field
+from .settings import ServerSettings
+from .shadow_checks import ShadowChecks
+
+__all__ = ["CacheClip"]
+
+logger = logging.getLogger(__name__)
+
+_CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
+_READERS: dict[str, Callable[[Mapping[str, Any], str], PlannablePrompt]] = {
+    _CHAT: read_chat,
+    _COMPLETION: read_completion,
+}
+_OPEN = frozenset({"/health", "/ping"})
+"""Paths for load balancers, which need no key."""
+_OF_TENANTS = frozenset({_CHAT, _COMPLETION, "/v1/models"})
+"""Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
+_NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
+"""Paths that are counted apart."""
+_BODY_S = 600.0
+"""Seconds in which the body of a request must come."""
+_CLOSING_S = 5
+"""Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
+did not end, and would wait for their connections forever."""
+_MOST_KEPT = 2**16
+"""Bytes of a stream that are kept for a shadow check, which compares its beginning."""
+_SWITCH = TypeAdapter(bool)
+_MOST_SALT = 1024
+"""Most characters of a client's ``cache_salt``, as vLLM has it."""
+
+
+class CacheClip:
+    """An ASGI middleware: checks keys, plans prompts, and adds statistics to responses and metrics."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings | None = None) -> None:
+        """``settings``: default those that ``cacheclip serve`` left in the environment.
+
+        Raises:
+            ConfigurationError: there are none.
+        """
+        self._app = app
+        self._settings = settings or ServerSettings.of_environment()
+        self._access = self._settings.access
+        self.planning = Planning(self._settings)
+        self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
+        self._counters = Counters()
+        self._running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "lifespan":
+                await self._live(scope, receive, send)
+            case "http":
+                await self._http(scope, receive, send)
+            case _:  # no websocket of vLLM's is planned, and each could use the prefix cache
+                await send({"type": "websocket.close", "code": 1008})
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def heard() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                self._checks.close()
+            return message
+
+        async def answered(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                try:
+                    await asyncio.to_thread(self.planning.start)
+                except Exception as error:  # the one who started the server is told
+                    logger.exception("the planner cannot start")
+                    message = {"type": "lifespan.startup.failed", "message": str(error)}
+                else:
+                    _limit_closing(scope)
+                    self._tell_ready()
+            elif message["type"] == "lifespan.shutdown.complete":
+                await asyncio.to_thread(self.planning.close)
+            await send(message)
+
+        await self._app(scope, heard, answered)
+
+    def _tell_ready(self) -> None:
+        settings = self._settings
+        if settings.json_to is None:
+            sys.stderr.write(f"{settings.name} is ready at {settings.address}/v1\n")
+            return
+        ready = {"address": settings.address, "model": settings.name, "backend": "vllm"}
+        os.write(settings.json_to, json.dumps(ready, ensure_ascii=False).encode() + b"\n")
+
+    # -- paths ----------------------------------------------------------------------------------------------------
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path") or "")
+        label = path if path in _NAMED else "other"
+        began = False
+
+        async def counted(message: Message) -> None:
+            nonlocal began
+            if message["type"] == "http.response.start":
+                began = True
+                self._counters.count(label, message["status"])
+            await send(message)
+
+        try:
+            await self._guarded(path, scope, receive, counted)
+        except ClientDisconnect:
+            self._counters.disconnects += 1
+            self._counters.count(label, 499)
+        except RequestError as error:
+            if began:
+                raise
+            await _refuse(error)(scope, receive, counted)
+
+    async def _guarded(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS" and not path.startswith("/metrics"):
+            return await self._app(scope, receive, send)
+        request = Request(scope, receive)
+        if self._access.is_open:
+            check_host(request)
+        if path in _OPEN:
+            return await self._app(scope, receive, send)
+        caller = self._access.identify(request.headers.get("authorization"))
+        if path == "/metrics" or path.startswith("/metrics/"):
+            caller.check_metrics()
+            return await self._app(_as_text(scope), receive, _appending(send, self._metrics))
+        if caller.may_choose and path not in _OF_TENANTS:
+            raise RequestError(
+                "the key of a tenant may use chat completions, completions and models only.",
+                status=403,
+                kind="permission_error",
+            )
+        if path == "/v1/models" and scope["method"] == "GET":
+            return await self._app(_as_text(scope), receive, _changing(send, self._with_cards))
+        if path in _READERS and scope["method"] == "POST":
+            return await self._asked(path, request, caller, scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _metrics(self) -> bytes:
+        counters = self._counters.text(running=self._running, waiting=self.planning.waiting)
+        return (self.planning.text() + counters).encode()
+
+    def _with_cards(self, body: bytes) -> bytes:
+        """The list of models, of which ours says what clients ask of it."""
+        found = json.loads(body)
+        for card in found.get("data", ()):
+            if card.get("id") == self._settings.name:
+                card["cacheclip"] = {"uses_tools": self.planning.uses_tools(), "can_constrain": True}
+        return as_json(found)
+
+    # -- prompts --------------------------------------------------------------------------------------------------
+
+    async def _asked(
+        self, path: str, request: Request, caller: Caller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        body = read_json(await self._read(request))
+        check_carried(body)
+        field = take_field(body)
+        tenant = caller.tenant(field.tenant)
+        if path == _CHAT:
+            self._add_system_prompt(body)
+        try:
+            way = await self.planning.plan(_READERS[path](body, self._settings.name), field, tenant)
+        except NotPlanned as error:
+            way = Route(reason=str(error))
+        self._give_plan(path, body, way)
+        if self._access.tenants:
+            self._salt(body, tenant)
+        result = Result(way, self._record, self._settings.shows_metrics)
+        result.began -= way.queued_s + way.planning_s
+        kept = _MOST_KEPT if self._checks.rate else 0
+        reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
+        replay = _Replay(as_json(body), receive)
+        self._running += 1
+        try:
+            await self._app(_with_length(scope, replay.body), replay, reply)
+        finally:
+            self._running -= 1
+            if replay.client_left and not reply.is_done:
+                self._counters.disconnects += 1
+                if result.outcome is None:
+                    self.planning.count("aborted", None)
+        if result.may_be_damaged:
+            self.planning.check(way, tenant)
+        if reply.is_done:
+            self._checks.offer(scope, body, result, reply.body)
+
+    async def _read(self, request: Request) -> bytes:
+        try:
+            return await read_body(request, self._settings.body_bytes, _BODY_S)
+        except TimeoutError as error:
+            raise RequestError(f"the body did not come within {_BODY_S:.0f} s.", status=408) from error
+
+    def _add_system_prompt(self, body: dict[str, Any]) -> None:
+        """The settings' system prompt, for conversations without one."""
+        own, messages = self._settings.config.system_prompt, body.get("messages")
+        if own and isinstance(messages, list):
+            roles = [each.get("role") for each in messages if isinstance(each, Mapping)]
+            if not {"system", "developer"} & set(map(str, roles)):
+                body["messages"] = [{"role": "system", "content": own}, *messages]
+
+    def _give_plan(self, path: str, body: dict[str, Any], way: Route) -> None:
+        """The plan, and the token ids that it was made for."""
+        if way.planned is None or way.planned.fusion is None:
+            return
+        ids = list(way.planned.token_ids)
+        carried = request_parameters(way.planned.fusion, key=self._settings.seal)
+        if path == _CHAT:
+            carried["prompt_token_ids"] = ids
+        else:
+            body["prompt"] = ids
+        body["kv_transfer_params"] = carried
+
+    def _salt(self, body: dict[str, Any], tenant: str) -> None:
+        """Keep tenants apart in vLLM's prefix cache, where a hit would tell what others have asked."""
+        given = body.get("cache_salt")
+        if given is None or (isinstance(given, str) and 0 < len(given) <= _MOST_SALT):  # else vLLM refuses it
+            text = json.dumps([tenant, given])
+            body["cache_salt"] = hmac.new(self._settings.seal.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+    def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
+        self.planning.metrics.record_answer(stats)
+        self.planning.count(outcome, reason)
+
+
+def _limit_closing(scope: Scope) -> None:
+    """Limit how long vLLM's HTTP server waits for open connections when it closes."""
+    server = getattr(getattr(scope.get("app"), "state", None), "server", None)
+    if server is not None and server.config.timeout_graceful_shutdown is None:
+        server.config.timeout_graceful_shutdown = _CLOSING_S
+
+
+def _count_usage(body: dict[str, Any]) -> bool:
+    """Let a stream end with token counts, which show what became of the plan. Returns whether the client asked."""
+    options = body.get("stream_options")
+    if not _is_on(body.get("stream")) or not isinstance(options, Mapping | None):
+        return True
+    asked = _is_on((options or {}).get("include_usage"))
+    if not asked:
+        kept = {name: value for name, value in (options or {}).items() if name != "continuous_usage_stats"}
+        body["stream_options"] = {**kept, "include_usage": True}
+    return asked
+
+
+def _is_on(given: Any) -> bool:
+    """Whether vLLM reads a switch of a body as on: it takes 1 and ``"true"`` too, and refuses what is neither."""
+    try:
+        return _SWITCH.validate_python(given)
+    except ValidationError:
+        return False
+
+
+class _Replay:
+    """Receives the body again, then what the client sends after it: that it has left."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self.body, self._receive = body, receive
+        self._is_sent = False
+        self.client_left = False
+
+    async def __call__(self) -> Message:
+        if not self._is_sent:
+            self._is_sent = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        message = await self._receive()
+        self.client_left |= message["type"] == "http.disconnect"
+        return message
+
+
+class _Replying:
+    """Sends vLLM's response with our field, and the error of a long prompt with its code. Other errors and other
+    content pass as they are."""
+
+    def __init__(self, result: Result, send: Send, *, shows_usage: bool, kept: int) -> None:
+        """``kept``: bytes of a stream that :attr:`body` keeps."""
+        self._send, self._kept = send, kept
+        self._whole, self._stream = WholeReply(result), StreamReply(result, shows_usage)
+        self._start: Message | None = None
+        self._kind = ""
+        self.body = bytearray()
+        """What vLLM sent."""
+        self.is_done = False
+        """Whether the end of the response was sent."""
+
+    async def __call__(self, message: Message) -> None:
+        await self._take(message)
+        self.is_done |= message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kind = _header(message, b"content-type").partition(b";")[0].strip().lower()
+            is_read = message["status"] == 200 or (message["status"] == 400 and kind == b"application/json")
+            self._kind = kind.decode("latin-1") if is_read else ""
+            self._start = message
+            if self._kind != "application/json":
+                await self._send(_without_length(message) if self._kind == "text/event-stream" else message)
+        elif message["type"] != "http.response.body" or self._kind not in ("application/json", "text/event-stream"):
+            await self._send(message)
+        elif self._kind == "application/json":
+            await self._collect(message)
+        else:
+            await self._pass_on(message)
+
+    async def _collect(self, message: Message) -> None:
+        self.body += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        assert self._start is not None, "a body has a start before it"
+        finish = self._whole.finish if self._start["status"] == 200 else with_code
+        await _send_whole(self._send, self._start, finish(bytes(self.body)))
+
+    async def _pass_on(self, message: Message) -> None:
+        more = message.get("more_body", False)
+        came = message.get("body", b"")
+        if len(self.body) < self._kept:
+            self.body += came
+        data = self._stream.feed(came)
+        if not more:
+            data += self._stream.finish()
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _changing(send: Send, change: Callable[[bytes], bytes]) -> Send:
+    """Sends a response of status 200 with another body."""
+    start: Message = {}
+    body = bytearray()
+
+    async def changed(message: Message) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start":
+            start = message
+            if message["status"] != 200:
+                await send(message)
+        elif start.get("status") != 200 or message["type"] != "http.response.body":
+            await send(message)
+        else:
+            body.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                await _send_whole(send, start, change(bytes(body)))
+
+    return changed
+
+
+async def _send_whole(send: Send, start: Message, body: bytes) -> None:
+    """Send a response that began with ``start``, with this body."""
+    headers = [*_without_length(start)["headers"], (b"content-length", str(len(body)).encode())]
+    await send({**start, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _appending(send: Send, more: Callable[[], bytes]) -> Send:
+    return _changing(send, lambda body: body.rstrip(b"\n") + b"\n" + more())
+
+
+def _header(message: MutableMapping[str, Any], name: bytes) -> bytes:
+    return next((value for key, value in message.get("headers", ()) if key.lower() == name), b"")
+
+
+def _without_length(message: Message) -> Message:
+    headers = [(key, value) for key, value in message.get("headers", ()) if key.lower() != b"content-length"]
+    return {**message, "headers": headers}
+
+
+def _with_length(scope: Scope, body: bytes) -> Scope:
+    """The scope of a request with this body."""
+    dropped = (b"content-length", b"transfer-encoding")
+    headers = [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]
+    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+
+
+def _as_text(scope: Scope) -> Scope:
+    """The scope of a request for an uncompressed body of the usual kind."""
+    dropped = (b"accept", b"accept-encoding")
+    return {**scope, "headers": [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]}
+
+
+def _refuse(error: RequestError) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    return Response(as_json(error_body(error)), error.status, error.headers, media_type="application/json")

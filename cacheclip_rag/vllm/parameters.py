@@ -1,0 +1,169 @@
+"""What a request to vLLM carries, and whether its KV can be made. Everything here happens before a token is scheduled.
+
+A request names its plan in vLLM's ``kv_transfer_params``, under ``cacheclip``::
+
+    {"cacheclip": {"plan": {…}}}            FusionPlan.to_dict(): vLLM's workers recompute
+
+A server with clients of its own seals them: ``{"plan": {…}, "seal": "…"}`` holds a digest made with a secret key, which
+server and connector have from the environment. So no client can send plans past the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..base.checks import check_namespace
+from ..base.errors import ConfigurationError
+from ..fusion.wire import FusionPlan
+from ..runtime.transformers.planning import PlanningRuntime
+from .passes import passes
+
+__all__ = ["NAMESPACES_VARIABLE", "PARAMETER", "SEAL_VARIABLE", "UNREADABLE", "Ready", "Settings", "request_parameters"]
+
+PARAMETER = "cacheclip"
+"""Name in ``kv_transfer_params``."""
+SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
+"""Environment variable with the key of seals."""
+NAMESPACES_VARIABLE = "CACHECLIP_VLLM_NAMESPACES"
+"""Environment variable with the connector's tenants, a JSON list, where its settings name none: all users of a machine
+can read the settings, which are on a command line."""
+UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
+"""The connector's reason for requests whose load failed. A payload of the store may be damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of the connector: ``kv_connector_extra_config``."""
+
+    store: Path | None = None
+    """Folder of the store, for plans; None refuses them."""
+    namespaces: frozenset[str] = frozenset({"default"})
+    """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
+    exchange: Path | None = None
+    """Folder through which the KV of chunks goes that vLLM computes (:mod:`.captures`)."""
+    sealed: bool = False
+    """Whether plans without a seal are refused."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Settings:
+        """Tenants that are not given are those of the environment, by default ``default``.
+
+        Raises:
+            ConfigurationError: an unknown setting or a wrong value.
+        """
+        known = ("store", "namespaces", "exchange", "sealed")
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ConfigurationError(
+                f"unknown setting {', '.join(unknown)} in kv_connector_extra_config. Known: {', '.join(known)}."
+            )
+        if not given.get("store") and not given.get("exchange"):
+            raise ConfigurationError("kv_connector_extra_config needs store (for plans), exchange (to ingest) or both.")
+        store, exchange = (Path(given[name]) if given.get(name) else None for name in ("store", "exchange"))
+        namespaces = given["namespaces"] if "namespaces" in given else _namespaces_of_environment()
+        return cls(store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)))
+
+
+def _namespaces_of_environment() -> object:
+    try:
+        return json.loads(os.environ.get(NAMESPACES_VARIABLE) or '["default"]')
+    except ValueError as error:
+        raise ConfigurationError(f"{NAMESPACES_VARIABLE} must hold a JSON list of names: {error}.") from error
+
+
+def _checked_namespaces(given: object) -> frozenset[str]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigurationError(f"namespaces must be a list of names, got {given!r}.")
+    names = list(given)
+    if not names:
+        raise ConfigurationError("namespaces must hold a name or more.")
+    for name in names:
+        check_namespace(name)
+    return frozenset(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request whose first tokens' KV can be made."""
+
+    digest: str
+    """Identifies the KV."""
+    num_ready: int
+    """Tokens whose KV is made; at least one token of the prompt is left to vLLM."""
+    plan: FusionPlan | None = None
+    context: str | None = None
+    """Without a plan, the file that holds the KV (:mod:`.captures`)."""
+
+    @classmethod
+    def of(
+        cls,
+        given: object,
+        token_ids: Sequence[int],
+        settings: Settings,
+        runtime: PlanningRuntime,
+        *,
+        max_runs: int,
+        max_rows: int,
+    ) -> Ready:
+        """Read what a request carries.
+
+        Args:
+            given: the value under :data:`PARAMETER`.
+            token_ids: the prompt as vLLM has it.
+            runtime: vLLM's model.
+            max_runs, max_rows: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`).
+
+        Raises:
+            ConfigurationError, ValueError, OSError: why its KV cannot be made.
+        """
+        named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
+        if not isinstance(given, Mapping) or named != {"plan"}:
+            raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")
+        if settings.sealed:
+            _check_seal(given)
+        plan = FusionPlan.from_dict(given["plan"])
+        if settings.store is None:
+            raise ConfigurationError("the request has a plan, and the connector has no store")
+        if plan.namespace not in settings.namespaces:
+            raise ConfigurationError("the plan is for another tenant than the connector's")
+        if plan.rope_pin != runtime.rope_pin:
+            raise ConfigurationError("the plan is for another rotary embedding")
+        _check(plan.token_ids, plan.model, token_ids, runtime)
+        passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
+        return cls(plan.digest, plan.num_ready, plan=plan)
+
+
+def request_parameters(plan: FusionPlan, *, key: str | None = None) -> dict[str, Any]:
+    """A request's ``kv_transfer_params``. ``key``: seal them with it."""
+    carried: dict[str, Any] = {"plan": plan.to_dict()}
+    return {PARAMETER: carried if key is None else {**carried, "seal": _seal(carried, key)}}
+
+
+def _seal(carried: Mapping[str, Any], key: str) -> str:
+    text = json.dumps(carried, sort_keys=True, default=repr)
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _check_seal(given: Mapping[str, Any]) -> None:
+    key = os.environ.get(SEAL_VARIABLE)
+    if not key:
+        raise ConfigurationError(f"the connector takes sealed requests only, and {SEAL_VARIABLE} is not set")
+    carried = {name: value for name, value in given.items() if name != "seal"}
+    if not hmac.compare_digest(_seal(carried, key).encode(), str(given.get("seal")).encode()):
+        raise ConfigurationError("the request was not planned by this server")
+
+
+def _check(ids: Sequence[int], model: str, token_ids: Sequence[int], runtime: PlanningRuntime) -> None:
+    if model != runtime.fingerprint:
+        raise ConfigurationError("it was made for other weights, another config or another dtype")
+    if list(ids) != list(token_ids):
+        raise ConfigurationError("it was made for other token ids: give vLLM the prompt's token ids, not its text")
+    if runtime.pinned_rope:
+        raise ConfigurationError("the model's rotary frequencies depend on the length, and vLLM's differ")

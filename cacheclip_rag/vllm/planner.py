@@ -1,0 +1,273 @@
+"""Plans prompts for vLLM, without the primary's weights: with its tokenizer, the store's index and the auxiliary model.
+
+Chunks must be stored already (``cacheclip ingest``, or ``precompute`` of an engine with the weights): a planner cannot
+compute their KV.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from ..answering.options import CallOptions, Request
+from ..answering.parts import Parts
+from ..answering.pipeline import Answering
+from ..answering.prefill import stats_of
+from ..answering.writer import ChunkWriter
+from ..base.clock import PhaseClock
+from ..base.errors import ConfigurationError
+from ..config import EngineConfig
+from ..fusion.answer import FusionStats
+from ..fusion.recompute import plan_ahead
+from ..fusion.wire import FusionPlan
+from ..guards.base import Observer
+from ..guards.certificate import CertificateGuard, check_certificate
+from ..guards.misses import MissWarning
+from ..methods.base import Method
+from ..models.load import load_planning
+from ..plan.plan import Plan
+from ..plan.planner import choose_method
+from ..prompt.messages import Documents, Prompt
+from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
+from ..runtime.transformers.planning import PlanningRuntime
+from ..store import ChunkStore
+from .served import Served
+
+__all__ = ["PlannedPrompt", "Planner"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPrompt:
+    """A prompt for vLLM."""
+
+    token_ids: tuple[int, ...]
+    """What vLLM must be given: its own tokenisation may differ where text of users looks like control tokens."""
+    plan: Plan
+    stats: FusionStats
+    """What is known before vLLM has the prompt: tokens, hits and misses, and the seconds of planning (``ttft_s``)."""
+    fusion: FusionPlan | None = None
+    """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
+    reason: str | None = None
+    """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
+
+
+class Planner:
+    """Plans prompts by the settings of an engine. Loads the auxiliary model if the method needs it."""
+
+    def __init__(self, config: EngineConfig | None = None, *, served: Served | None = None, **options: Any) -> None:
+        """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
+        a folder that vLLM's workers can read. Planners of several tenants may share the
+        :class:`~cacheclip_rag.store.ChunkStore` of that folder: ``Planner(config, store=shared)``.
+
+        Args:
+            served: what vLLM runs; default a CPU without quantisation. A
+                :class:`~cacheclip_rag.vllm.offline.FusedLLM` tells it by :meth:`serve`.
+
+        Raises:
+            ConfigurationError: there is no store, or a setting has no effect on vLLM's answers.
+        """
+        shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
+        self.config = EngineConfig.from_options(config, options)
+        if self.config.store is None:
+            raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
+        for name in ("finish", "max_ttft_s"):
+            if getattr(self.config, name) not in (None, False, 0.0, "none"):
+                raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
+        if self.config.fixed_ratio != self.config.recompute_ratio:
+            raise ConfigurationError("ratios are not chosen by time for vLLM. Give recompute_ratio as a number.")
+        self.served = served or Served()
+        """What vLLM runs: part of the keys of stored chunks (quantisation) and of the certificate's identity."""
+        self._is_loaded = False
+        self.parts = Parts(self.config, shared, load_primary=self._load_primary)
+        """Store, models and caches, each made at first use."""
+        self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
+        self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
+        """Called with every plan."""
+
+    def _load_primary(self, name: str, *, dtype: str) -> PlanningRuntime:
+        self._is_loaded = True
+        return load_planning(name, dtype=dtype, quantization=self.served.quantization, backend=self.served.label)
+
+    def serve(self, served: Served) -> None:
+        """Say what vLLM runs, before the first plan.
+
+        Raises:
+            ConfigurationError: prompts were planned for another vLLM already.
+        """
+        if served != self.served and self._is_loaded:
+            raise ConfigurationError(
+                f"the planner has planned for {self.served.label}, and this is {served.label}. Make a planner for "
+                "each, or give it served."
+            )
+        self.served = served
+
+    @property
+    def primary(self) -> PlanningRuntime:
+        """The primary without its weights."""
+        return cast(PlanningRuntime, self.parts.prefix_caches.runtime)
+
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
+        """The method of a call; see :meth:`CacheClipEngine.make_method`."""
+        return choose_method(
+            self.config,
+            method,
+            recompute_ratio,
+            lambda: self.parts.has_head_set,
+            self.parts.certified_confidence,
+        )
+
+    def warm_up(self) -> None:
+        """Load what the settings' method needs, so that the first plan need not wait for it.
+
+        Raises:
+            ConfigurationError: vLLM could fuse no prompt with this method.
+            CertificateError: the settings require a certificate, and there is none for this method and its ratio.
+        """
+        method = self.make_method()
+        reason = self.why_never(method)
+        if reason is not None:
+            raise ConfigurationError(
+                f"nothing would be reused: {reason}. Choose a method that chooses tokens without the primary's KV, for "
+                "instance cacheclip (with an auxiliary model) or epic."
+            )
+        sources = self.parts.sources(method)
+        self.parts.library.find("Is the text index open?")
+        if method.reuses_chunks and self.config.require_certificate:
+            check_certificate(self.config, method, self.parts.identity(method))
+        self.segments("?", method=method)
+        assert sources.primary.runtime is self.primary
+
+    def why_never(self, method: Method) -> str | None:
+        """Why vLLM alone can fuse no prompt with this method; None if it can, or if the method reuses no chunks."""
+        if not method.reuses_chunks:
+            return None
+        return self._obstacle(method) or _needs_weights(method)
+
+    def segments(
+        self,
+        prompt: Prompt,
+        *,
+        method: str | Method | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        as_it_stands: bool = False,
+    ) -> list[Segment]:
+        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method.
+
+        Args:
+            as_it_stands: the prompt is a text without chat template and system prompt.
+        """
+        chosen = method if isinstance(method, Method) else self.make_method(method)
+        parts = not self.parts.context(chosen.context).isolated
+        given = given_texts(documents)
+        if not as_it_stands:
+            return self.parts.segment(prompt, given, tools=tools, parts=parts)
+        assert isinstance(prompt, str), "only a text can be read as it stands"
+        return self.parts.segment_as_it_stands(prompt, given, parts=parts)
+
+    @torch.inference_mode()
+    def plan(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> PlannedPrompt:
+        """Plan a prompt. Arguments are those of :meth:`CacheClipEngine.generate`.
+
+        Raises:
+            ConfigurationError: a setting is out of range. PromptTooLongError: the prompt does not fit the model.
+            CertificateError: as for :meth:`CacheClipEngine.generate`.
+        """
+        chosen = self.make_method(method, recompute_ratio)
+        clock = PhaseClock()
+        request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
+        sources = self.parts.sources(chosen)
+        plan = self._answering.plan(request, sources, clock)
+        for observer in self.observers:
+            observer.on_plan(plan, sources)
+        ids = plan.layout.token_ids
+        reason = plan.fallback if chosen.reuses_chunks else None
+        if plan.reused:
+            reason = self._obstacle(chosen) or _needs_weights(chosen)
+        if not plan.reused or reason is not None:
+            return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
+        for piece in fusion.pieces:
+            self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
+        computed = _computed_of_chunks(plan, fusion)
+        return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
+
+    def drop_unreadable(self, fusion: FusionPlan) -> int:
+        """Remove what cannot be read of a plan that vLLM's workers could not carry out, so that it is missing from the
+        next plan; returns the number of removed entries. Workers themselves change nothing in the store."""
+        found = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
+        if found:
+            logger.warning(
+                "%d chunks of a plan could not be read and were removed. Ingest their documents again.", found
+            )
+        return found
+
+    def token_ids(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """Those of a prompt that is not planned. Needs neither store nor auxiliary model.
+
+        Raises:
+            ConfigurationError: the prompt or a tool is malformed. The errors of :func:`load_planning`.
+        """
+        runtime = self._load_primary(self.config.primary, dtype=self.config.dtype)
+        segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=tools)
+        return tuple(tokenize_whole(segments, runtime).ids)
+
+    def close(self) -> None:
+        """Close file handles; the planner may be used again afterwards."""
+        self.parts.close()
+
+    def _obstacle(self, method: Method) -> str | None:
+        """Why vLLM cannot decode what the method makes; None if it can."""
+        if type(method).positions is not Method.positions:
+            return f"method {method.name!r} changes positions or attention, which vLLM cannot decode with"
+        if self.primary.pinned_rope:
+            return "the model's rotary frequencies depend on the length, and vLLM's differ from the stored chunks'"
+        return None
+
+
+def _needs_weights(method: Method) -> str | None:
+    """Why the method needs the primary's weights before vLLM has the prompt; None if it does not."""
+    if not method.plans_ahead:
+        return f"method {method.name!r} chooses tokens by the primary's KV, which a planner does not have"
+    if method.min_confidence:
+        return "min_confidence needs the first token's logits before the answer, which vLLM does not give"
+    return None
+
+
+def _plain_stats(plan: Plan, reason: str | None, clock: PhaseClock) -> FusionStats:
+    """Statistics of a prompt that vLLM prefills in full. Hits are those of the plan, as if it were carried out."""
+    hits = stats_of(plan, clock)
+    layout = replace(plan.layout, num_prefix=0, num_cached=0)
+    stats = stats_of(replace(plan.reusing(()), layout=layout), clock)
+    reuses = plan.method.reuses_chunks
+    return replace(
+        stats,
+        method="full" if reuses else stats.method,
+        fallback=reason,
+        hits=hits.hits,
+        misses=hits.misses if reuses else 0,
+        missed_tokens=hits.missed_tokens if reuses else 0,
+        charged_ratio=1.0,
+    )
+
+
+def _computed_of_chunks(plan: Plan, fusion: FusionPlan) -> int:
+    """Number of computed tokens in reused chunks."""
+    return sum(
+        max(0, min(stop, span.stop) - max(start, span.start)) for start, stop in fusion.computed for span in plan.reused
+    )

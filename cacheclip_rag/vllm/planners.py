@@ -1,0 +1,240 @@
+"""Plans prompts on their way to vLLM: a planner for each tenant, one prompt after the other in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
+from ..frontend.tools import uses_tools
+from ..fusion.wire import FusionPlan
+from ..guards.metrics import Metrics
+from ..methods.base import Method
+from ..runtime.transformers.planning import PlanningRuntime
+from ..serving.counters import exposition
+from ..serving.errors import RequestError
+from ..serving.field import CacheClipField
+from ..store import ChunkStore
+from .once import WarnOnce
+from .planner import PlannedPrompt, Planner
+from .requests import NotPlanned, PlannablePrompt
+from .settings import ServerSettings
+
+__all__ = ["Planning", "Route"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 64
+"""Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
+_MOST_REASONS = 50
+"""Reasons that are counted apart."""
+_LOOPS_OVER_PARTS = re.compile(r"\bfor\b[^%]*\bin\b[^%]*content|\bmacro\b")
+"""What every chat template has that loops over parts of contents, which vLLM finds out from the template; others may
+have it too."""
+_NOT_PLANNED = "answering by plain prefill, because planning failed: %s"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a prompt goes to vLLM."""
+
+    planned: PlannedPrompt | None = None
+    """None: as it came."""
+    reason: str | None = None
+    """Why it has no fusion plan; None if it has one, or asked for plain prefill."""
+    queued_s: float = 0.0
+    """Seconds in which it waited for other prompts."""
+    planning_s: float = 0.0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the prompt has a fusion plan."""
+        return self.planned is not None and self.planned.fusion is not None
+
+
+class Planning:
+    """The planners of a server. All methods but :meth:`plan` and :meth:`token_ids` block."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        config = settings.config
+        assert config.store is not None, "a planner needs a store folder"
+        self._store = ChunkStore.open(Path(config.store), config.max_bytes, config.memory_bytes)
+        self._planners: dict[str, Planner] = {}
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
+        self._warn_once = WarnOnce(logger)
+        self._checking: Future[None] | None = None
+        self.waiting = 0
+        """Prompts that wait for their plan, or are being planned."""
+        self.metrics = Metrics(lambda: self._store.stats().tiers)
+        """Counters over all answers."""
+        self._outcomes: Counter[str] = Counter()
+        self._plain: Counter[str] = Counter()
+
+    def planner(self, tenant: str) -> Planner:
+        """The planner of a tenant, made at first use."""
+        with self._lock:
+            if tenant not in self._planners:
+                config = replace(self._settings.config, namespace=tenant)
+                self._planners[tenant] = Planner(config, store=self._store, served=self._settings.served)
+            return self._planners[tenant]
+
+    def start(self) -> None:
+        """Load what the first plan needs. Raises the errors of :meth:`Planner.warm_up`."""
+        self._thread.submit(self.planner(self._settings.config.namespace).warm_up).result()
+
+    def uses_tools(self) -> bool:
+        """Whether tools can be given to the model, and its calls of them are read."""
+        return self._settings.calls_tools and uses_tools(self.planner(self._settings.config.namespace).primary)
+
+    def close(self) -> None:
+        """End the thread. A plan that is being made is finished first."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for planner in self._planners.values():
+            planner.close()
+
+    async def plan(self, asked: PlannablePrompt, field: CacheClipField, tenant: str) -> Route:
+        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once.
+
+        Raises:
+            RequestError: the request asks for what cannot be, or its prompt is too long.
+        """
+        if self.waiting >= _MOST_WAITING:
+            return Route(reason="too many prompts wait to be planned")
+        self.waiting += 1
+        came = time.perf_counter()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._way, asked, field, tenant, came)
+        finally:
+            self.waiting -= 1
+
+    def check(self, way: Route, tenant: str) -> None:
+        """Remove what cannot be read of a plan that vLLM did not carry out, so that it is missing from the next plan.
+        Returns at once: the plan's chunks are read between two plans. One check waits at a time, because failures may
+        have other causes; a chunk that is left out is checked at its next failure."""
+        assert way.planned is not None and way.planned.fusion is not None, "vLLM was given a plan"
+        if self._checking is None or self._checking.done():
+            with suppress(RuntimeError):  # the server is closing
+                self._checking = self._thread.submit(self._drop_unreadable, way.planned.fusion, tenant)
+
+    def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
+        try:
+            self.planner(tenant).drop_unreadable(fusion)
+        except Exception as error:
+            self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
+
+    async def token_ids(self, *texts: str) -> list[tuple[int, ...]]:
+        """Token ids of texts of the model, in the thread of the plans: a tokenizer serves one thread at a time."""
+        runtime = self.planner(self._settings.config.namespace).primary
+
+        def tokenized() -> list[tuple[int, ...]]:
+            return [runtime.tokenize(text).ids for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenized)
+
+    def _way(self, asked: PlannablePrompt, field: CacheClipField, tenant: str, came: float) -> Route:
+        began = time.perf_counter()
+        planned: PlannedPrompt | None = None
+        try:
+            planner = self.planner(tenant)
+            planned = self._planned(planner, asked, field, _method(planner, field))
+            reason = planned.reason
+        except RequestError:
+            raise
+        except PromptTooLongError as error:
+            raise RequestError(str(error), code="context_length_exceeded") from error
+        except NotPlanned as error:
+            reason = str(error)
+        except ConfigurationError as error:  # of messages or tools
+            reason = "prompt that cannot be planned"
+            logger.debug("answering by plain prefill: %s", error)
+        except CertificateError as error:
+            reason = "no certificate"
+            self._warn_once(_NOT_PLANNED, error, traced=True)
+        except Exception as error:  # vLLM answers what we cannot plan
+            reason = "planning failed"
+            self._warn_once(_NOT_PLANNED, error, traced=True)
+        return Route(planned, reason, began - came, time.perf_counter() - began)
+
+    def _planned(
+        self, planner: Planner, asked: PlannablePrompt, field: CacheClipField, method: Method
+    ) -> PlannedPrompt:
+        runtime, is_text = planner.primary, isinstance(asked.prompt, str)
+        if not is_text:
+            if not runtime.has_chat_template:
+                raise NotPlanned("no chat template")
+            if runtime.model.config.model_type == "gpt_oss":
+                raise NotPlanned("vLLM has its own format for chats of GPT-OSS")
+        segments = planner.segments(
+            asked.prompt, method=method, documents=field.documents, tools=asked.tools, as_it_stands=is_text
+        )
+        if not is_text:
+            # what vLLM makes of the messages, so that a plan never changes a prompt
+            shown = runtime.render_chat(asked.prompt, tools=asked.tools)  # type: ignore[arg-type]
+            if "".join(segment.text for segment in segments) != shown:
+                raise NotPlanned("chat template")
+            _check_null(runtime, asked, shown)
+        return planner.plan(segments, method=method, question=field.question, documents=field.documents)
+
+    # -- counters ---------------------------------------------------------------------------------------------------
+
+    def count(self, outcome: str, reason: str | None) -> None:
+        """Count what became of a request."""
+        self._outcomes[outcome] += 1
+        if reason is not None:
+            known = reason in self._plain or len(self._plain) < _MOST_REASONS
+            self._plain[reason if known else "other"] += 1
+
+    def text(self) -> str:
+        """Counters in Prometheus' text format."""
+        outcomes = [(f'outcome="{name}"', n) for name, n in sorted(self._outcomes.items())]
+        reasons = [(f'reason="{_escaped(reason)}"', n) for reason, n in sorted(self._plain.items())]
+        return (
+            self.metrics.to_prometheus()
+            + exposition("outcomes_total", "counter", "Answers, by what became of their plan.", outcomes)
+            + exposition("plain_total", "counter", "Answers by plain prefill, by reason.", reasons)
+        )
+
+
+def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) -> None:
+    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts.
+
+    Args:
+        shown: the prompt with empty texts.
+    """
+    if not asked.without_content:
+        return
+    if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):
+        return  # vLLM gives this template texts
+    messages: list[Any] = list(asked.prompt)
+    for number in asked.without_content:
+        messages[number] = {**messages[number], "content": []}
+    if runtime.render_chat(messages, tools=asked.tools) != shown:
+        raise NotPlanned("no content")
+
+
+def _method(planner: Planner, field: CacheClipField) -> Method:
+    """The method of a request.
+
+    Raises:
+        RequestError: it cannot be had here.
+    """
+    try:
+        method = planner.make_method(field.method, field.ratio)  # type: ignore[arg-type]
+    except ConfigurationError as error:
+        raise RequestError(str(error), param="cacheclip.method") from error
+    return method
+
+
+def _escaped(text: Any) -> str:
+    return str(text)[:200].replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")

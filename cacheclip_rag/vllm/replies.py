@@ -1,0 +1,274 @@
+"""vLLM's responses on their way back: our statistics are added, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..base.clock import PHASES
+from ..fusion.answer import FusionStats
+from ..serving.replies import as_json, server_sent
+from .parameters import UNREADABLE
+from .planners import Route
+
+__all__ = ["Result", "ReplyText", "StreamReply", "WholeReply", "with_code"]
+
+_END = b"data: [DONE]"
+_TOO_LONG = ("maximum context length", "maximum model length")
+"""What vLLM's errors of long prompts say; there are several, with no field in common."""
+_NOT_USED = "vLLM did not use the plan; its log says why"
+"""All that the token counts of a stream tell."""
+
+
+@dataclass
+class Result:
+    """What is known of an answer, and the field ``cacheclip`` that says it."""
+
+    way: Route
+    record: Callable[[FusionStats, str, str | None], None]
+    """Called once, with the statistics, the outcome and the reason for plain prefill."""
+    shows_metrics: bool = False
+    """Whether vLLM's ``metrics`` stay in the response."""
+    began: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    """When the first bytes of a stream came."""
+    outcome: str | None = None
+    """What became of the plan, ``unknown`` if a stream had no token counts; None until the answer has ended."""
+    reason: str | None = None
+    """Why the answer was prefilled in full; None if it was not."""
+    stats: FusionStats | None = None
+    """The statistics; None until the answer has ended."""
+
+    @property
+    def may_be_damaged(self) -> bool:
+        """Whether vLLM's workers may have failed to read the plan's chunks."""
+        return self.reason in (UNREADABLE, _NOT_USED)
+
+    def field_of(
+        self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The field.
+
+        Args:
+            usage: vLLM's token counts.
+            told: the connector's outcome; None in streams, where vLLM does not hand it on, so that its token counts
+                must tell.
+            metrics: vLLM's times.
+        """
+        cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        outcome, reason = self._outcome(cached, told, bool(usage))
+        stats = self._stats(outcome, reason, usage, cached)
+        elapsed = time.perf_counter() - self.began
+        ttft_s = elapsed if self.first is None else self.first - self.began
+        in_vllm = (metrics or {}).get("time_to_first_token_ms")
+        if self.first is None and isinstance(in_vllm, int | float):
+            ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + in_vllm / 1000)
+        stats = replace(stats, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
+        self.outcome, self.reason, self.stats = outcome, reason, stats
+        self.record(stats, outcome, reason)
+        own = {"outcome": outcome, "reason": reason, "planning_s": self.way.planning_s}
+        return {**stats.to_dict(), **own}
+
+    def _outcome(self, cached: int, told: Mapping[str, Any] | None, is_counted: bool) -> tuple[str, str | None]:
+        planned = self.way.planned
+        if planned is None or planned.fusion is None:
+            return "plain", self.way.reason
+        if told is not None:
+            return str(told.get("outcome")), told.get("reason")
+        ready = planned.fusion.num_ready
+        if not is_counted:
+            return "unknown", None
+        if cached < ready:
+            return "plain", _NOT_USED
+        # the connector loads up to there and no further; vLLM's own cache ends at a block's border behind it
+        return ("cached" if cached > ready else "fused"), None
+
+    def _stats(self, outcome: str, reason: str | None, usage: Mapping[str, Any], cached: int) -> FusionStats:
+        planned = None if self.way.planned is None else self.way.planned.stats
+        generated = int(usage.get("completion_tokens") or 0)
+        if planned is not None and outcome != "plain":
+            return replace(planned, generated_tokens=generated)
+        known = planned or _UNKNOWN
+        prompt = int(usage.get("prompt_tokens") or known.prompt_tokens)
+        cached = min(cached, prompt)
+        computed = (prompt - cached) / prompt if prompt else 1.0
+        return replace(
+            known,
+            method="prefix" if cached else "full",
+            fallback=reason,
+            prompt_tokens=max(prompt, 1),
+            prefix_tokens=cached,
+            cached_prefix_tokens=cached,
+            fresh_tokens=max(prompt - cached, 0 if cached else 1),
+            chunk_tokens=0,
+            exact_tokens=0,
+            recomputed_tokens=0,
+            partial_hits=0,
+            partial_share=None,
+            charged_ratio=computed,
+            generated_tokens=generated,
+        )
+
+
+_UNKNOWN = FusionStats(
+    method="full",
+    fallback=None,
+    prompt_tokens=1,
+    prefix_tokens=0,
+    fresh_tokens=1,
+    chunk_tokens=0,
+    exact_tokens=0,
+    recomputed_tokens=0,
+    nominal_ratio=1.0,
+    hits=0,
+    misses=0,
+    phases_s=dict.fromkeys(PHASES, 0.0),
+    ttft_s=0.0,
+)
+"""Statistics of a prompt that was not planned."""
+
+
+@dataclass
+class WholeReply:
+    """A response that is no stream."""
+
+    result: Result
+
+    def finish(self, body: bytes) -> bytes:
+        """The body with our field. What is no JSON object stays as it is."""
+        try:
+            found = json.loads(body)
+        except ValueError:
+            return body
+        if not isinstance(found, dict) or "choices" not in found:
+            return body
+        told = (found.get("kv_transfer_params") or {}).get("cacheclip")
+        if "kv_transfer_params" in found:
+            found["kv_transfer_params"] = None
+        metrics = found.get("metrics")
+        if "metrics" in found and not self.result.shows_metrics:
+            found["metrics"] = None
+        found["cacheclip"] = self.result.field_of(found.get("usage") or {}, told, metrics)
+        return as_json(found)
+
+
+def with_code(body: bytes) -> bytes:
+    """vLLM's error of status 400, with OpenAI's code if the prompt is too long for it. It may hold less than the model
+    (``--max-model-len``), which planning does not know."""
+    try:
+        found = json.loads(body)
+        is_too_long = any(words in found["error"]["message"] for words in _TOO_LONG)
+    except (ValueError, KeyError, TypeError):
+        return body
+    if not is_too_long:
+        return body
+    found["error"]["code"] = "context_length_exceeded"
+    return as_json(found)
+
+
+@dataclass
+class StreamReply:
+    """A stream of events. Each goes on as soon as it is complete, but for the last one with text, which waits for
+    vLLM's token counts behind it."""
+
+    result: Result
+    shows_usage: bool
+    """Whether the client asked for token counts."""
+    _rest: bytes = b""
+    _held: dict[str, Any] | None = None
+    _is_done: bool = False
+
+    def feed(self, data: bytes) -> bytes:
+        """What goes to the client now."""
+        if self.result.first is None and data:
+            self.result.first = time.perf_counter()
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(map(self._read, events))
+
+    def finish(self) -> bytes:
+        """What is left when the stream ends."""
+        rest, self._rest = self._rest, b""
+        return self._let_go() + rest
+
+    def _read(self, event: bytes) -> bytes:
+        if event.startswith(_END):
+            return self._let_go() + event + b"\n\n"
+        chunk = _last_chunk(event)
+        if chunk is None:
+            return self._let_go_unchanged() + event + b"\n\n"
+        if chunk["choices"]:
+            before, self._held = self._let_go_unchanged(), chunk
+            return before
+        own = self._field(chunk)
+        if not self.result.shows_metrics:
+            chunk.pop("metrics", None)
+        if self.shows_usage:
+            return self._let_go_unchanged() + server_sent({**chunk, **own})
+        held, self._held = self._held, None
+        if held is None:
+            return b""
+        if chunk.get("system_fingerprint"):
+            held["system_fingerprint"] = chunk["system_fingerprint"]
+        return server_sent({**held, **own})
+
+    def _field(self, chunk: Mapping[str, Any]) -> dict[str, Any]:
+        """Our field, once."""
+        if self._is_done:
+            return {}
+        self._is_done = True
+        return {"cacheclip": self.result.field_of(chunk.get("usage") or {}, None, chunk.get("metrics"))}
+
+    def _let_go(self) -> bytes:
+        """What was held back, with our field if no token counts came."""
+        held, self._held = self._held, None
+        return b"" if held is None else server_sent({**held, **self._field({})})
+
+    def _let_go_unchanged(self) -> bytes:
+        held, self._held = self._held, None
+        return b"" if held is None else server_sent(held)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyText:
+    """What a model said."""
+
+    text: str
+    has_ended: bool
+    """Whether it ended by itself, and not at a number of tokens."""
+
+    @classmethod
+    def of(cls, body: bytes | bytearray) -> ReplyText:
+        """That of vLLM's response with one choice, or of the beginning of such a stream. An event that is cut off is
+        left out.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        whole = body.split(b"\n\n")[:-1]
+        events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
+        text, has_ended = "", False
+        for chunk in [body] if body.startswith(b"{") else events:
+            for choice in json.loads(chunk).get("choices", ()):
+                part = choice.get("message") or choice.get("delta") or choice
+                text += "".join(part.get(name) or "" for name in ("reasoning", "content", "text"))
+                has_ended |= choice.get("finish_reason") == "stop"
+        return cls(text, has_ended)
+
+
+def _last_chunk(event: bytes) -> dict[str, Any] | None:
+    """The chunk of an event if it ends a choice or holds token counts; None for all others, which are not read."""
+    ends = b'"finish_reason"' in event and b'"finish_reason":null' not in event
+    if not event.startswith(b"data: ") or not (ends or b'"choices":[]' in event):
+        return None
+    try:
+        chunk = json.loads(event.removeprefix(b"data: "))
+    except ValueError:
+        return None
+    choices = chunk.get("choices") if isinstance(chunk, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+        return None
+    is_last = not choices or any(each.get("finish_reason") is not None for each in choices)
+    return chunk if is_last else None

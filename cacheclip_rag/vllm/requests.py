@@ -1,0 +1,199 @@
+"""Bodies of requests that vLLM reads: the prompt, if a plan can follow all that shapes it.
+
+vLLM's API has many fields, and this file knows only those that shape a prompt. A request that uses one of them in a way
+that plans cannot follow goes to vLLM as it is, and is prefilled in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..prompt.tools import as_object
+from ..runtime.base import Message
+from ..serving.errors import unsupported
+from ..serving.field import CacheClipField
+from ..serving.schema import parse_field
+
+__all__ = ["PlannablePrompt", "NotPlanned", "check_carried", "read_chat", "read_completion", "take_field"]
+
+
+class NotPlanned(Exception):
+    """A request goes to vLLM as it is; the message says why, in words that fit for counting."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannablePrompt:
+    """A prompt that can be planned."""
+
+    prompt: str | list[Message]
+    """A text, which is read as it stands, or messages for the chat template."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """As vLLM gives them to the chat template."""
+    without_content: tuple[int, ...] = ()
+    """Numbers of the messages with calls whose content is null. It is an empty text here; vLLM makes an empty list of
+    it where the template loops over parts of contents."""
+
+
+_CHAT: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "reasoning_effort": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""Fields that shape a chat's prompt or its prefill, each with the values that change nothing; null never does."""
+_COMPLETION: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "suffix": (),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+}
+_IN_MESSAGES = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}, "system": set(), "user": set()}
+"""Roles, and the fields that their messages may have beside role and content."""
+_IN_FUNCTIONS = ("name", "description", "parameters")
+"""Fields that vLLM gives of every function, in this order."""
+_WITHOUT_EFFECT = {
+    "max_ttft_s": "ratios are not chosen by time with vLLM",
+    "min_confidence": "vLLM gives no logits before the answer begins",
+    "finish": "answers of vLLM are not verified",
+}
+
+
+def take_field(body: dict[str, Any]) -> CacheClipField:
+    """The field ``cacheclip``, taken out of the body.
+
+    Raises:
+        RequestError: it names the part that is wrong, or has no effect.
+    """
+    found = parse_field(body.pop("cacheclip", None))
+    for name, why in _WITHOUT_EFFECT.items():
+        if getattr(found, name) not in (None, "none"):
+            raise unsupported(f"cacheclip.{name}", f"cacheclip.{name} has no effect here: {why}. Leave it out.")
+    if isinstance(found.ratio, str):
+        raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")
+    return found
+
+
+def check_carried(body: Mapping[str, Any]) -> None:
+    """Raise RequestError if the body holds what only this server may give to vLLM's connector."""
+    extra = body.get("vllm_xargs")
+    inside = isinstance(extra, Mapping) and "kv_transfer_params" in extra
+    if inside or body.get("kv_transfer_params") is not None:
+        name = "vllm_xargs.kv_transfer_params" if inside else "kv_transfer_params"
+        raise unsupported(name, f"{name} is this server's own. Leave it out.")
+
+
+def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
+    """The prompt of a chat.
+
+    Args:
+        name: served name of the model.
+
+    Raises:
+        NotPlanned: a plan cannot follow it, or it is malformed, which vLLM will say.
+    """
+    _check_fields(body, name, _CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise NotPlanned("malformed")
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise NotPlanned("malformed")
+    if tools and body.get("tool_choice") == "none":
+        raise NotPlanned("tools with tool_choice none")  # vLLM has a flag that leaves them out
+    read = [_message(each) for each in messages]
+    null = tuple(number for number, each in enumerate(messages) if each.get("content") is None)
+    return PlannablePrompt(read, tuple(map(_tool, tools)), null)
+
+
+def read_completion(body: Mapping[str, Any], name: str) -> PlannablePrompt:
+    """The prompt of a completion; as :func:`read_chat`."""
+    _check_fields(body, name, _COMPLETION)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise NotPlanned("prompt is no single text")
+    return PlannablePrompt(prompt)
+
+
+def _check_fields(body: Mapping[str, Any], name: str, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    if body.get("model") not in (None, name):
+        raise NotPlanned("another model")  # an adapter, or none that there is
+    for field, values in neutral.items():
+        given = body.get(field)
+        if given is None or any(given == each and isinstance(given, bool) == isinstance(each, bool) for each in values):
+            continue
+        raise NotPlanned(field)
+
+
+def _message(given: Any) -> Message:
+    """A message as vLLM gives it to the chat template."""
+    role = given.get("role") if isinstance(given, Mapping) else None
+    if not isinstance(role, str):
+        raise NotPlanned("malformed")
+    if role not in _IN_MESSAGES:
+        raise NotPlanned("role of a message")
+    known = _IN_MESSAGES[role]
+    if any(value for key, value in given.items() if key not in ("role", "content", *known)):
+        raise NotPlanned("field of a message")
+    fields = {key: value for key, value in given.items() if key in known and value}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _calls(fields["tool_calls"])
+    is_null = given.get("content") is None and "tool_calls" in fields  # as clients of OpenAI send it with calls
+    return {"role": role, "content": "" if is_null else _content(given.get("content")), **fields}
+
+
+def _content(given: Any) -> str:
+    match given:
+        case str():
+            return given
+        case [{"type": "text", "text": str(text), **rest}] if not rest:
+            return text
+        case list():  # how several parts are joined depends on the template
+            raise NotPlanned("parts of a content")
+    raise NotPlanned("no content")
+
+
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects."""
+    found = []
+    for call in given if isinstance(given, list) else [None]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise NotPlanned("malformed")
+        arguments = as_object(function.get("arguments") or {})
+        if arguments is None:
+            raise NotPlanned("arguments of a call")
+        assert isinstance(call, Mapping), "its function was read"
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _tool(given: Any) -> dict[str, Any]:
+    """A definition with the fields that vLLM gives to the chat template."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or set(given) - {"type", "function"}:
+        raise NotPlanned("definition of a tool")
+    if set(function) - {*_IN_FUNCTIONS, "strict"}:
+        raise NotPlanned("definition of a tool")
+    shown = {name: function.get(name) for name in _IN_FUNCTIONS}
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    return {"type": "function", "function": shown}

@@ -1,0 +1,84 @@
+"""Options on their way from ``cacheclip serve`` to the middleware in vLLM's process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import ConfigurationError
+from ..config import EngineConfig
+from ..serving.access import Access, read_tenants
+from .parameters import SEAL_VARIABLE
+from .served import Served
+
+__all__ = ["SETTINGS_VARIABLE", "ServerSettings"]
+
+SETTINGS_VARIABLE = "CACHECLIP_VLLM_SERVER"
+"""Environment variable with the settings as JSON. Only this user can read the environment of a process, while all can
+read its command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What the middleware needs to know."""
+
+    config: EngineConfig
+    """Settings of the planners; its namespace is that of the server's own tenant, its method a name."""
+    name: str
+    """Served name of the model."""
+    address: str = ""
+    """``http://host:port``, for the message that the server is ready."""
+    api_key: str | None = field(default=None, repr=False)
+    tenants: Path | None = None
+    """File of tenants' keys (:func:`~cacheclip_rag.serving.access.read_tenants`)."""
+    seal: str = field(default="", repr=False)
+    """Key of the plans' seals, which the connector knows too."""
+    body_bytes: int = 2**23
+    """Largest body of a request."""
+    calls_tools: bool = True
+    """Whether vLLM was told how to read calls of tools in answers."""
+    shows_metrics: bool = False
+    """Whether vLLM's own ``metrics`` of a request stay in its response."""
+    served: Served = field(default_factory=Served)
+    """How vLLM runs the primary."""
+    json_to: int | None = None
+    """File descriptor to which a JSON object is written when the server is ready; None: a line on stderr."""
+
+    @property
+    def access(self) -> Access:
+        """Keys and tenants.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or a key cannot be one.
+        """
+        return Access(self.config.namespace, self.api_key, read_tenants(self.tenants) if self.tenants else {})
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that :meth:`of_environment` reads."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seal"}
+        values |= {"config": asdict(self.config), "served": asdict(self.served)}
+        values["tenants"] = None if self.tenants is None else str(self.tenants)
+        return {SETTINGS_VARIABLE: json.dumps(values), SEAL_VARIABLE: self.seal}
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] | None = None) -> ServerSettings:
+        """The settings of this process.
+
+        Raises:
+            ConfigurationError: the process was not started by ``cacheclip serve``.
+        """
+        environment = os.environ if environment is None else environment
+        try:
+            values: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])
+            values |= {"config": EngineConfig(**values["config"]), "seal": environment[SEAL_VARIABLE]}
+            values["served"] = Served(**values["served"])
+            values["tenants"] = None if values["tenants"] is None else Path(values["tenants"])
+            return cls(**values)
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                "this middleware has no settings. Start vLLM by: cacheclip serve --backend vllm --store DIR"
+            ) from error

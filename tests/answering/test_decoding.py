@@ -1,0 +1,335 @@
+"""Choosing tokens and turning them into text."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cacheclip_rag import SamplingParams
+from cacheclip_rag.answering.sampler import Sampler
+from cacheclip_rag.answering.text import TextStream
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+
+CPU = torch.device("cpu")
+TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"
+
+
+@pytest.fixture
+def runtime(tiny_models: dict[str, str]) -> ModelRuntime:
+    return load_model(tiny_models["llama"])
+
+
+def streamed(runtime: ModelRuntime, ids: list[int], stop: list[str] | None = None) -> tuple[list[str], TextStream]:
+    """Pieces of a stream that is fed until it stops, as the engine feeds it."""
+    stream = TextStream(runtime.decode_ids, stop or [])
+    pieces = []
+    for token in ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    pieces.append(stream.flush())
+    return pieces, stream
+
+
+class TestSamplingParams:
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("max_tokens", 0),
+            ("max_tokens", -1),
+            ("temperature", -0.1),
+            ("temperature", 100.1),
+            ("temperature", float("nan")),
+            ("temperature", float("inf")),
+            ("top_p", 0.0),
+            ("top_p", 1.1),
+            ("top_p", float("nan")),
+            ("stop", "a string"),
+            ("stop", ["a list"]),
+            ("stop", ("ok", "")),
+            ("stop", ("ok", 3)),
+        ],
+    )
+    def test_out_of_range(self, option: str, value: Any) -> None:
+        with pytest.raises(ConfigurationError, match=option):
+            SamplingParams(**{option: value})
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("temperature", "hot"),
+            ("temperature", None),
+            ("max_tokens", "3"),
+            ("max_tokens", 2.5),
+            ("max_tokens", True),
+            ("top_p", None),
+        ],
+    )
+    def test_wrong_types_are_our_error(self, option: str, value: Any) -> None:
+        with pytest.raises(ConfigurationError, match=option):
+            SamplingParams(**{option: value})
+
+    def test_edges_are_allowed(self) -> None:
+        SamplingParams(max_tokens=1, temperature=0, top_p=1e-9, stop=())
+        SamplingParams(temperature=100.0, top_p=1.0, seed=0)
+
+    def test_hashable_and_frozen(self) -> None:
+        assert hash(SamplingParams()) == hash(SamplingParams())
+        with pytest.raises(AttributeError):
+            SamplingParams().max_tokens = 3  # type: ignore[misc]
+
+
+class TestTextStream:
+    def test_unfinished_characters_are_held_back(self, runtime: ModelRuntime) -> None:
+        ids = list(runtime.tokenize("a🗼b").ids)
+        assert len(ids) == 6  # the emoji takes four byte tokens
+        stream = TextStream(runtime.decode_ids, [])
+        assert [stream.push(token) for token in ids] == ["a", "", "", "", "🗼", "b"]
+
+    def test_unfinished_at_the_end_is_flushed(self, runtime: ModelRuntime) -> None:
+        pieces, stream = streamed(runtime, list(runtime.tokenize("a🗼").ids)[:-1])
+        assert "".join(pieces) == stream.text == "a\ufffd"
+
+    def test_stop_string_over_token_borders(self, runtime: ModelRuntime) -> None:
+        text = "The lamp.\n\nQuestion: and now?"
+        ids = [token for character in text for token in runtime.tokenize(character).ids]
+        pieces, stream = streamed(runtime, ids, ["\n\nQuestion:"])
+        assert "".join(pieces) == stream.text == "The lamp."
+        assert stream.stopped
+
+    def test_beginning_of_a_stop_string_that_does_not_come(self, runtime: ModelRuntime) -> None:
+        text = "one ## two # three"
+        pieces, stream = streamed(runtime, [t for c in text for t in runtime.tokenize(c).ids], ["###"])
+        assert "".join(pieces) == stream.text == text
+        assert not stream.stopped
+
+    def test_never_sends_a_part_of_the_stop_string(self, runtime: ModelRuntime) -> None:
+        stream = TextStream(runtime.decode_ids, ["STOP"])
+        sent = ""
+        for token in [t for c in "no ST STO STOP" for t in runtime.tokenize(c).ids]:
+            sent += stream.push(token)
+            assert "no ST STO STOP".startswith(sent) and not sent.endswith("STOP")
+        assert stream.stopped and sent + stream.flush() == "no ST STO "
+
+    def test_earliest_of_several(self, runtime: ModelRuntime) -> None:
+        ids = list(runtime.tokenize("alpha beta gamma").ids)
+        pieces, stream = streamed(runtime, ids, ["gamma", "beta"])
+        assert "".join(pieces) == stream.text == "alpha "
+
+    def test_stop_string_at_once(self, runtime: ModelRuntime) -> None:
+        pieces, stream = streamed(runtime, list(runtime.tokenize("xyz").ids), ["x"])
+        assert "".join(pieces) == stream.text == "" and stream.stopped
+
+    def test_emoji_as_stop_string(self, runtime: ModelRuntime) -> None:
+        pieces, stream = streamed(runtime, list(runtime.tokenize("go 🗼 on").ids), ["🗼"])
+        assert "".join(pieces) == stream.text == "go " and stream.stopped
+
+    def test_special_tokens_are_silent(self, runtime: ModelRuntime) -> None:
+        ids = [
+            *runtime.tokenize("a").ids,
+            *runtime.tokenize("<|im_start|>", control=True).ids,
+            *runtime.tokenize("b").ids,
+        ]
+        assert "".join(streamed(runtime, ids)[0]) == "ab"
+
+    def test_nothing(self, runtime: ModelRuntime) -> None:
+        assert streamed(runtime, [])[0] == [""]
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        ids=st.lists(st.integers(0, 399), max_size=30),
+        stop=st.lists(st.text("ab e\n", min_size=1, max_size=3), max_size=2),
+    )
+    def test_pieces_join_to_the_text_for_any_tokens(
+        self, tiny_models: dict[str, str], ids: list[int], stop: list[str]
+    ) -> None:
+        """Any ids at all, broken bytes among them: joined pieces are the text, and the text is cut at the stop."""
+        runtime = load_model(tiny_models["llama"])
+        pieces, stream = streamed(runtime, ids, stop)
+        assert "".join(pieces) == stream.text
+        whole = runtime.decode_ids(ids)
+        ends = [at for s in stop if (at := whole.find(s)) >= 0]
+        assert stream.text == (whole[: min(ends)] if ends else whole)
+        assert stream.stopped == bool(ends)
+
+    @settings(max_examples=80, deadline=None)
+    @given(text=st.text(max_size=30))
+    def test_pieces_are_final(self, tiny_models: dict[str, str], text: str) -> None:
+        """What was sent is always the beginning of the text: nothing is ever taken back."""
+        runtime = load_model(tiny_models["llama"])
+        stream, sent = TextStream(runtime.decode_ids, []), ""
+        for token in runtime.tokenize(text).ids:
+            sent += stream.push(token)
+            assert text.startswith(sent)
+        assert sent + stream.flush() == text
+
+
+def sentencepiece() -> Tokenizer:
+    """Pieces with a mark for spaces, bytes for what has no piece, and no space before a text's first word."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "\u2581a",
+        "a",
+        "b",
+        "\u2581b",
+        "\u2581\u2581",
+        "東",
+    ]
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    """Every token is a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: n for n, piece in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+class TestLongTexts:
+    @settings(max_examples=300, deadline=None)
+    @given(ids=st.lists(st.integers(0, 255), max_size=40))
+    def test_pieces_join_to_the_text_of_any_bytes(self, ids: list[int]) -> None:
+        tokenizer = byte_level()
+        assert self.joined(tokenizer, ids) == tokenizer.decode(ids)
+
+    @settings(max_examples=300, deadline=None)
+    @given(parts=st.lists(st.integers(0, 264) | st.characters(exclude_categories=["Cs"]), max_size=20))
+    def test_pieces_join_to_the_text_of_pieces_and_characters(self, parts: list[int | str]) -> None:
+        """A first token is written without its space, and bytes are written as a character once it is whole."""
+        tokenizer = sentencepiece()
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += [2 + byte for byte in part.encode()]
+            elif not 2 <= part < 258:  # a single byte would change how its neighbours are written
+                ids.append(part)
+        assert self.joined(tokenizer, ids) == tokenizer.decode(ids)
+
+    @staticmethod
+    def joined(tokenizer: Tokenizer, ids: list[int]) -> str:
+        stream = TextStream(tokenizer.decode, [])
+        pieces = "".join(stream.push(token) for token in ids)
+        assert stream.text.startswith(pieces)
+        pieces += stream.flush()
+        assert pieces == stream.text
+        return pieces
+
+    def test_a_token_costs_the_same_however_long_the_text_is(self, runtime: ModelRuntime) -> None:
+        decoded: list[int] = []
+
+        def decode(ids: Sequence[int]) -> str:
+            decoded.append(len(ids))
+            return runtime.decode_ids(ids)
+
+        stream = TextStream(decode, ["never"])
+        for token in runtime.tokenize(" ".join([TOWER] * 40)).ids:
+            stream.push(token)
+        assert stream.text + stream.flush() == " ".join([TOWER] * 40)
+        assert max(decoded) <= 8 and len(decoded) > 1000
+
+    def test_a_token_copies_no_text_that_is_final(self) -> None:
+        stream = TextStream(lambda ids: "word " * len(ids), ["never"])
+        for _ in range(20_000):
+            stream.push(0)
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                stream.push(0)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 10_000 < len(stream.text) == 5 * 20_010
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        ids=st.lists(st.sampled_from(b"ab\xc3\xa9\xf0\x9f\x97\xbc"), max_size=40),
+        stop=st.lists(st.text("abé🗼\ufffd", min_size=1, max_size=4), max_size=3),
+    )
+    def test_text_is_cut_at_the_first_stop_string(self, ids: list[int], stop: list[str]) -> None:
+        """As by a stream that looks at all text after each token."""
+        stream, sent = TextStream(lambda ids: bytes(ids).decode(errors="replace"), stop), ""
+        for number, token in enumerate(ids, 1):
+            sent += stream.push(token)
+            text = bytes(ids[:number]).decode(errors="replace")
+            ends = [at for s in stop if (at := text.find(s)) >= 0]
+            assert stream.text == text[: min(ends, default=None)] and stream.stopped == bool(ends)
+            assert stream.text.startswith(sent)
+            if ends:
+                break
+        assert sent + stream.flush() == stream.text
+
+
+class TestSampler:
+    LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+
+    def picks(self, count: int, **options: Any) -> list[int]:
+        sampler = Sampler(SamplingParams(**options), CPU)
+        return [sampler.pick(self.LOGITS) for _ in range(count)]
+
+    def test_greedy(self) -> None:
+        assert self.picks(20) == [0] * 20
+        assert self.picks(20, seed=3, top_p=0.9) == [0] * 20
+
+    def test_same_seed_same_tokens(self) -> None:
+        assert self.picks(50, temperature=1.0, seed=7) == self.picks(50, temperature=1.0, seed=7)
+
+    def test_another_seed_other_tokens(self) -> None:
+        assert self.picks(50, temperature=1.0, seed=7) != self.picks(50, temperature=1.0, seed=8)
+
+    def test_no_seed_differs(self) -> None:
+        assert self.picks(200, temperature=1.0) != self.picks(200, temperature=1.0)
+
+    def test_other_samplers_and_torch_s_own_generator_do_not_interfere(self) -> None:
+        expected = self.picks(20, temperature=1.0, seed=7)
+        before = torch.get_rng_state()
+        ours, other = (Sampler(SamplingParams(temperature=1.0, seed=s), CPU) for s in (7, 8))
+        got = []
+        for _ in range(20):
+            other.pick(self.LOGITS)
+            torch.rand(3)
+            got.append(ours.pick(self.LOGITS))
+        assert got == expected
+        torch.set_rng_state(before)
+        self.picks(5, temperature=1.0, seed=1)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_top_p_keeps_the_smallest_set(self) -> None:
+        assert set(self.picks(300, temperature=1.0, top_p=0.45, seed=1)) == {0}
+        assert set(self.picks(300, temperature=1.0, top_p=0.75, seed=1)) == {0, 1}
+        assert set(self.picks(500, temperature=1.0, top_p=1.0, seed=1)) == {0, 1, 2, 3}
+
+    def test_temperature_sharpens_and_flattens(self) -> None:
+        cold = self.picks(300, temperature=0.05, seed=1)
+        hot = self.picks(800, temperature=50.0, seed=1)
+        assert set(cold) == {0}
+        assert min(hot.count(token) for token in range(4)) > 120
+
+    def test_frequencies_follow_the_probabilities(self) -> None:
+        picks = self.picks(3000, temperature=1.0, seed=1)
+        for token, share in enumerate((0.5, 0.3, 0.15, 0.05)):
+            assert abs(picks.count(token) / 3000 - share) < 0.03
+
+    def test_half_precision_logits(self) -> None:
+        sampler = Sampler(SamplingParams(temperature=0.7, seed=1), CPU)
+        assert sampler.pick(self.LOGITS.to(torch.bfloat16)) in range(4)
+
+    def test_ties_go_to_the_lower_index_when_greedy(self) -> None:
+        assert Sampler(SamplingParams(), CPU).pick(torch.zeros(10)) == 0

@@ -1,0 +1,179 @@
+"""Turns: prompts in the order of their arrival and alone, tokens between them, nothing held by who gives up."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cacheclip_rag.answering.turns import Turns
+
+WAIT_S = 30.0
+
+
+class Threads:
+    """Threads of a test, whose errors fail it."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self.errors: list[BaseException] = []
+
+    def start(self, work: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), "a thread waits forever"
+        assert not self.errors, self.errors
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.001)
+
+
+def test_prompts_in_the_order_of_their_arrival() -> None:
+    turns, order, threads = Turns(), list[int](), Threads()
+
+    def work(number: int) -> None:
+        with turns.prompt():
+            order.append(number)
+
+    with turns.prompt():
+        for number in range(8):
+            threads.start(lambda number=number: work(number))  # type: ignore[misc]
+            until(lambda number=number: len(turns._prompts) == number + 2)  # type: ignore[misc]
+        assert not order
+    threads.join()
+    assert order == list(range(8))
+
+
+def test_a_waiting_answer_gets_one_token_between_two_prompts() -> None:
+    turns, order, threads = Turns(), list[str](), Threads()
+
+    def prompt(name: str) -> None:
+        with turns.prompt():
+            order.append(name)
+
+    def answer() -> None:
+        for _ in range(3):
+            with turns.token():
+                order.append("token")
+
+    with turns.prompt():
+        threads.start(lambda: prompt("first"))
+        until(lambda: len(turns._prompts) == 2)
+        threads.start(lambda: prompt("second"))
+        until(lambda: len(turns._prompts) == 3)
+        threads.start(answer)
+        until(lambda: turns._waiting == 1)
+    threads.join()
+    assert order.index("token") < order.index("first") < order.index("second") and order.count("token") == 3
+
+
+def test_tokens_of_several_answers_side_by_side() -> None:
+    turns, threads, together = Turns(), Threads(), threading.Barrier(3)
+
+    def answer() -> None:
+        with turns.token():
+            together.wait(WAIT_S)
+
+    for _ in range(3):
+        threads.start(answer)
+    threads.join()
+
+
+def take(turns: Turns, kind: str) -> None:
+    with getattr(turns, kind)():
+        pass
+
+
+def test_a_thread_with_a_turn_takes_another_one() -> None:
+    """As of an observer that asks something itself."""
+    turns, threads = Turns(), Threads()
+    for outer in ("prompt", "token"):
+        with getattr(turns, outer)():
+            threads.start(lambda: take(turns, "prompt"))
+            until(lambda outer=outer: len(turns._prompts) == 1 + (outer == "prompt"))  # type: ignore[misc]
+            take(turns, "prompt")
+            take(turns, "token")
+        threads.join()
+
+
+@pytest.mark.parametrize("kind", ["prompt", "token"])
+def test_an_error_ends_the_turn(kind: str) -> None:
+    turns, threads = Turns(), Threads()
+    with pytest.raises(ZeroDivisionError), getattr(turns, kind)():
+        raise ZeroDivisionError
+    for name in ("prompt", "token", "prompt"):
+        threads.start(lambda name=name: take(turns, name))  # type: ignore[misc]
+        threads.join()
+
+
+@pytest.mark.parametrize("kind", ["prompt", "token"])
+def test_who_is_interrupted_while_it_waits_holds_up_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, threads, done = Turns(), Threads(), list[str]()
+
+    def interrupted(condition: Callable[[], bool]) -> bool:
+        raise KeyboardInterrupt
+
+    with turns.prompt():
+        with monkeypatch.context() as patch:
+            patch.setattr(turns._changed, "wait_for", interrupted)
+            caught = threads.start(lambda: take(turns, kind))
+            caught.join(WAIT_S)
+        assert [type(error) for error in threads.errors] == [KeyboardInterrupt]
+        threads.errors.clear()
+    for name in ("prompt", "token"):
+        with getattr(turns, name)():
+            done.append(name)
+    assert done == ["prompt", "token"] and (turns._waiting, turns._invited, len(turns._prompts)) == (0, 0, 0)
+
+
+def test_many_at_once() -> None:
+    """Switched often: prompts alone and in order, and all come to an end."""
+    turns, threads, interval = Turns(), Threads(), sys.getswitchinterval()
+    running: list[str] = []
+    counted = [0, 0]
+    lock = threading.Lock()
+
+    def work(seed: int) -> None:
+        choice = random.Random(seed)
+        for _ in range(60):
+            kind = choice.choice(("prompt", "token", "token"))
+            with getattr(turns, kind)():
+                with lock:
+                    assert kind == "token" or not running, "a prompt has its turn alone"
+                    assert "prompt" not in running
+                    running.append(kind)
+                    counted[kind == "token"] += 1
+                if choice.random() < 0.1:
+                    time.sleep(0.0005)
+                with lock:
+                    running.remove(kind)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        for seed in range(8):
+            threads.start(lambda seed=seed: work(seed))  # type: ignore[misc]
+        threads.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(counted) == 8 * 60 and min(counted) > 50
+    assert (turns._waiting, turns._invited, turns._tokens, len(turns._prompts)) == (0, 0, 0, 0)

@@ -1,0 +1,83 @@
+"""Chunks are written in batches: the same KV, sources and errors as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.chunks.batches import in_batches
+from tests.conftest import SENTENCES
+
+
+def test_batches_keep_the_order_and_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a" * 3000, *["b" * 1000] * 5, "c", "d" * 2400]
+    batches = list(in_batches(texts, str))
+    assert [text for batch in batches for text in batch] == texts
+    assert [len(batch) for batch in batches] == [1, 2, 2, 2, 1]
+    monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 3)
+    assert [len(batch) for batch in in_batches("abcdefg", str)] == [3, 3, 1]
+    assert list(in_batches([], str)) == []
+
+
+def test_items_are_taken_when_they_are_needed() -> None:
+    taken: list[int] = []
+
+    def numbers() -> Iterator[str]:
+        for number in range(100):
+            taken.append(number)
+            yield "x" * 1000
+
+    next(in_batches(numbers(), str))
+    assert len(taken) == 3
+
+
+@pytest.fixture
+def calls(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of chunks in each call of the primary's ``encode_many``."""
+    runtime, seen = engine.primary, []
+    real = runtime.encode_many
+
+    def encode_many(chunks: list[tuple[int, ...]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        seen.append(len(chunks))
+        return real(chunks, context)
+
+    monkeypatch.setattr(runtime, "encode_many", encode_many)
+    return seen
+
+
+def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[int]) -> None:
+    texts = [*SENTENCES[:4], SENTENCES[0]]
+    engine.precompute(SENTENCES[1:2])
+    assert engine.precompute(texts) == 3 and calls == [1, 3]
+    assert engine.precompute(texts) == 0 and calls == [1, 3]
+    for caches in engine.chunk_caches():
+        prefix = caches.prefix if caches.prefix.shape[3] else None
+        for text in SENTENCES[:4]:
+            stored = caches.read(text)
+            assert stored is not None
+            alone = caches.runtime.encode(caches.tokenize(text).ids, prefix)
+            tolerance = 0.02 if caches.is_lossy else 1e-4
+            torch.testing.assert_close(stored.tensor().to(alone.dtype), alone, rtol=tolerance, atol=tolerance)
+
+
+def test_a_mapping_names_the_sources(engine: CacheClipEngine) -> None:
+    engine.precompute({SENTENCES[0]: [("n1", "d1"), ("n2", "d2")], SENTENCES[1]: [("n3", "d1")], SENTENCES[2]: []})
+    assert engine.release(sources=["d1"]) == 1 and not engine.is_stored(SENTENCES[1])
+    assert engine.is_stored(SENTENCES[0]) and engine.release(sources=["n2"]) == 1
+    assert engine.is_stored(SENTENCES[2])
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [("word " * 5000, PromptTooLongError), ("  ", ConfigurationError)], ids=["long", "blank"]
+)
+def test_what_comes_before_a_bad_text_is_stored(
+    engine: CacheClipEngine, bad: str, error: type[Exception], calls: list[int]
+) -> None:
+    with pytest.raises(error):
+        engine.precompute([*SENTENCES[:2], bad, SENTENCES[3]])
+    assert [engine.is_stored(text) for text in (*SENTENCES[:2], SENTENCES[3])] == [True, True, False]
+    assert engine.library.known(SENTENCES[1]) and not engine.library.known(SENTENCES[3])

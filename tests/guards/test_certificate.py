@@ -1,0 +1,429 @@
+"""Certificates: what they cover, what engines do without, and what damage does."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cacheclip_rag.guards.certificate as certificates
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError, ModelError
+from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
+from cacheclip_rag.guards.certificate import (
+    THRESHOLDS,
+    Certificate,
+    GateFigures,
+    Identity,
+    RatioFigures,
+    check_writable,
+    find_certificate,
+    verdict_at,
+)
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.selection.budget import Budget
+from cacheclip_rag.selection.scorers import AuxiliaryAttention
+from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+
+ONE = SamplingParams(max_tokens=1)
+GATE = (
+    GateFigures(0.0, 0.95, 0.2, 0.0, "faithful"),
+    GateFigures(0.1, 1.0, 0.3, 0.1, "faithful"),
+    GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
+)
+LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
+SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(certificates, "_warned", set())
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
+    def build(**options: Any) -> CacheClipEngine:
+        return CacheClipEngine(
+            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
+        )
+
+    return build
+
+
+def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
+    verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
+    gates = {0.1: LOW_GATE, 0.2: GATE}
+    rows = [
+        RatioFigures(r, r, SPREAD, SPREAD, 0.95, 1.0, verdict, gate=gates.get(r, ())) for r, verdict in verdicts.items()
+    ]
+    made = Certificate(
+        primary="p",
+        auxiliary="a",
+        identity=engine.parts.identity(preset(method)),
+        verdict="faithful",
+        ratio=0.2,
+        exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
+        needle_accuracy_of_full=1.0,
+        ratios=rows,
+        thresholds=dict(THRESHOLDS),
+        prompts=24,
+        quick=False,
+        seconds=1.0,
+        created="2026-01-01T00:00:00+00:00",
+    )
+    return replace(made, **changes)
+
+
+class TestFile:
+    def test_round_trip(self, make: Callable[..., CacheClipEngine], home: Path) -> None:
+        made = certificate_for(make())
+        path = made.save()
+        assert path.parent == home / "certificates"
+        assert find_certificate(made.identity) == (made, "")
+        assert json.loads(path.read_text())["identity"]["method"] == "cacheclip"
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda text: text[: len(text) // 2],
+            lambda text: "",
+            lambda text: "[]",
+            lambda text: text.replace('"not faithful"', '"faithful"', 1),
+            lambda text: text.replace('"format": 4', '"format": 3'),
+        ],
+    )
+    def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
+        made = certificate_for(make())
+        path = made.save()
+        path.write_text(damage(path.read_text()))
+        found, why = find_certificate(made.identity)
+        assert found is None and "damaged" in why and str(path) in why
+
+    @pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
+    def test_covers_nothing_else(self, make: Callable[..., CacheClipEngine], name: str) -> None:
+        made = certificate_for(make())
+        made.save()
+        found, why = find_certificate(replace(made.identity, **{name: "other"}))
+        assert found is None
+        if name == "primary_sha256":
+            assert why == "it has not been certified"
+        else:
+            assert why == f"its certificate is for other {name.replace('_sha256', '').replace('_', ' ')}"
+
+    def test_covers_what_chunks_are_computed_behind(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, direct = make(chunk_context="passages"), preset("direct")
+        before = engine.parts.identity(direct)
+        assert engine.parts.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
+        assert make(chunk_context="prefix").parts.identity(direct) != before
+        monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
+        assert engine.parts.identity(direct) != before
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"correction": 0.25},
+            {"scorer": {"passes": 2}},
+            {"scorer": {"type": "QueryAttention"}},
+            {"budget": {"chunk_starts": 0.25}},
+            {"budget": {"grouping": {"size": 4}}},
+            {"budget": {"grouping": "Tokens"}},
+            {"name": "another"},
+        ],
+    )
+    def test_covers_every_setting_of_the_method(
+        self, make: Callable[..., CacheClipEngine], changes: dict[str, Any]
+    ) -> None:
+        engine, method = make(), preset("cacheclip")
+        assert (
+            engine.parts.identity(vary(method, changes))
+            != engine.parts.identity(method)
+            == engine.parts.identity(method.at(0.7))
+        )
+
+    def test_covers_the_class_of_the_method(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine, settings = make(), {"scorer": AuxiliaryAttention(), "name": "mine"}
+        assert engine.parts.identity(Recompute(**settings)) != engine.parts.identity(Twin(**settings))  # type: ignore[arg-type]
+
+    def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        verdicts = [verdict_at(made, ratio) for ratio in (0.0, 0.15, 0.2, 0.3, 0.5, 0.9, 1.0)]
+        assert verdicts == ["not faithful", "not faithful", "faithful", "faithful", "exact", "exact", "exact"]
+        noisy = replace(made, exactness={"passed": True, "checks": {"greedy": {"figure": 0.9}}})
+        assert verdict_at(noisy, 1.0) == "faithful"
+        measured = replace(made, ratios=[*made.ratios, replace(made.ratios[0], ratio=1.0, verdict="faithful")])
+        assert verdict_at(measured, 1.0) == "faithful" and verdict_at(measured, 0.9) == "exact"
+        failed = replace(made, exactness={"passed": False})
+        assert {verdict_at(failed, ratio) for ratio in (0.0, 0.5, 1.0)} == {"not faithful"}
+
+
+class TestGate:
+    def test_auto_is_the_least_value_with_which_all_agree(self, make: Callable[..., CacheClipEngine]) -> None:
+        certificate_for(make()).save()
+        at = {ratio: make(min_confidence="auto", recompute_ratio=ratio) for ratio in (0.1, 0.15, 0.2)}
+        assert {ratio: engine.make_method("cacheclip").min_confidence for ratio, engine in at.items()} == {
+            0.1: 0.3,
+            0.15: 0.3,
+            0.2: 0.1,
+        }
+        assert at[0.2].make_method("full").min_confidence == 0.0
+        assert at[0.2].make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
+
+    def test_a_ratio_that_is_chosen_later_takes_the_largest(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        made = certificate_for(engine)
+        assert made.ratios[1].ratio == 0.1
+        higher = replace(made.ratios[1], ratio=0.3, verdict="faithful")
+        lower = replace(made.ratios[1], verdict="faithful")
+        for rows in ([lower, *made.ratios[2:]], [*made.ratios[:3], higher]):
+            own = make(min_confidence="auto")
+            replace(made, ratios=rows)._write()
+            assert own.make_method("cacheclip", any_ratio=True).min_confidence == 0.3
+            assert own.make_method("cacheclip").min_confidence == 0.1
+
+    def test_auto_never_costs_more_than_full_prefill(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        made = certificate_for(engine)
+        dear = (replace(GATE[0], min_confidence=0.5, charged_ratio=0.9), GATE[-1])
+        replace(made, ratios=[*made.ratios[:2], replace(made.ratios[2], gate=dear)]).save()
+        with pytest.raises(CertificateError, match="costs less than full prefill. Measure it: .*; or set a number"):
+            engine.make_method("cacheclip")
+
+    def test_the_verdict_is_that_of_the_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+        """A ratio that is not faithful by itself may be with a gate, and engines that require a certificate take it."""
+        engine = make(require_certificate=True)
+        made = certificate_for(engine)
+        made.save()
+        verdicts = [verdict_at(made, 0.1, least) for least in (0.0, 0.1, 0.3, 1.0)]
+        assert verdicts == ["not faithful", "not faithful", "faithful", "faithful"]
+        assert verdict_at(made, 0.2, 1.0) == "exact" and verdict_at(made, 0.5, 0.3) == "exact"
+        low = preset("cacheclip").at(0.1)
+        engine.precompute(CHUNKS)
+        assert engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.3)).stats.hits
+        with pytest.raises(CertificateError, match=r"'not faithful' at recompute ratio 0.1 with min_confidence 0.2"):
+            engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.2))
+
+    def test_auto_needs_a_certificate_with_a_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(min_confidence="auto")
+        with pytest.raises(CertificateError, match=r"has not been certified. Measure it: cacheclip certify .*or set"):
+            engine.generate("What is kept?", method="cacheclip")
+        certificate_for(engine, quick=True).save()
+        with pytest.raises(CertificateError, match="its certificate is a quick one"):
+            engine.make_method("cacheclip")
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match=r"no gate at ratio 0.5 or below that keeps all first tokens"):
+            engine.make_method("cacheclip", 0.5)
+        assert engine.make_method("cacheclip").min_confidence == 0.1, "a later certificate is found"
+
+    @pytest.mark.parametrize("value", ["most", 1.5, -0.1, True])
+    def test_nothing_else_is_taken(self, value: object) -> None:
+        with pytest.raises(ConfigurationError, match="min_confidence must be a probability, 0 to 1, or 'auto'"):
+            EngineConfig(min_confidence=value)
+
+
+class TestSaving:
+    def test_quick_does_not_replace_thorough(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        path = made.save()
+        assert replace(made, quick=True, prompts=4, verdict="not faithful").save() == path
+        assert find_certificate(made.identity)[0] == made
+
+    def test_thorough_replaces_quick(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        replace(made, quick=True, ratios=[replace(made.ratios[0], ratio=0.75)]).save()
+        made.save()
+        assert find_certificate(made.identity)[0] == made
+
+    def test_ratios_come_together(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        made.save()
+        newer = [replace(made.ratios[0], ratio=0.3, verdict="faithful"), replace(made.ratios[2], verdict="exact")]
+        replace(made, ratios=newer, ratio=0.3).save()
+        found = find_certificate(made.identity)[0]
+        assert found is not None
+        rows = {row.ratio: row.verdict for row in found.ratios}
+        assert rows == {0.0: "not faithful", 0.1: "not faithful", 0.2: "exact", 0.3: "faithful", 0.5: "exact"}
+
+    def test_failed_checks_replace_everything(self, make: Callable[..., CacheClipEngine]) -> None:
+        made = certificate_for(make())
+        made.save()
+        failed = replace(made, exactness={**made.exactness, "passed": False}, ratios=made.ratios[:1])
+        failed.save()
+        assert find_certificate(made.identity)[0] == failed
+
+    def test_other_thresholds_are_no_certificate(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = certificate_for(make())
+        made.save()
+        monkeypatch.setattr(certificates, "THRESHOLDS", {**THRESHOLDS, "agreement": 0.99})
+        found, why = find_certificate(made.identity)
+        assert found is None and "thresholds" in why
+
+    def test_folder_that_cannot_be_written(
+        self, make: Callable[..., CacheClipEngine], home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        made = certificate_for(make())
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
+        for attempt in (made.save, check_writable):
+            with pytest.raises(CertificateError, match=r"cannot be written.*CACHECLIP_HOME"):
+                attempt()
+
+
+class Twin(Recompute):
+    """Somebody's own method with the settings of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mine(Recompute):
+    """Somebody's own method under a name that is taken, with settings that are neither hashable nor JSON."""
+
+    notes: Any = field(default_factory=lambda: [Path("x")])
+
+
+class TestEngine:
+    def test_without_it_warns_once_in_one_line_and_tells_the_command(
+        self,
+        make: Callable[..., CacheClipEngine],
+        chunks: list[str],
+        caplog: pytest.LogCaptureFixture,
+        tiny_models: dict[str, str],
+    ) -> None:
+        """A line for whoever runs a demo; the whole command is in the log, one level below."""
+        caplog.set_level(logging.INFO, "cacheclip_rag.guards.certificate")
+        for engine in (make(), make()):
+            engine.precompute(chunks)
+            for _ in range(2):
+                engine.generate(rag_prompt(chunks), ONE)
+        said = [record for record in caplog.records if record.name == "cacheclip_rag.guards.certificate"]
+        [warning] = [record.getMessage() for record in said if record.levelno == logging.WARNING]
+        assert "not measured" in warning and warning.endswith("cacheclip certify") and len(warning) < 100
+        information = [record.getMessage() for record in said if record.levelno == logging.INFO]
+        assert "has not been certified" in information[0]
+        command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
+        options = "--method cacheclip --ratio 0.2 --dtype float32 --device cpu"
+        file = '--settings FILE (FILE: chunk_context = "prefix")'
+        assert information[0].endswith(f"{command} {options} {file}")
+
+    def test_with_it_is_silent(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        certificate_for(engine).save()
+        engine.generate(rag_prompt(chunks), ONE)
+        engine.generate(rag_prompt(chunks), ONE, recompute_ratio=1.0)
+        assert "certificate" not in caplog.text
+
+    def test_required(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        with pytest.raises(CertificateError, match="cacheclip certify") as error:
+            engine.generate(rag_prompt(chunks), ONE)
+        assert isinstance(error.value, ModelError)
+        engine.generate(rag_prompt(chunks), ONE, method="full")  # reuses nothing: needs none
+        certificate_for(engine).save()
+        engine.generate(rag_prompt(chunks), ONE)
+
+    def test_not_faithful_at_this_ratio(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match=r"says 'not faithful' at recompute ratio 0\.1"):
+            engine.generate(rag_prompt(chunks), ONE, recompute_ratio=0.1)
+
+    def test_of_another_method(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match="method 'direct'"):
+            engine.generate(rag_prompt(chunks), ONE, method="direct")
+
+    def test_of_another_dtype(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        certificate_for(make()).save()
+        other = make(require_certificate=True, dtype="bfloat16")
+        other.precompute(chunks)
+        with pytest.raises(CertificateError, match="certify"):
+            other.generate(rag_prompt(chunks), ONE)
+
+    def test_what_reuses_nothing_needs_none(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        assert engine.generate("Hello there.", ONE).stats.method == "full"
+        assert engine.generate(rag_prompt(chunks), ONE, documents=chunks).stats.misses == len(chunks)
+        with pytest.raises(CertificateError):  # now they are stored
+            engine.generate(rag_prompt(chunks), ONE)
+
+    def test_quick_is_not_enough_where_one_is_required(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine, strict = make(), make(require_certificate=True)
+        for each in (engine, strict):
+            each.precompute(chunks)
+        certificate_for(engine, quick=True, prompts=4).save()
+        engine.generate(rag_prompt(chunks), ONE)
+        assert "certificate" not in caplog.text
+        with pytest.raises(CertificateError, match="quick certificate"):
+            strict.generate(rag_prompt(chunks), ONE)
+        strict.generate(rag_prompt(chunks), ONE, recompute_ratio=0.5)  # exact there
+
+    def test_method_of_another_class(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
+        engine = make(require_certificate=True)
+        engine.precompute(chunks)
+        certificate_for(engine).save()
+        with pytest.raises(CertificateError, match=r"evaluation\.certify.*method=Mine"):
+            engine.generate(
+                rag_prompt(chunks),
+                ONE,
+                method=Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip"),
+            )
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"chunk_context": "passages", "method": "epic"},
+            {"method": replace(preset("cacheclip"), chunk_context="passages")},
+            {"method": "cacheclip-paper"},
+            {"codec": "bfloat16"},
+            {"method": "direct", "auxiliary": None},
+            {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},
+        ],
+    )
+    def test_the_command_makes_what_is_missing(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: Any, tmp_path: Path, options: Any
+    ) -> None:
+        """What the command measures is tested elsewhere; here, that it is of this engine and method."""
+        from typer.testing import CliRunner
+
+        from cacheclip_rag.cli import app
+
+        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+            measured = CacheClipEngine(config)
+            identity = measured.parts.identity(measured.make_method(method))
+            return replace(certificate_for(make()), identity=identity, quick=quick)
+
+        monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)
+        engine = make(require_certificate=True, **options)
+        engine.precompute(chunks)
+        with pytest.raises(CertificateError) as error:
+            engine.generate(rag_prompt(chunks), ONE)
+        command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
+        command, _, lines = command.partition(" (FILE: ")
+        monkeypatch.chdir(tmp_path)
+        Path("FILE").write_text(lines.removesuffix(")").replace("; ", "\n"))
+        CliRunner().invoke(app, shlex.split(command))
+        found, why = find_certificate(engine.parts.identity(engine.make_method()))
+        assert found is not None, why

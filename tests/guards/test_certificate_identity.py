@@ -1,0 +1,213 @@
+"""What a certificate is about: whatever could change an answer changes the digest, and the ratio alone does not."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import cacheclip_rag.guards.certificate as certificates
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.guards.certificate import Identity
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.runtime.base import weights_digest
+from cacheclip_rag.selection.heads import HeadSet
+from tests.conftest import TINY_MODELS, build_model
+
+Make = Callable[..., CacheClipEngine]
+
+
+@pytest.fixture
+def make(tiny_models: dict[str, str]) -> Make:
+    def build(**options: Any) -> CacheClipEngine:
+        models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+        return CacheClipEngine(**{**models, "method": "cacheclip", **options})
+
+    return build
+
+
+def identity(engine: CacheClipEngine, method: Method | None = None) -> Identity:
+    return engine.parts.identity(method or engine.make_method())
+
+
+def changed(one: Identity, other: Identity) -> set[str]:
+    """Fields that differ; the digest differs exactly if one does."""
+    found = {name for name, value in asdict(one).items() if asdict(other)[name] != value}
+    assert bool(found) == (one.digest() != other.digest())
+    return found
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Identity)])
+def test_every_field_is_part_of_the_digest(make: Make, name: str) -> None:
+    found = identity(make())
+    assert dataclasses.replace(found, **{name: "another"}).digest() != found.digest()
+
+
+def test_the_same_settings_are_the_same_identity(make: Make) -> None:
+    assert changed(identity(make()), identity(make())) == set()
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            # the weights' digest covers the dtype that they compute in, and chunk caches follow it
+            ({"dtype": "bfloat16"}, {"primary_sha256", "auxiliary_sha256", "dtype", "codec"}),
+            ({"codec": "bfloat16"}, {"codec"}),
+            ({"codec": "float32"}, {"codec"}),  # the auxiliary's
+        ],
+    )
+    def test_of_the_engine(self, make: Make, options: dict[str, str], expected: set[str]) -> None:
+        assert changed(identity(make()), identity(make(**options))) == expected
+
+    @pytest.mark.parametrize("role", ["primary", "auxiliary"])
+    def test_kind_of_device(self, make: Make, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+        """Told by where the models are, not by what the settings say: ``auto`` may mean any."""
+        engine = make()
+        before = identity(engine)
+        monkeypatch.setattr(getattr(engine, role), "device", torch.device("meta"))
+        after = identity(engine)
+        assert changed(before, after) == {"device"}
+        assert after.device == ("meta+cpu" if role == "primary" else "cpu+meta") and before.device == "cpu"
+
+    @pytest.mark.parametrize(
+        ("owner", "attribute", "field"),
+        [(transformers, "__version__", "transformers"), (torch, "__version__", "torch")],
+    )
+    def test_versions(
+        self, make: Make, monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: str, field: str
+    ) -> None:
+        before = identity(make())
+        monkeypatch.setattr(owner, attribute, "99.0")
+        assert changed(before, identity(make())) == {field}
+
+    def test_version_of_this_package(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = identity(make())
+        monkeypatch.setattr(certificates, "__version__", "99.0")
+        assert changed(before, identity(make())) == {"cacheclip_rag"}
+
+
+class TestModels:
+    @pytest.mark.parametrize("role", ["primary", "auxiliary"])
+    def test_other_weights(self, make: Make, tmp_path: Path, role: str) -> None:
+        folders = [str(build_model(tmp_path / str(seed), TINY_MODELS["llama"], seed=seed)) for seed in (7, 8)]
+        one, other = (identity(make(**{role: folder})) for folder in folders)
+        assert changed(one, other) == {f"{role}_sha256"}
+
+    @pytest.mark.parametrize("role", ["primary", "auxiliary"])
+    @pytest.mark.parametrize("part", ["chat template", "merges"])
+    def test_other_tokenizers(
+        self, make: Make, tiny_models: dict[str, str], tmp_path: Path, role: str, part: str
+    ) -> None:
+        """Of the very same weights: what is read differs, and so do the answers."""
+        folder = tmp_path / "other"
+        shutil.copytree(tiny_models["llama" if role == "primary" else "auxiliary"], folder)
+        if part == "chat template":
+            path = folder / "chat_template.jinja"
+            path.write_text(path.read_text().replace("<|im_end|>\n", "<|im_end|>\n\n"))
+        else:
+            path = folder / "tokenizer.json"
+            tokenizer = json.loads(path.read_text())
+            tokenizer["model"]["merges"].pop()
+            path.write_text(json.dumps(tokenizer))
+        assert changed(identity(make()), identity(make(**{role: str(folder)}))) == {f"{role}_tokenizer_sha256"}
+
+    def test_of_a_method_without_an_auxiliary(self, make: Make, tiny_models: dict[str, str]) -> None:
+        """Its models do not count there."""
+        one = identity(make(method="epic"))
+        other = identity(make(method="epic", auxiliary=tiny_models["qwen2"]))
+        assert one.auxiliary_sha256 is one.auxiliary_tokenizer_sha256 is None
+        assert changed(one, other) == set()
+
+    def test_head_sets(self, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        engine = make()
+        before = identity(engine)
+        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
+        sets = [HeadSet(sha256, ((0, head), (1, 1)), torch.tensor([0.5, 0.5])) for head in (0, 1)]
+        found = []
+        for heads in sets:
+            engine.parts.use_heads(heads)
+            found.append(identity(engine))
+        assert changed(before, found[0]) == changed(*found) == {"method_settings"}
+
+
+OTHERS = {"v": "k", "single": "gradual"}
+"""Of settings that take certain words only."""
+RATIOS = {"recompute_ratio", "ratio", "min_confidence"}
+"""Settings that a certificate has figures for, one by one."""
+NAMES = ("cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct")
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every setting of a method, those of its parts included."""
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if dataclasses.is_dataclass(own):
+            yield from leaves(own, (*path, field.name))
+        else:
+            yield (*path, field.name), own
+
+
+def with_leaf(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    """A copy with one setting changed, whether the method would have it so or not."""
+    made = copy.copy(value)
+    inner = new if len(path) == 1 else with_leaf(getattr(value, path[0]), path[1:], new)
+    object.__setattr__(made, path[0], inner)
+    return made
+
+
+def another(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value / 2 if value else 0.25
+    return OTHERS.get(value, f"not {value}")
+
+
+class TestMethods:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_every_setting_but_the_ratio(self, make: Make, name: str) -> None:
+        engine = make()
+        method = engine.make_method(name)
+        before = identity(engine, method)
+        seen = 0
+        for path, value in leaves(method):
+            if path[-1] in {"chunk_context", "heads", "name"}:
+                continue  # names of texts, files and classes: what these hold is asked for below
+            after = identity(engine, with_leaf(method, path, another(value)))
+            expected = set() if path[-1] in RATIOS else {"method_settings"}
+            assert changed(before, after) == expected, f"{'.'.join(path)} of {name}"
+            seen += 1
+        assert seen or name == "direct"
+
+    def test_another_name(self, make: Make) -> None:
+        engine = make()
+        assert "method" in changed(*(identity(engine, engine.make_method(name)) for name in ("epic", "cacheblend")))
+
+    def test_a_class_derived_from_a_method(self, make: Make) -> None:
+        """It may do anything under the name and with the settings of the one it comes from."""
+        engine = make()
+        method = engine.make_method("epic")
+
+        @dataclass(frozen=True, slots=True)
+        class Mine(type(method)):  # type: ignore[misc]
+            pass
+
+        mine = Mine(**{field.name: getattr(method, field.name) for field in fields(method)})
+        assert changed(identity(engine, method), identity(engine, mine)) <= {"method", "method_settings"}
+        assert identity(engine, method).digest() != identity(engine, mine).digest()
+
+    def test_the_context_of_chunks(self, make: Make) -> None:
+        found = [identity(make(chunk_context=context)) for context in ("prefix", "passages")]
+        assert changed(*found) == {"method_settings"}

@@ -1,0 +1,308 @@
+"""Comparing answers with full prefill in production, and the metrics that come of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.guards.fidelity import compare, greedy, kl_divergence, read_along
+from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.guards.shadow import ShadowChecker
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import load_model
+from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+
+PARAMS = SamplingParams(max_tokens=10)
+
+
+@pytest.fixture(autouse=True)
+def endless(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
+
+
+@pytest.fixture
+def make(tiny_models: dict[str, str]) -> Iterator[Callable[..., CacheClipEngine]]:
+    engines = []
+
+    def build(**options: Any) -> CacheClipEngine:
+        engine = CacheClipEngine(
+            **{"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP, **options}
+        )
+        engine.precompute(CHUNKS)
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def by_hand(engine: CacheClipEngine, answer_ids: tuple[int, ...], method: str, ratio: float) -> tuple[float, float]:
+    """First-token KL and agreement the slow way: full prefill, and one forward per token of the answer."""
+    runtime: Any = engine.primary
+    ours = engine.prefill(rag_prompt(CHUNKS), method=engine.make_method(method, ratio)).logits
+    full: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("full"))
+    p, q = full.logits.double().softmax(-1), ours.double().softmax(-1)
+    kl = float((p * (p.log() - q.log())).sum())
+    same, logits = 0, full.logits
+    for token in answer_ids:
+        same += int(logits.argmax()) == token
+        logits = runtime.decode_step(full.cache, token)
+    return kl, same / len(answer_ids)
+
+
+class TestShadow:
+    @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 1.0)])
+    def test_records_what_a_slow_comparison_finds(
+        self, make: Callable[..., CacheClipEngine], method: str, ratio: float
+    ) -> None:
+        engine = make(shadow_rate=1.0)
+        ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
+        answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
+        assert values["shadow_checks_total"] == 1
+        assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
+        assert values["shadow_first_token_kl_max"] == values["shadow_first_token_kl_sum"]
+        assert values["shadow_agreement_sum"] == pytest.approx(agreement)
+        if ratio == 1.0:
+            assert agreement == 1.0 and kl < 1e-6
+        else:
+            assert kl > 1e-3
+
+    def test_never_changes_the_answer(self, make: Callable[..., CacheClipEngine]) -> None:
+        texts = {make(shadow_rate=rate).generate(rag_prompt(CHUNKS), PARAMS).token_ids for rate in (0.0, 1.0)}
+        assert len(texts) == 1
+
+    def test_is_in_the_log(
+        self, make: Callable[..., CacheClipEngine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        engine = make(shadow_rate=1.0)
+        engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
+        [record] = [r for r in caplog.records if r.getMessage().startswith("shadow:")]
+        assert "nats" in record.getMessage() and "of 10 tokens agree" in record.getMessage()
+        monkeypatch.setattr("cacheclip_rag.guards.shadow._ALARM_KL", 0.0)
+        engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
+        assert caplog.records[-1].levelno == logging.WARNING
+
+    def test_share(self, make: Callable[..., CacheClipEngine]) -> None:
+        """About a third of the answers, and none at rate 0."""
+        engine = make(shadow_rate=0.3, method="direct")
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+        for _ in range(60):
+            engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+            assert engine.wait_for_observers(30)
+        assert 5 <= engine.metrics.snapshot().get("shadow_checks_total", 0) <= 40
+        never = make(shadow_rate=0.0)
+        never.generate(rag_prompt(CHUNKS), PARAMS)
+        assert "shadow_checks_total" not in never.metrics.snapshot()
+
+    def test_plain_answers_are_not_compared(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(shadow_rate=1.0)
+        engine.generate(rag_prompt(CHUNKS), PARAMS, method="full")
+        engine.generate("No chunk here at all.", PARAMS)
+        assert engine.wait_for_observers(30)
+        assert "shadow_checks_total" not in engine.metrics.snapshot()
+
+    def test_a_failing_comparison_leaves_the_answer(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        engine = make(shadow_rate=1.0)
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(ShadowChecker, "_compare", fail)
+        assert len(engine.generate(rag_prompt(CHUNKS), PARAMS).token_ids) == 10
+        assert engine.wait_for_observers(10)
+        assert engine.metrics.snapshot()["shadow_skipped_total"] == 1
+        assert "out of memory" in caplog.text
+
+    def test_a_full_queue_skips_and_close_ends_the_thread(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = make(shadow_rate=1.0, method="direct")
+        gate = threading.Event()
+
+        def held(*args: object) -> tuple[float, float]:
+            gate.wait(30)
+            return 0.0, 1.0
+
+        monkeypatch.setattr(ShadowChecker, "_compare", held)
+        for _ in range(12):
+            engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+        assert not engine.wait_for_observers(0.05)
+        assert engine.metrics.snapshot()["shadow_skipped_total"] >= 3
+        threading.Timer(0.2, gate.set).start()
+        engine.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "cacheclip-shadow"]
+        values = engine.metrics.snapshot()
+        assert values["shadow_skipped_total"] + values["shadow_checks_total"] == 12
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))  # and it goes on after close
+        assert engine.wait_for_observers(10)
+        assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
+
+    def test_sampled_answers_have_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
+        """At temperature 1 even an exact answer's tokens are often not the likeliest: that says nothing."""
+        engine = make(shadow_rate=1.0, recompute_ratio=1.0)
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
+        assert "shadow_agreement_sum" not in values and "shadow_greedy_checks_total" not in values
+        engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values["shadow_greedy_checks_total"] == values["shadow_agreement_sum"] == 1
+
+    def test_streamed_answers_too(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(shadow_rate=1.0)
+        for _ in engine.stream(rag_prompt(CHUNKS), PARAMS):
+            pass
+        assert engine.wait_for_observers(30)
+        assert engine.metrics.snapshot()["shadow_checks_total"] == 1
+
+    @pytest.mark.parametrize("rate", [0.0, 1.0])
+    @pytest.mark.parametrize(("method", "ratio"), [("direct", 0.0), ("cacheclip", 0.3), ("cacheclip", 0.72)])
+    def test_verified_answers_are_compared_without_a_prefill(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        method: str,
+        ratio: float,
+        rate: float,
+    ) -> None:
+        """At any rate, once, and with the figures of a slow comparison."""
+        engine = make(shadow_rate=rate, finish="verify")
+        engine.generate("Weights are loaded, and the shared prefix is stored.", PARAMS)
+        assert engine.wait_for_observers(30)
+
+        def refuse(*args: object, **options: object) -> None:
+            raise AssertionError("a prefill for the comparison")
+
+        ratios = {"recompute_ratio": ratio} if method == "cacheclip" else {}
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.primary), "prefill", refuse)
+            patch.setattr(type(engine.primary), "prefill_from", refuse)
+            patch.setattr(ShadowChecker, "_compare", refuse)
+            answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method, **ratios)
+            assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        engine.prefixes.clear()
+        kl, agreement = by_hand(engine, answer.token_ids, method, ratio)
+        assert values["shadow_checks_total"] == values["shadow_greedy_checks_total"] == 1
+        assert values.get("shadow_skipped_total", 0) == 0
+        assert values["shadow_first_token_kl_sum"] == pytest.approx(kl, abs=1e-4, rel=1e-3)
+        assert values["shadow_agreement_sum"] == pytest.approx(agreement)
+        assert agreement < 1.0 or ratio == 1.0
+
+    def test_a_revised_answer_counts_as_it_was_given(self, make: Callable[..., CacheClipEngine]) -> None:
+        """Its exact tokens say nothing about the method."""
+        verified, revised = (make(finish=finish, method="direct") for finish in ("verify", "revise"))
+        for engine in (verified, revised):
+            engine.generate(rag_prompt(CHUNKS), PARAMS)
+        expected, found = (engine.metrics.snapshot()["shadow_agreement_sum"] for engine in (verified, revised))
+        assert found == expected < 1.0
+
+    def test_a_sampled_answer_that_was_completed_has_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make(finish="verify", recompute_ratio=0.72)
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        values = engine.metrics.snapshot()
+        assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 0.1
+        assert "shadow_agreement_sum" not in values
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"shadow_rate": 1.5}, {"shadow_rate": -0.1}, {"shadow_rate": "all"}, {"shadow_rate": True}]
+        + [{"require_certificate": "yes"}, {"auxiliary_device": 3}],
+    )
+    def test_senseless_settings(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            CacheClipEngine(**options)
+
+
+class TestMetrics:
+    def test_counts_add_up(self, make: Callable[..., CacheClipEngine]) -> None:
+        engine = make()
+        first = engine.generate(rag_prompt(CHUNKS), PARAMS).stats
+        second = engine.generate("Nothing stored in here.", PARAMS).stats
+        values = engine.metrics.snapshot()
+        assert values['answers_total{method="cacheclip"}'] == values[f'answers_total{{method="{second.method}"}}'] == 1
+        assert values["fallbacks_total"] == 1 and values["chunk_hits_total"] == len(CHUNKS)
+        assert values['prompt_tokens_total{source="store"}'] == first.reused_tokens
+        total = sum(value for name, value in values.items() if name.startswith("prompt_tokens_total"))
+        assert values['prompt_tokens_total{source="prefix_cache"}'] == second.cached_prefix_tokens
+        assert total == first.prompt_tokens + second.prompt_tokens
+        assert values["ttft_seconds_sum"] == pytest.approx(first.ttft_s + second.ttft_s)
+
+    def test_prometheus_text(self, make: Callable[..., CacheClipEngine]) -> None:
+        metrics = Metrics()
+        assert metrics.to_prometheus() == ""
+        engine = make(shadow_rate=1.0)
+        engine.generate(rag_prompt(CHUNKS), PARAMS)
+        assert engine.wait_for_observers(30)
+        lines = engine.metrics.to_prometheus().splitlines()
+        assert 'cacheclip_answers_total{method="cacheclip"} 1' in lines
+        assert "cacheclip_shadow_checks_total 1" in lines
+        assert "# TYPE cacheclip_shadow_first_token_kl_max gauge" in lines
+        named = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+        assert all(line.startswith("#") or line.split("{")[0].split()[0] in named for line in lines)
+
+    def test_from_many_threads(self) -> None:
+        metrics = Metrics()
+        threads = [
+            threading.Thread(target=lambda: [metrics.record_shadow(0.5, 1.0) for _ in range(500)]) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert metrics.snapshot()["shadow_checks_total"] == 2000
+        assert metrics.snapshot()["shadow_first_token_kl_sum"] == 1000.0
+
+
+class TestFidelity:
+    def test_kl(self) -> None:
+        p, q = torch.randn(5, 30, dtype=torch.float64), torch.randn(5, 30, dtype=torch.float64)
+        expected = torch.distributions.kl_divergence(
+            torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
+        )
+        assert torch.allclose(kl_divergence(p, q).double(), expected, atol=1e-6)
+        assert float(kl_divergence(p, p).max()) == 0.0
+
+    def test_kl_of_tokens_ruled_out(self) -> None:
+        p = torch.tensor([0.0, 1.0, float("-inf")])
+        assert float(kl_divergence(p, p)) == 0.0
+        assert float(kl_divergence(p, torch.tensor([0.0, float("-inf"), 1.0]))) == float("inf")
+
+    def test_compare(self) -> None:
+        reference = torch.tensor([[5.0, 0.0], [0.0, 5.0], [5.0, 0.0], [0.0, 5.0]])
+        other = reference.clone()
+        other[2] = torch.tensor([0.0, 5.0])
+        found = compare(reference, other)
+        assert found.agreement == 0.75 and found.first_token_kl == 0.0 and found.max_gap == 0.0
+        assert found.answer_kl == pytest.approx(float(kl_divergence(reference[2], other[2])) / 4)
+
+    @pytest.mark.parametrize("count", [1, 2, 9])
+    def test_reading_along_equals_decoding(self, make: Callable[..., CacheClipEngine], count: int) -> None:
+        engine = make()
+        runtime: Any = engine.primary
+        one: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
+        two: Any = engine.prefill(rag_prompt(CHUNKS), method=preset("direct"))
+        ids, logits = greedy(runtime, one.cache, one.logits, count)
+        along = read_along(runtime, two.cache, two.logits, ids)
+        assert along.shape == logits.shape and float((along - logits).abs().max()) < 1e-4

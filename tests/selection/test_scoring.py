@@ -1,0 +1,77 @@
+"""The auxiliary's scores for a prompt: what the chunks are asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig
+from cacheclip_rag.base.clock import PhaseClock
+from cacheclip_rag.prompt.layout import Span
+from cacheclip_rag.selection import scoring as module
+from cacheclip_rag.selection.scorers import AuxiliaryAttention
+from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
+from tests.conftest import CHUNKS, QUESTION, lose
+
+
+class Asked:
+    """A scorer whose looks are recorded."""
+
+    def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, heads: Any = None) -> None:
+        self.caches = CacheClipEngine(config).parts.auxiliary_caches
+        self.runtime = self.caches.runtime
+        self.scorer = AuxiliaryScorer(self.caches, heads(self.runtime) if heads else None)
+        self.looks: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
+        original = module.score_chunks
+
+        def score_chunks(runtime: Any, prefix: Any, chunks: Any, ids: Any, *args: Any, **options: Any) -> Any:
+            found = original(runtime, prefix, chunks, ids, *args, **options)
+            self.looks.append((tuple(ids), found))
+            return found
+
+        monkeypatch.setattr(module, "score_chunks", score_chunks)
+
+    def __call__(self, chunks: list[str], question: str, **options: Any) -> list[torch.Tensor]:
+        """Scores in the auxiliary's own tokens; the looks are those of this call."""
+        self.looks.clear()
+        spans = [Span(Chunk(text), self.caches.tokenize(text), number) for number, text in enumerate(chunks)]
+        found = self.scorer.score(spans, question, AuxiliaryAttention(**options), PhaseClock())
+        order = sorted(range(len(chunks)), key=lambda number: len(spans[number].tokens))  # as it looks at them
+        self.looks = [
+            (ids, [scores[order.index(number)] for number in range(len(chunks))]) for ids, scores in self.looks
+        ]
+        return found
+
+
+@pytest.fixture
+def asked(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]), monkeypatch)
+
+
+class TestQuestion:
+    def test_of_a_long_one_the_last_tokens(self, asked: Asked) -> None:
+        text = " ".join([QUESTION] * 12)
+        whole, found = asked.runtime.tokenize(text), Question.of(asked.runtime, text)
+        assert found.ids == whole.ids[-MAX_QUESTION_TOKENS:]
+        asked(CHUNKS, text)
+        assert asked.looks[0][0] == found.ids
+
+
+class TestDamage:
+    def test_a_chunk_that_cannot_be_read_is_computed_behind_its_own_prefix(
+        self, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Here and now, with the very KV that was stored: the scores stay what they are."""
+        for chunk in CHUNKS:
+            asked.caches.write(chunk)
+        expected = asked(CHUNKS, QUESTION)
+        lose(monkeypatch, asked.caches, CHUNKS[1])
+        found = asked(CHUNKS, QUESTION)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)  # stored as bfloat16
+        encode = type(asked.runtime).encode
+        monkeypatch.setattr(type(asked.runtime), "encode", lambda self, ids, prefix=None: encode(self, ids))
+        wrong = asked(CHUNKS, QUESTION)
+        assert float((wrong[1] - expected[1]).abs().max()) > 1e-2, "without its prefix it reads otherwise"

@@ -1,0 +1,709 @@
+"""The controller: lines fitted to measurements, and ratios chosen by them. No model is needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine, Plan
+from cacheclip_rag.base.clock import PHASES
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.methods.recompute import Recompute
+from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.plan.plan import Prediction, Reading
+from cacheclip_rag.selection.budget import FixedStarts
+from cacheclip_rag.selection.scorers import ChunkStart
+from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, TimedRead, disk
+from cacheclip_rag.testing.fake import FakeRuntime
+from cacheclip_rag.testing.throttled import ThrottledBackend
+from cacheclip_rag.timing.controller import Controller, Cost, Profile, Timing, Work, find_profile, fit
+
+IDENTITY = {"primary": "a", "threads": 2}
+PROFILE = Profile(IDENTITY, Cost(0.1, 1e-3, 1e-7), Cost(0.1, 1.2e-3, 2e-7), Cost(0.1, 5e-5, 0.01))
+FIXED = Recompute(ChunkStart(), FixedStarts())
+LONG = " ".join(f"The keeper of lamp {n} lived on the rock for {n} weeks." for n in range(40))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def engine() -> CacheClipEngine:
+    register_runtime("fake", FakeRuntime)
+    engine = CacheClipEngine(primary="fake:timed", auxiliary=None, method="epic")
+    engine.precompute(texts(4))
+    return engine
+
+
+def texts(count: int) -> list[str]:
+    return [f"Chapter {n}. {LONG}" for n in range(count)]
+
+
+def plan_of(engine: CacheClipEngine, ratio: float = 0.1) -> Plan:
+    return engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", recompute_ratio=ratio)
+
+
+def stats_of(engine: CacheClipEngine, before_s: float, recompute_s: float, **changes: Any) -> FusionStats:
+    stats = engine.generate("Hello", max_tokens=1).stats
+    phases = {**dict.fromkeys(PHASES, 0.0), "select": before_s, "recompute": recompute_s}
+    return replace(stats, **{"phases_s": phases, "chunk_tokens": plan_of(engine).chunk_tokens, **changes})
+
+
+class TestFit:
+    def test_a_line_is_found_again(self) -> None:
+        line = Cost(0.05, 2e-3, 3e-7)
+        points = [(n, n * n / 2, line.seconds(n, n * n / 2)) for n in (100, 300, 900, 2700)]
+        found = fit(points)
+        assert (found.constant, found.first, found.second) == pytest.approx((0.05, 2e-3, 3e-7))
+
+    def test_noise_makes_nothing_negative(self) -> None:
+        generator = random.Random(5)
+        for _ in range(50):
+            points = [(n, n * n / 2, (0.3 + 1e-5 * n) * generator.uniform(0.7, 1.4)) for n in (100, 200, 400, 800)]
+            found = fit(points)
+            assert min(found.constant, found.first, found.second) >= 0
+            assert found.seconds(16000, 16000**2 / 2) > 0.1
+
+    def test_without_a_constant(self) -> None:
+        """However little the measured times differ, a hundred times the work takes a hundred times as long."""
+        found = fit([(1, 10, 0.1), (3, 30, 0.1), (1, 80, 0.1), (3, 240, 0.1)], constant=False)
+        assert found.constant == 0 and found.seconds(300, 24000) == pytest.approx(100 * found.seconds(3, 240))
+
+    def test_two_points_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="three measurements"):
+            fit([(1, 1, 1.0), (2, 4, 2.0)])
+
+    def test_relative_errors_count(self) -> None:
+        """A short prompt's error is not drowned by a long one's."""
+        points = [(10, 0.0, 0.010), (20, 0.0, 0.020), (10000, 0.0, 11.0)]
+        assert fit(points).seconds(10, 0.0) == pytest.approx(0.010, rel=0.08)
+
+
+class TestWork:
+    def test_rows_and_pairs(self) -> None:
+        work = Work(tokens=1000, known=0, exact=100, stale=800, chunks=4)
+        assert work.plain() == (1000, 500_000)
+        assert work.fused(0.0) == (100, 100_000) and work.fused(1.0) == (900, 900_000)
+        assert replace(work, known=600).plain() == (400, 400 * 800)
+
+    def test_of_a_plan(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        work = Work.of(plan, 0)
+        assert (work.tokens, work.chunks) == (plan.layout.num_tokens, 4)
+        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_exact
+        rows, _ = work.fused(0.0)
+        assert rows == plan.layout.num_tokens - plan.layout.num_exact - plan.chunk_tokens
+        second = plan.reused[1].start
+        assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
+
+    @pytest.mark.parametrize("number", range(4))
+    def test_a_known_start_that_ends_inside_a_chunk(self, engine: CacheClipEngine, number: int) -> None:
+        """A fused prefill takes the whole chunk from the store; plain prefill computes the rest of it."""
+        plan = plan_of(engine)
+        span = plan.reused[number]
+        before = Work.of(plan, span.start)
+        for known in (span.start + 1, span.start + 18, span.stop - 1):
+            assert Work.of(plan, known) == replace(before, known=known)
+        after = Work.of(plan, span.stop)
+        assert (after.stale, after.exact) == (before.stale - len(span.tokens), span.stop)
+
+    def test_an_exact_chunk_of_which_the_start_is_known(self, engine: CacheClipEngine) -> None:
+        """It follows the shared prefix it was computed with."""
+        plan = plan_of(engine)
+        layout, first = plan.layout, plan.reused[0]
+        assert first.start == layout.num_prefix and not plan.exact
+        plan = replace(plan, layout=replace(layout, exact_after_prefix=True))
+        assert plan.exact == (first,)
+        stale = plan.chunk_tokens - len(first.tokens)
+        for known in (0, 18, first.stop):
+            work = Work.of(plan, known)
+            assert (work.exact, work.stale) == (first.stop, stale)
+
+
+LINE = '{"constant": %s, "first": 0.1, "second": 0.1}'
+LINES = f'"identity": {{}}, "plain": {LINE}, "fused": {LINE % 1}, "before": {LINE % 1}'
+
+
+class TestProfile:
+    def test_it_is_fitted_to_samples_of_both_kinds(self) -> None:
+        samples = []
+        for tokens in (200, 400, 800, 1600):
+            for chunks in (2, 8):
+                work = Work(tokens, stale=tokens - 20, chunks=chunks)
+                phases = dict.fromkeys(PHASES, 0.0)
+                samples.append(Timing(work, None, {**phases, "recompute": PROFILE.plain_s(work)}))
+                for ratio in (0.1, 0.5):
+                    before, compute = PROFILE.fused_s(work, ratio)
+                    samples.append(Timing(work, ratio, {**phases, "select": before, "recompute": compute}))
+        found = Profile.of(IDENTITY, samples)
+        work = Work(12000, stale=11000, chunks=40)
+        assert found.plain_s(work) == pytest.approx(PROFILE.plain_s(work))
+        assert found.fused_s(work, 0.2) == pytest.approx(PROFILE.fused_s(work, 0.2))
+
+    def test_a_line_for_each_medium(self) -> None:
+        """The shortest of equal reads counts; a medium that was seen too seldom is left out."""
+        line = Cost(0.0, 0.001, 1e-8)
+        works = [(1, 10_000), (3, 30_000), (1, 80_000), (3, 240_000)]
+        reads = [TimedRead("slow", *work, times * line.seconds(*work)) for work in works for times in (1.0, 1.7)]
+        samples = [
+            Timing(Work(tokens, stale=tokens, chunks=2), ratio, dict.fromkeys(PHASES, 0.1 * tokens))
+            for tokens in (100, 200, 300)
+            for ratio in (None, 0.1)
+        ]
+        found = Profile.of(IDENTITY, samples, [*reads, TimedRead("seldom", 1, 100, 1.0)]).media
+        assert set(found) == {"slow"}
+        assert found["slow"].seconds(10, 10**6) == pytest.approx(line.seconds(10, 10**6))
+
+    def test_saved_and_found(self) -> None:
+        assert find_profile(IDENTITY) is None
+        PROFILE.save()
+        assert find_profile(IDENTITY) == PROFILE
+        slow = replace(PROFILE, media={"disk at /": Cost(0.1, 1e-3, 1e-8)})
+        slow.save()
+        assert find_profile(IDENTITY) == slow
+        assert find_profile({**IDENTITY, "threads": 8}) is None
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "[]", '{"format": 2}', '{"format": 2, "identity": {}, "plain": 3}', "{" + LINES % 1 + "}"]
+        + ['{"format": 2, "media": {}, ' + LINES % number + "}" for number in ("NaN", "-1", "Infinity")]
+        + [
+            '{"format": 2, ' + f'"media": {media}, ' + LINES % 1 + "}"
+            for media in ("[]", '{"slow": 3}', f'{{"slow": {LINE % "NaN"}}}', f'{{"slow": {LINE % "-1"}}}')
+        ],
+    )
+    def test_damaged(self, content: str, caplog: pytest.LogCaptureFixture) -> None:
+        PROFILE.save().write_text(content)
+        assert find_profile(IDENTITY) is None
+        assert "cannot be read" in caplog.text and "cacheclip profile" in caplog.text
+
+    def test_a_folder_that_cannot_be_written(self, home: Path) -> None:
+        home.write_text("a file")
+        with pytest.raises(ConfigurationError, match="CACHECLIP_HOME"):
+            PROFILE.save()
+
+    @pytest.mark.parametrize("version", [1, 99])
+    def test_of_another_format(self, version: int, caplog: pytest.LogCaptureFixture) -> None:
+        """It is not used, and the user is told why and what to do."""
+        path = PROFILE.save()
+        path.write_text(json.dumps({**json.loads(path.read_text()), "format": version}))
+        assert find_profile(IDENTITY) is None
+        assert f"format {version}" in caplog.text and "cacheclip profile" in caplog.text
+
+
+class TestDecide:
+    def test_the_least_ratio_without_a_limit(self, engine: CacheClipEngine) -> None:
+        plan = Controller(PROFILE).decide(plan_of(engine, ratio=0.15), 0)
+        assert plan.bypass is None and plan.method.nominal_ratio == 0.15
+        assert plan.prediction is not None
+        work = Work.of(plan, 0)
+        assert plan.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.15)))
+        assert plan.prediction.plain_s == pytest.approx(PROFILE.plain_s(work))
+
+    def test_a_limit_gets_the_largest_ratio_that_keeps_to_it(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        work, controller = Work.of(plan, 0), Controller(PROFILE)
+        plain_s = PROFILE.plain_s(work)
+        for share in (0.3, 0.5, 0.7, 0.85):
+            decided = controller.decide(plan, 0, share * plain_s)
+            fits = [n / 20 for n in range(21) if sum(PROFILE.fused_s(work, n / 20)) <= share * plain_s and n >= 2]
+            assert decided.bypass is None and decided.method.nominal_ratio == pytest.approx(max(fits))
+
+    def test_plain_prefill_if_it_is_soon_enough(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        plain_s = PROFILE.plain_s(Work.of(plan, 0))
+        assert Controller(PROFILE).decide(plan, 0, plain_s * 1.01).bypass is not None
+        assert Controller(PROFILE).decide(plan, 0, plain_s * 0.99).bypass is None
+
+    def test_the_least_ratio_if_nothing_keeps_to_the_limit(self, engine: CacheClipEngine) -> None:
+        decided = Controller(PROFILE).decide(plan_of(engine), 0, 1e-6)
+        assert decided.bypass is None and decided.method.nominal_ratio == 0.1
+
+    def test_plain_prefill_where_reuse_saves_little(self, engine: CacheClipEngine) -> None:
+        slow = replace(PROFILE, before=Cost(5.0, 0.0, 0.0))
+        decided = Controller(slow).decide(plan_of(engine), 0)
+        assert decided.bypass is not None and "plain prefill is predicted" in decided.bypass
+        assert decided.reused, "the plan still says what is stored"
+
+    def test_plain_prefill_where_the_prefix_cache_has_the_prompt(self, engine: CacheClipEngine) -> None:
+        plan = plan_of(engine)
+        assert Controller(PROFILE).decide(plan, plan.layout.num_tokens - 10).bypass is not None
+
+    def test_reuse_where_the_prefix_cache_has_the_start_of_a_chunk(self, engine: CacheClipEngine) -> None:
+        plan = engine.plan(f"{texts(1)[0]}\n\nWho kept lamp 3?", recompute_ratio=0.1)
+        (chunk,) = plan.reused
+        assert len(chunk.tokens) > 0.9 * plan.layout.num_tokens
+        computing = replace(PROFILE, before=Cost(0.0, 0.0, 0.0))
+        decided = Controller(computing).decide(plan, chunk.start + 18)
+        assert decided.bypass is None and decided.prediction is not None
+        assert decided.prediction.seconds < 0.5 * decided.prediction.plain_s
+
+    def test_only_ratios_that_may_be_chosen(self, engine: CacheClipEngine) -> None:
+        """A certificate may call a larger ratio less faithful than a smaller one."""
+        plan = plan_of(engine)
+        certified = Controller(PROFILE, lambda ratio: 0.15 <= ratio < 0.3 or ratio >= 0.8)
+        assert certified.decide(plan, 0).method.nominal_ratio == 0.15
+        plain_s = PROFILE.plain_s(Work.of(plan, 0))
+        assert certified.decide(plan, 0, 0.7 * plain_s).method.nominal_ratio == 0.25
+        nothing = Controller(PROFILE, lambda ratio: False).decide(plan, 0)
+        assert nothing.bypass is not None, "only 1.0 is left, and plain prefill is sooner"
+
+    def test_direct_reuse_where_ratio_0_may_be_chosen(self, engine: CacheClipEngine) -> None:
+        """No other method is asked: at ratio 0 this one is direct reuse, and its certificate says whether that does."""
+        decided = Controller(PROFILE, lambda ratio: True).decide(plan_of(engine), 0)
+        assert decided.bypass is None and decided.method.nominal_ratio == 0.0
+
+    def test_a_method_without_a_ratio(self, engine: CacheClipEngine) -> None:
+        engine.precompute(texts(4), method="direct")
+        plan = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method="direct")
+        decided = Controller(PROFILE).decide(plan, 0, 0.2)
+        assert decided.bypass is None and decided.method == plan.method
+
+
+class TestObserve:
+    def observed(self, engine: CacheClipEngine, times: float, slow_reading: float, count: int = 20) -> Controller:
+        controller = Controller(PROFILE)
+        for _ in range(count):
+            plan = controller.decide(plan_of(engine), 0)
+            work = Work.of(plan, 0)
+            before, compute = PROFILE.fused_s(work, 0.1)
+            if plan.bypass is not None:
+                before, compute = 0.0, PROFILE.plain_s(work)
+            controller.observe(plan, stats_of(engine, slow_reading * before, times * compute))
+        return controller
+
+    def test_a_busy_machine_is_predicted(self, engine: CacheClipEngine) -> None:
+        quiet = Controller(PROFILE).decide(plan_of(engine), 0).prediction
+        busy = self.observed(engine, 2.0, 2.0).decide(plan_of(engine), 0).prediction
+        assert quiet is not None and busy is not None
+        assert busy.seconds == pytest.approx(2 * quiet.seconds, rel=0.02)
+        assert busy.plain_s == pytest.approx(2 * quiet.plain_s, rel=0.02)
+
+    @pytest.mark.parametrize("large", [0.7, 1.4])
+    @pytest.mark.parametrize("load", [1.0, 2.0])
+    def test_sizes_are_learned_apart(self, engine: CacheClipEngine, large: float, load: float) -> None:
+        """The line is wrong for large prompts. Prompts of other sizes are predicted as well as they were, and other
+        load counts for sizes that were not asked yet."""
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        times = {1_000: 1.0, 4_000: 1.0, 16_000: large}
+        sizes = [Work(tokens, stale=tokens - 40, chunks=tokens // 250) for tokens in times]
+        for _ in range(20):
+            for work in sizes:
+                before, compute = PROFILE.fused_s(work, 0.1)
+                stats = stats_of(engine, before, load * times[work.tokens] * compute)
+                self.observe(controller, plan, work, stats)
+        for work in sizes:
+            before, compute = PROFILE.fused_s(work, 0.1)
+            expected = before + load * times[work.tokens] * compute
+            assert controller._fused_s(work, 0.1) == pytest.approx(expected, rel=0.03)
+        assert 0.9 * load**0.6 < controller._computing(Work(400)) < 1.1 * load
+
+    @staticmethod
+    def observe(controller: Controller, plan: Plan, work: Work, stats: FusionStats) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Work, "of", lambda *_: work)
+            controller.observe(plan, stats)
+
+    def test_a_slow_store_leads_to_plain_prefill(self, engine: CacheClipEngine) -> None:
+        assert self.observed(engine, 1.0, 1.0).decide(plan_of(engine), 0).bypass is None
+        assert self.observed(engine, 1.0, 15.0).decide(plan_of(engine), 0).bypass is not None
+
+    def test_reading_beside_the_recompute(self, engine: CacheClipEngine) -> None:
+        """The longer of both counts, so that smaller ratios are not sooner, and larger ones cost nothing."""
+        controller = Controller(PROFILE)
+        work = Work.of(plan_of(engine), 0)
+        left = PROFILE.fused_s(work, 0.5)[1]
+        for _ in range(60):
+            plan = controller.decide(plan_of(engine), 0)
+            before, compute = PROFILE.fused_s(work, plan.method.nominal_ratio)
+            waited = max(0.0, left - compute)
+            controller.observe(plan, stats_of(engine, before + waited, compute, left_to_read_s=left))
+        seconds = before + left
+        found = [controller._fused_s(work, ratio) for ratio in (0.0, 0.2, 0.5)]
+        assert found == pytest.approx([seconds] * 3, rel=0.01)
+        assert controller._fused_s(work, 1.0) > seconds
+        chosen = controller.decide(plan_of(engine), 0, max_ttft_s=1.01 * seconds)
+        assert chosen.bypass is None and chosen.method.nominal_ratio >= 0.5
+        free = controller.decide(plan_of(engine), 0)  # without a limit: as much as costs no time
+        own = Controller(PROFILE).decide(plan_of(engine), 0).method.nominal_ratio
+        assert own < free.method.nominal_ratio < 1.0
+        assert controller._fused_s(work, free.method.nominal_ratio) == controller._fused_s(work, own)
+
+    def test_ratio_0_is_learned_apart(self, engine: CacheClipEngine) -> None:
+        """Nothing is scored there, so that it says nothing about what comes before a recompute at other ratios."""
+        unscored, scored = Controller(PROFILE, lambda ratio: True), Controller(PROFILE)
+        before, compute = PROFILE.fused_s(Work.of(plan_of(engine), 0), 0.0)
+        first = scored.decide(plan_of(engine), 0)
+        for _ in range(20):
+            plan = unscored.decide(plan_of(engine), 0)
+            unscored.observe(plan, stats_of(engine, 0.3 * before, compute))
+        found = unscored.decide(plan_of(engine), 0).prediction
+        assert found is not None and found.seconds == pytest.approx(0.3 * before + compute, rel=0.01)
+        unscored._may_be = None
+        assert unscored.decide(plan_of(engine), 0) == first
+
+    @staticmethod
+    def check_tried_again(controller: Controller, engine: CacheClipEngine) -> None:
+        """After many plain prefills, reuse is planned again."""
+        for _ in range(200):
+            plan = controller.decide(plan_of(engine), 0)
+            if plan.bypass is None:
+                return
+            controller.observe(plan, stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True))
+        pytest.fail("a slow store was never tried again")
+
+    def test_a_store_that_was_slow_beside_the_recompute_is_tried_again(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        controller.observe(plan, stats_of(engine, before + 100, compute, left_to_read_s=100 + compute))
+        self.check_tried_again(controller, engine)
+
+    def test_one_slow_answer_changes_little(self, engine: CacheClipEngine) -> None:
+        plain = Controller(PROFILE).decide(plan_of(engine), 0).prediction
+        once = self.observed(engine, 3.0, 3.0, count=1).decide(plan_of(engine), 0).prediction
+        assert plain is not None and once is not None
+        assert once.seconds < 1.4 * plain.seconds
+
+    def test_reuse_is_tried_again(self, engine: CacheClipEngine) -> None:
+        """Plain prefills say nothing about a store that was slow, so its slowness is forgotten."""
+        controller = self.observed(engine, 1.0, 15.0)
+        self.check_tried_again(controller, engine)
+
+    def test_an_answer_without_its_chunks_counts_for_nothing(self, engine: CacheClipEngine) -> None:
+        """They could not be read, and the prompt was computed in full."""
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        controller.observe(plan, stats_of(engine, 0.0, 50.0, chunk_tokens=0))
+        assert controller.decide(plan_of(engine), 0) == plan
+
+    def test_a_gated_answer_counts_for_nothing(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        plan = controller.decide(plan_of(engine), 0)
+        controller.observe(plan, stats_of(engine, 50.0, 50.0, gated=True))
+        assert controller.decide(plan_of(engine), 0) == plan
+
+
+SLOW = ThrottledBackend.name
+
+
+class Tiered:
+    """An engine whose chunks are in a slow tier. Reading a byte from it takes ``second_per_byte``, by its profile."""
+
+    def __init__(self, folder: Path, second_per_byte: float, *near: Backend, in_parts: bool = True) -> None:
+        register_runtime("fake", FakeRuntime)
+        self.disk = DiskBackend(folder)
+        self.slow = ThrottledBackend(self.disk, in_parts=in_parts)
+        self.store = ChunkStore(Catalog(folder), Tiers([*near, self.slow]))
+        self.engine = CacheClipEngine(
+            primary="fake:timed", auxiliary=None, method="epic", recompute_ratio="auto", store=self.store
+        )
+        self.engine.precompute(texts(4))
+        self.store.tiers.drop_copies(self.disk.list())
+        self.use(second_per_byte)
+
+    def use(self, second_per_byte: float) -> None:
+        profile = replace(PROFILE, media={SLOW: Cost(0.0, 0.0, second_per_byte)})
+        self.engine.parts.use_profile(self.engine.make_method(None, "auto"), profile)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompt's chunks, in whole blocks."""
+        keys = self.engine.plan(TestEngine.PROMPT, recompute_ratio=0.2).keys
+        return sum(self.disk.occupied(key) for key in keys)
+
+    def plan(self) -> Plan:
+        return self.engine.plan(TestEngine.PROMPT)
+
+    def first(self) -> tuple[Plan, Prediction, FusionStats]:
+        """What is decided first, and done."""
+        plan = self.plan()
+        assert plan.prediction is not None
+        return plan, plan.prediction, self.engine.generate(TestEngine.PROMPT, max_tokens=1).stats
+
+
+def seconds_per_byte(folder: Path, share: float) -> float:
+    """So that reading the prompt's chunks takes ``share`` of what plain prefill of it takes."""
+    tiered = Tiered(folder / "measured", 0.0)
+    return share * PROFILE.plain_s(Work.of(tiered.plan(), 0)) / tiered.num_bytes
+
+
+class TestReading:
+    """Slow tiers count from the first decision on."""
+
+    def test_the_first_answer_from_a_slow_tier_is_plain_prefill(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is not None and stats.bypassed and stats.hits == 4
+        assert prediction.seconds == prediction.plain_s
+
+    def test_the_first_answer_from_a_fast_tier_reuses(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.001))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and stats.nominal_ratio == 0.2
+        assert prediction.reading.medium == SLOW
+        assert prediction.seconds == sum(PROFILE.fused_s(Work.of(plan, 0), 0.2)), "reading is hidden"
+
+    def test_a_larger_ratio_where_reading_is_slower_than_the_recompute(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 0.7))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and 0.2 < stats.nominal_ratio < 0.9
+        assert prediction.seconds == pytest.approx(0.7 * prediction.plain_s), "as long as reading takes"
+        assert sum(PROFILE.fused_s(Work.of(plan, 0), stats.nominal_ratio + 0.05)) > prediction.seconds
+
+    def test_whole_payloads_are_read_before_the_recompute(self, tmp_path: Path) -> None:
+        """So that a larger ratio is not free."""
+        second_per_byte = seconds_per_byte(tmp_path, 0.4)
+        plan, prediction, _ = Tiered(tmp_path / "whole", second_per_byte, in_parts=False).first()
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.2)
+        assert prediction.seconds == pytest.approx(max(before, 0.4 * prediction.plain_s) + compute)
+        assert plan.method.nominal_ratio == 0.2
+
+    def test_what_is_in_memory_is_not_read(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0), MemoryBackend())
+        assert tiered.plan().bypass is not None
+        assert tiered.engine.prefetch(texts(4)[:3]) == 3
+        prediction = tiered.plan().prediction
+        assert prediction is not None and prediction.reading.medium == SLOW
+        assert prediction.reading.seconds == pytest.approx(0.75 * prediction.plain_s, rel=0.05), "one of four"
+        tiered.engine.prefetch(texts(4))
+        plan, prediction, stats = tiered.first()
+        assert plan.bypass is None and not stats.bypassed and prediction.reading.medium == ""
+
+    def test_a_tier_between_is_asked_first(self, tmp_path: Path) -> None:
+        near = DiskBackend(tmp_path / "near")
+        tiered = Tiered(tmp_path, seconds_per_byte(tmp_path, 3.0), near)
+        assert tiered.plan().bypass is not None
+        tiered.engine.prefetch(texts(4))
+        assert tiered.plan().bypass is None
+
+    def test_what_the_prefix_cache_has_is_not_read(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+        plan = tiered.engine.plan(TestEngine.PROMPT, recompute_ratio=0.2)
+        sources = tiered.engine.parts.sources(plan.method)
+        profile = replace(PROFILE, media={SLOW: Cost(0.0, 1.0, 0.0)})
+        known = [0, plan.reused[0].stop - 1, plan.reused[0].stop, plan.reused[2].stop]
+        assert [profile.reading(plan, sources, each).primary_s for each in known] == [4, 4, 3, 1]
+
+    def test_files_in_the_page_cache_change_no_prediction(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The other lines were measured with such files."""
+        shares = dict.fromkeys(range(4), 1.0)
+        number = iter(range(10**6))
+        monkeypatch.setattr(disk, "_cached_share", lambda file, size: shares[next(number) % 4])
+        engine = CacheClipEngine(primary="fake:timed", auxiliary=None, method="epic", store=str(tmp_path))
+        engine.precompute(texts(4))
+        medium = DiskBackend(tmp_path)._mount
+        media = {"page cache": Cost(0.0, 0.0, 1e-9), f"disk at {medium}": Cost(0.0, 1.0, 0.0)}
+        found = {}
+        for name, each in {"without": {}, "with": media}.items():
+            engine.parts.use_profile(engine.make_method(None, "auto"), replace(PROFILE, media=each))
+            found[name] = engine.plan(TestEngine.PROMPT, recompute_ratio="auto").prediction
+        assert found["with"] == found["without"] is not None
+        shares[2] = 0.3
+        prediction = engine.plan(TestEngine.PROMPT, recompute_ratio="auto").prediction
+        assert prediction is not None and prediction.reading.medium == f"disk at {medium}"
+        assert prediction.reading.seconds == pytest.approx(1.0, rel=0.01)
+
+    def test_a_tier_that_was_not_measured_is_learned(self, tmp_path: Path) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+        profile = replace(PROFILE, media={"another": Cost(0.0, 0.0, 1.0)})
+        tiered.engine.parts.use_profile(tiered.engine.make_method(None, "auto"), profile)
+        plan, prediction, _ = tiered.first()
+        assert plan.bypass is None and prediction.reading.medium == ""
+
+    def test_a_catalog_that_cannot_be_used_predicts_no_reading(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiered = Tiered(tmp_path, 1.0)
+
+        def fail(*_: object) -> None:
+            raise StoreError("the catalog is busy")
+
+        monkeypatch.setattr(Catalog, "entries_of", fail)
+        assert tiered.engine.store.reads_of(list(tiered.disk.list())) == {}
+
+    @pytest.mark.parametrize(
+        ("beside", "auxiliary_s", "primary_s", "expected"),
+        [
+            ("recompute", 0.1, 0.1, 3.0),  # all is hidden
+            ("recompute", 1.5, 0.1, 3.5),  # scoring waits for the auxiliary's KV
+            ("recompute", 0.5, 4.0, 4.5),  # the primary's KV is read last
+            ("recompute", 1.5, 4.0, 5.5),
+            ("scoring", 0.5, 0.5, 3.5),
+            ("scoring", 0.5, 4.0, 6.5),
+            ("", 0.5, 4.0, 7.5),
+        ],
+    )
+    def test_what_is_read_beside_what(
+        self, engine: CacheClipEngine, beside: str, auxiliary_s: float, primary_s: float, expected: float
+    ) -> None:
+        """One second before the recompute, two of it."""
+        profile = replace(PROFILE, before=Cost(1.0, 0.0, 0.0), fused=Cost(2.0, 0.0, 0.0), plain=Cost(100.0, 0.0, 0.0))
+        reading = Reading(SLOW, auxiliary_s, primary_s, beside)
+        found = Controller(profile).decide(plan_of(engine), 0, None, reading).prediction
+        assert found is not None and found.seconds == pytest.approx(expected) and found.reading == reading
+
+    def test_at_ratio_0_the_auxiliarys_is_not_read(self, engine: CacheClipEngine) -> None:
+        controller, plan = Controller(PROFILE, lambda ratio: True), plan_of(engine)
+        work = Work.of(plan, 0)
+        decided = controller.decide(plan, 0, None, Reading(SLOW, 1e6, 0.0, "recompute"))
+        assert decided.bypass is None and decided.prediction is not None
+        assert decided.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.0)))
+        assert decided.prediction.reading.seconds == 0.0
+        fixed = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method=FIXED)
+        assert not fixed.method.has_ratio and fixed.method.nominal_ratio == 0.0
+        assert controller.decide(fixed, 0, None, Reading(SLOW, 1e6, 0.0, "recompute")).bypass is not None
+
+    @pytest.mark.parametrize("times", [0.1, 4.0])
+    def test_the_speed_is_learned_for_its_medium_alone(self, engine: CacheClipEngine, times: float) -> None:
+        controller, plan = Controller(PROFILE), plan_of(engine)
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        reading = Reading(SLOW, 0.0, 1.2 * (before + compute), "recompute")
+        other = replace(reading, medium="another")
+        first = controller.decide(plan, 0, None, other)
+        assert first.bypass is None and first.prediction is not None
+        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
+        left = max(0.0, times * reading.seconds - before)
+        stats = stats_of(engine, before, compute, reading_s=times * reading.seconds, left_to_read_s=left)
+        for _ in range(20):
+            controller.observe(decided, stats)
+        assert controller._reading[SLOW] == pytest.approx(times, rel=0.02)
+        assert (controller.decide(plan, 0, None, reading).bypass is not None) == (times > 1)
+        assert controller.decide(plan, 0, None, other) == first
+
+    def test_slow_reading_says_nothing_about_computing(self, engine: CacheClipEngine) -> None:
+        """What comes before the recompute takes long because it waits for KV."""
+        controller, plan = Controller(PROFILE), plan_of(engine)
+        first = controller.decide(plan, 0)
+        assert first.prediction is not None
+        before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
+        reading = Reading(SLOW, 5 * before, 0.0, "recompute")
+        decided = replace(plan, prediction=replace(first.prediction, reading=reading))
+        for _ in range(5):
+            controller.observe(decided, stats_of(engine, 5 * before, compute, reading_s=5 * before))
+        assert controller.decide(plan, 0).prediction == first.prediction
+
+    def test_plain_prefill_brings_back_the_measured_speed(self, engine: CacheClipEngine) -> None:
+        controller = Controller(PROFILE)
+        controller._reading[SLOW] = 8.0
+        plan = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        stats = stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True)
+        for _ in range(200):
+            controller.observe(plan, stats)
+        assert controller._reading[SLOW] == pytest.approx(1.0, rel=0.01)
+        again = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        assert again.bypass is not None, "what was measured to be slow is not tried again"
+
+
+Made = Callable[..., CacheClipEngine]
+
+
+class TestEngine:
+    @pytest.fixture
+    def make(self) -> Made:
+        register_runtime("fake", FakeRuntime)
+
+        def make(**options: Any) -> CacheClipEngine:
+            engine = CacheClipEngine(**{"primary": "fake:timed", "auxiliary": None, "method": "epic", **options})
+            engine.precompute(texts(4))
+            return engine
+
+        return make
+
+    PROMPT = "\n\n".join(texts(4)) + "\n\nWho kept lamp 3?"
+
+    def profiled(self, engine: CacheClipEngine, profile: Profile = PROFILE) -> CacheClipEngine:
+        engine.parts.use_profile(engine.make_method(None, "auto"), profile)
+        return engine
+
+    def test_without_a_profile_it_is_the_methods_ratio(self, make: Made, caplog: pytest.LogCaptureFixture) -> None:
+        engine = make(recompute_ratio="auto")
+        stats = [engine.generate(self.PROMPT, max_tokens=1).stats for _ in range(2)]
+        assert [each.nominal_ratio for each in stats] == [0.2, 0.2]
+        assert stats[0].predicted_ttft_s is None
+        warned = [each for each in caplog.records if each.levelno == logging.WARNING and "profile" in each.message]
+        assert len(warned) == 1 and "cacheclip profile" in warned[0].message
+
+    def test_with_a_profile(self, make: Made) -> None:
+        engine = self.profiled(make(recompute_ratio="auto"))
+        stats = engine.generate(self.PROMPT, max_tokens=1).stats
+        assert stats.hits == 4 and not stats.bypassed and stats.nominal_ratio == 0.2
+        assert stats.predicted_ttft_s is not None
+        plan = engine.plan(self.PROMPT)
+        assert plan.prediction is not None and plan.to_dict()["predicted_ttft_s"] == plan.prediction.seconds
+
+    def test_a_saved_profile_is_found(self, make: Made) -> None:
+        engine = make(recompute_ratio="auto")
+        replace(PROFILE, identity=engine.parts.profile_identity(engine.make_method())).save()
+        assert engine.plan(self.PROMPT).prediction is not None
+
+    def test_bypassed(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        full = engine.generate(self.PROMPT, max_tokens=8, method="full")
+        answer = engine.generate(self.PROMPT, max_tokens=8)
+        stats = answer.stats
+        assert answer.token_ids == full.token_ids
+        assert stats.bypassed and stats.method in ("full", "prefix") and (stats.hits, stats.misses) == (4, 0)
+        assert stats.fallback is not None and "1000.00 s are allowed" in stats.fallback
+        assert stats.recomputed_tokens == 0 and stats.chunk_tokens == 0
+        text = engine.metrics.to_prometheus()
+        assert "bypassed_total 1" in text and "fallbacks_total 0" in text
+
+    def test_a_missing_chunk_is_stored_although_bypassed(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        other = "The harbour of Oxmoor freezes in January, and the ferry then lands at the northern pier instead. " * 2
+        prompt = f"{self.PROMPT}\n\n{other}\n\nWho?"
+        plan = engine.plan(prompt, documents=[other])
+        assert plan.bypass is not None and plan.budget_tokens == 0
+        assert not any(piece["reused"] for piece in plan.to_dict()["pieces"])
+        stats = engine.generate(prompt, max_tokens=1, documents=[other]).stats
+        assert (stats.hits, stats.misses) == (4, 1) and stats.bypassed
+        assert engine.is_stored(other)
+
+    def test_a_call_takes_the_place_of_the_settings(self, make: Made) -> None:
+        engine = self.profiled(make(max_ttft_s=1000.0))
+        stats = engine.generate(self.PROMPT, max_tokens=1, recompute_ratio=0.4).stats
+        assert (stats.nominal_ratio, stats.predicted_ttft_s, stats.bypassed) == (0.4, None, False)
+        engine = self.profiled(make(recompute_ratio=0.4))
+        assert engine.generate(self.PROMPT, max_tokens=1, max_ttft_s=1e-6).stats.nominal_ratio == 0.4, "the least"
+        assert engine.generate(self.PROMPT, max_tokens=1, recompute_ratio="auto").stats.nominal_ratio == 0.2
+        assert engine.generate(self.PROMPT, max_tokens=1).stats.predicted_ttft_s is None
+
+    def test_an_instance_has_its_own_ratio(self, make: Made) -> None:
+        engine = self.profiled(make(recompute_ratio="auto"))
+        method = engine.make_method("epic", 0.7)
+        for ratio in (0.7, 0.05):
+            stats = engine.generate(self.PROMPT, max_tokens=1, method=method.at(ratio)).stats
+            assert (stats.nominal_ratio, stats.predicted_ttft_s) == (ratio, None)
+            stats = engine.generate(self.PROMPT, max_tokens=1, method=method.at(ratio), max_ttft_s=1e-6).stats
+            assert stats.nominal_ratio == ratio and stats.predicted_ttft_s is not None
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"recompute_ratio": "fast"}, "a number from 0 to 1 or 'auto'"),
+            ({"recompute_ratio": 2}, "between 0"),
+            ({"max_ttft_s": 0}, "positive number of seconds"),
+            ({"max_ttft_s": "2"}, "positive number of seconds"),
+            ({"max_ttft_s": 2, "recompute_ratio": 0.3}, "Leave one of them out"),
+        ],
+    )
+    def test_refused(self, make: Made, options: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            make(**options)
+        with pytest.raises(ValueError, match=says):
+            make().generate(self.PROMPT, **options)
