@@ -48,7 +48,7 @@ from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
-from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, chunk_key, decode, encode, repair, verify
+from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, TenantStore, chunk_key, decode, encode, repair, verify
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 
@@ -139,7 +139,7 @@ def attack_read(args: argparse.Namespace, folder: Path) -> Result:
     """A checked read of a chunk from warm disk takes at most 1.5 times a plain read of its bytes; int8 takes at most
     0.53 of the bytes of bfloat16, and at most 1.5 times its time to the assembled cache."""
     result = Result(inspect.getdoc(attack_read) or "")
-    tenant = ChunkStore.open(folder / "store").tenant("t")
+    tenant = TenantStore(ChunkStore.open(folder / "store"), "t")
     names = ("float32", "bfloat16", "int8")
     spec = tiny_spec("qwen2", hidden_size=128, num_attention_heads=2, num_hidden_layers=SHAPE[0])
     del spec["head_dim"]
@@ -259,7 +259,7 @@ def attack_evict(args: argparse.Namespace, folder: Path) -> Result:
     assert total.entries == args.entries
     store.set_limit(total.bytes)
     kv = torch.zeros(1, 2, 1, 20, 64)  # three blocks
-    tenant = store.tenant(tenants[0])
+    tenant = TenantStore(store, tenants[0])
     first = store.stats().tiers[-1].evictions
     seconds = []
     for number in range(args.puts):
@@ -379,7 +379,7 @@ class Writer:
         if hasattr(self, "store"):
             self.store.close()
         self.store = ChunkStore.open(self.folder / "store")
-        self.tenants = {name: self.store.tenant(name) for name in TENANTS}
+        self.tenants = {name: TenantStore(self.store, name) for name in TENANTS}
 
     def _any(self) -> tuple[Any, int, str]:
         name, number = self.rng.choice(TENANTS), self.rng.randrange(self.keys)
@@ -587,7 +587,7 @@ def _look(where: Path, limit: int, keys: int, found: Counter[str], result: Resul
         found.update(f"verify_{name}" for name in _summary(report))
         found.update(re.sub(r"\d+", "N", problem) for problem in report.problems)
     for name in TENANTS:
-        tenant = store.tenant(name)
+        tenant = TenantStore(store, name)
         for number in range(keys):
             key = key_of(name, number)
             stored = tenant.get(key)
@@ -614,8 +614,8 @@ def attack_tenants(args: argparse.Namespace, folder: Path) -> Result:
         rng = random.Random(args.seed)
         limit = int(1.5 * args.tenants * args.chunks * size)
         store = ChunkStore.open(folder / f"flood-{flood}", max_bytes=limit)
-        tenants = [store.tenant(f"t{number}") for number in range(args.tenants)]
-        flooding, number = store.tenant("flood"), 0
+        tenants = [TenantStore(store, f"t{number}") for number in range(args.tenants)]
+        flooding, number = TenantStore(store, "flood"), 0
         for _ in range(args.rounds * args.tenants):
             tenant, key = rng.choice(tenants), rng.randrange(args.chunks)
             if tenant.get(key_of(tenant.namespace, key)) is None:
@@ -655,7 +655,7 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
     }
     for number, (name, (texts, prompt)) in enumerate(cases.items()):
         store = ChunkStore.open(folder / str(number))
-        index = store.tenant("t").texts
+        index = TenantStore(store, "t").texts
         index.add([*texts, *honest])
         control = len(index.find(" ".join(honest[:8])))
         result.control(control)

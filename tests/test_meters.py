@@ -16,14 +16,14 @@ from tests.test_imports import MODULES, imported, layer_of, tree
 
 REPOSITORY = Path(__file__).parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 64, 408
+MOST_FILES, MOST_FUNCTIONS = 66, 406
 """That one ``generate`` passes (``cacheclip``, four hits)."""
-MOST_UPWARD_IMPORTS = 21
-MOST_MODULES_IN_CIRCLES = 48
-LARGEST_CIRCLE = 27
-MOST_DEEP_NAMES = 118
+MOST_UPWARD_IMPORTS = 0
+MOST_MODULES_IN_CIRCLES = 0
+LARGEST_CIRCLE = 0
+MOST_DEEP_NAMES = 48
 """Names that docs, examples and benchmarks take from modules that are not public."""
-MOST_SHARED_CLASS_NAMES = 24
+MOST_SHARED_CLASS_NAMES = 2
 
 PUBLIC = ("", "methods", "selection", "store", "guards", "models", "runtime", "testing", "ingest", "vllm")
 """Public modules of the package. The integrations are public, too."""

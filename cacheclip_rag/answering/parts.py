@@ -81,7 +81,7 @@ class Parts:
                 config = self.config
                 folder = Path(config.store) if config.store else None
                 store = self._store or ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
-                self._tenant = store.tenant(config.namespace)
+                self._tenant = TenantStore(store, config.namespace)
             return self._tenant
 
     def read_hot(self) -> tuple[int, int]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.checks import check_namespace
 from ..base.database import FormatError
 from ..base.errors import StoreError
 from .backend import Backend
@@ -29,7 +28,6 @@ from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError
 from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
-from .tenant import TenantStore
 from .tiers import Tiers, TierStats
 from .writer import Writer
 
@@ -114,11 +112,6 @@ class ChunkStore:
         if (folder / FILE_NAME).exists() or (folder / "kv").exists():
             store.sweep()
         return store
-
-    def tenant(self, namespace: str) -> TenantStore:
-        """The entries, texts and sources of one tenant. Raises ConfigurationError for an empty name."""
-        check_namespace(namespace)
-        return TenantStore(self, namespace)
 
     def on(self, backend: Backend) -> ChunkStore:
         """This store with one of its tiers alone: what is written does not reach the others."""

@@ -61,7 +61,7 @@ def measure_reads(
     found = []
     keys = [hashlib.sha256(f"{_NAMESPACE} {number}".encode()).hexdigest() for number in range(len(kv))]
     try:
-        last = store.on(store.tiers.last).tenant(_NAMESPACE)
+        last = TenantStore(store.on(store.tiers.last), _NAMESPACE)
         for key, each in zip(keys, kv, strict=True):
             if not last.put(key, each, codec):
                 raise StoreError("the store's limit leaves no room for a chunk cache")
@@ -69,7 +69,7 @@ def measure_reads(
             if backend is not store.tiers.last:
                 for key, data in store.tiers.last.get_many(keys).items():
                     backend.put(key, data)
-            tenant = store.on(backend).tenant(_NAMESPACE)
+            tenant = TenantStore(store.on(backend), _NAMESPACE)
             for group in groups:
                 chosen = [keys[number] for number in group]
                 backend.drop_cached(chosen)

@@ -11,19 +11,17 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..base.checks import check_namespace
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import TextIndex, text_row
 from .backend import Sink
 from .catalog import Catalog, Entry
+from .chunk_store import ChunkStore
 from .codecs import CODECS, Frame, FrameError, StoredKV, encode
-
-if TYPE_CHECKING:
-    from .chunk_store import ChunkStore
 
 __all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
 
@@ -103,6 +101,8 @@ class TenantStore:
     """
 
     def __init__(self, store: ChunkStore, namespace: str) -> None:
+        """Raises ConfigurationError for an empty ``namespace``."""
+        check_namespace(namespace)
         self.store, self.namespace = store, namespace
         self.texts = TextIndex(store.catalog.database, namespace)
         """Finds the tenant's texts in prompts."""

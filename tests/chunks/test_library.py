@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cacheclip_rag.chunks.library import ChunkLibrary
-from cacheclip_rag.store import ChunkStore, chunk_key
+from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key
 
 ONE, TWO, THREE = (f"The lamp of lighthouse number {n} burned oil." for n in range(3))
 
@@ -21,11 +21,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkStore:
 
 @pytest.fixture
 def library(store: ChunkStore) -> ChunkLibrary:
-    return ChunkLibrary(store.tenant("ours"))
+    return ChunkLibrary(TenantStore(store, "ours"))
 
 
 def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -> None:
-    tenant = store.tenant(namespace)
+    tenant = TenantStore(store, namespace)
     for model in models:
         name = chunk_key(
             model_fingerprint=model, prefix_ids=[], chunk_ids=[*map(ord, text)], rope_pin="", namespace=namespace
@@ -64,7 +64,7 @@ def release_sources(library: ChunkLibrary, gone: list[str], keep: Sequence[str] 
 
 
 def test_namespaces_share_nothing(store: ChunkStore, library: ChunkLibrary) -> None:
-    theirs = ChunkLibrary(store.tenant("theirs"))
+    theirs = ChunkLibrary(TenantStore(store, "theirs"))
     for each, namespace in ((library, "ours"), (theirs, "theirs")):
         write(store, ONE, "model", namespace=namespace)
         each.add(ONE, "node")

@@ -17,7 +17,16 @@ import torch
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.fusion import recompute as fusion
 from cacheclip_rag.methods import preset
-from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, MemoryBackend, ReadAgain, ReadAhead, Tiers
+from cacheclip_rag.store import (
+    Catalog,
+    ChunkStore,
+    DiskBackend,
+    MemoryBackend,
+    ReadAgain,
+    ReadAhead,
+    TenantStore,
+    Tiers,
+)
 from cacheclip_rag.store import ahead as module
 from cacheclip_rag.store.codecs import Frame
 from cacheclip_rag.testing.throttled import ThrottledBackend
@@ -429,7 +438,7 @@ class TestReadAhead:
 
     def test_another_tenants_payload_is_missing(self, slow: Slow) -> None:
         slow.ask()
-        with ReadAhead(slow.store.tenant("other"), slow.keys("primary")[:1]) as reading:
+        with ReadAhead(TenantStore(slow.store, "other"), slow.keys("primary")[:1]) as reading:
             assert reading.kv(0) is None
 
     def test_closed_before_it_began(self, slow: Slow) -> None:

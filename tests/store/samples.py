@@ -32,7 +32,7 @@ def kv(number: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) ->
 
 def opened(folder: Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> TenantStore:
     """Tenant t of a store."""
-    return ChunkStore.open(folder, max_bytes, memory_bytes).tenant("t")
+    return TenantStore(ChunkStore.open(folder, max_bytes, memory_bytes), "t")
 
 
 def put(store: TenantStore, *numbers: int, tokens: int = TOKENS) -> None:

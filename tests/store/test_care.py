@@ -20,7 +20,7 @@ from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.ingest.library import Library
-from cacheclip_rag.store import Catalog, ChunkStore
+from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     """Entries 1 to 5 of tenant t and 1 to 3 of tenant u, with texts that are found, a source, a limit and a quota."""
     store = ChunkStore.open(tmp_path / "store", 10_000_000)
     for name, count in (("t", 5), ("u", 3)):
-        tenant = store.tenant(name)
+        tenant = TenantStore(store, name)
         for number in range(1, count + 1):
             tenant.put(key(number, name), kv(number), "float32", text=LONG.format(number))
     store.catalog.add_source("t", "node", LONG.format(1), "document")
@@ -80,7 +80,9 @@ def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
     store = opened(folder)
     assert totals_are_right(store)
     prompt = LONG.format(3)
-    assert [(m.start, m.stop) for m in ChunkStore.open(folder).tenant("u").texts.find(prompt)] == [(0, len(prompt))]
+    assert [(m.start, m.stop) for m in TenantStore(ChunkStore.open(folder), "u").texts.find(prompt)] == [
+        (0, len(prompt))
+    ]
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut", "deleted", "foreign"])
@@ -315,7 +317,7 @@ def test_repair_keeps_the_order_of_uses(folder: Path) -> None:
 
 def test_reading_makes_nothing(tmp_path: Path) -> None:
     store = ChunkStore.open(tmp_path / "none", memory_bytes=1000)
-    tenant = store.tenant("t")
+    tenant = TenantStore(store, "t")
     assert tenant.get(key(1)) is None and key(1) not in tenant and tenant.texts.find("x" * 99) == []
     assert store.limit is None and store.stats().entries == 0 and tenant.release(["x" * 99]) == 0
     assert not list(tmp_path.iterdir())
@@ -325,15 +327,15 @@ def test_names_of_tenants(tmp_path: Path) -> None:
     store = ChunkStore.open(tmp_path)
     for name in ("", "\ud800", "x" * 256, "é" * 128):
         with pytest.raises(ConfigurationError, match="namespace"):
-            store.tenant(name)
-    tenant = store.tenant("\U0001f40b" * 63)
+            TenantStore(store, name)
+    tenant = TenantStore(store, "\U0001f40b" * 63)
     tenant.put(key(1, tenant.namespace), kv(1), "float32")
     assert is_intact(tenant, 1)
 
 
 def test_a_key_of_another_tenant_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(StoreError, match="another tenant"):
-        ChunkStore.open(folder).tenant("u").put(key(1), kv(9), "float32")
+        TenantStore(ChunkStore.open(folder), "u").put(key(1), kv(9), "float32")
     assert intact(folder, 1)
 
 
@@ -358,7 +360,7 @@ def test_a_folder_in_place_of_a_payload_holds_up_no_writer(folder: Path) -> None
 
 def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None:
     store = ChunkStore.open(folder)
-    tenant, writing = store.tenant("u"), store.tiers.put
+    tenant, writing = TenantStore(store, "u"), store.tiers.put
 
     def dropped_meanwhile(name: str, data: Buffer) -> None:
         writing(name, data)
@@ -410,7 +412,7 @@ def test_a_limit_that_is_refused_changes_nothing(folder: Path) -> None:
     store = ChunkStore.open(folder)
     with pytest.raises(ConfigurationError, match="max_bytes"):
         store.set_limit(-1)
-    put(store.tenant("t"), 9)
+    put(TenantStore(store, "t"), 9)
     assert store.limit == 10_000_000
 
 
@@ -486,7 +488,7 @@ class TestPartsOfTexts:
 
     def found(self, folder: Path) -> list[bool]:
         """Which texts are found in part."""
-        texts = ChunkStore.open(folder).tenant("t").texts
+        texts = TenantStore(ChunkStore.open(folder), "t").texts
         return [[match.of for match in texts.find(f"It says: {text[9:150]}!")] == [text] for text in self.TEXTS]
 
     @staticmethod
@@ -498,7 +500,7 @@ class TestPartsOfTexts:
     def test_a_deleted_catalog_loses_them(self, folder: Path) -> None:
         (folder / "catalog.sqlite3").unlink()
         assert repair(folder).found_whole_only == 2
-        texts = ChunkStore.open(folder).tenant("t").texts
+        texts = TenantStore(ChunkStore.open(folder), "t").texts
         assert [texts.find(text) for text in self.TEXTS] == [[TextMatch(0, len(text))] for text in self.TEXTS]
         assert self.found(folder) == [False, False]
         texts.add(self.TEXTS[:1])

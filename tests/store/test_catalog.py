@@ -69,13 +69,13 @@ class TestMissing:
     def test_opening_records_everything_again(self, store: TenantStore, folder: Path) -> None:
         """Tenants, codecs, and the texts that prompts are searched for."""
         store.put(key(3), kv(3), "bfloat16", text=LONG)
-        put(store.store.tenant("u"), 1)
+        put(TenantStore(store.store, "u"), 1)
         path_of(folder, 2).write_bytes(b"garbage")
         store.close()
         remove_catalog(folder)
         again = opened(folder)
         assert set(again.keys()) == {key(1), key(3)} and again.codec_of(key(3)) == "bfloat16"
-        assert is_intact(again, 1) and is_intact(again.store.tenant("u"), 1)
+        assert is_intact(again, 1) and is_intact(TenantStore(again.store, "u"), 1)
         assert set(again.catalog.tenants()) == {"t", "u"} and totals_are_right(again)
         [match] = again.texts.find(f"Read this. {LONG} What did he write?")
         assert match.stop - match.start == len(LONG)
@@ -102,13 +102,13 @@ class TestUnusable:
 
     def test_without_it_no_tenant_reads_what_is_anothers(self, store: TenantStore, folder: Path) -> None:
         """The payload says whose it is."""
-        put(store.store.tenant("u"), 1)
+        put(TenantStore(store.store, "u"), 1)
         store.close()
         remove_catalog(folder)
         (folder / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
         again = opened(folder)
         assert again.codec_of(key(1, "u")) is None and again.get(key(1, "u")) is None
-        assert is_intact(again.store.tenant("u"), 1), "and does not remove it"
+        assert is_intact(TenantStore(again.store, "u"), 1), "and does not remove it"
 
     def test_of_another_version(self, store: TenantStore, folder: Path) -> None:
         store.close()

@@ -110,7 +110,7 @@ class TestReadingAndWriting:
 
     def test_stats(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1, 2)
-        put(store.store.tenant("u"), 1)
+        put(TenantStore(store.store, "u"), 1)
         for number in (1, 1, 9):
             store.get(key(number))
         stats, whole = store.stats(), store.store.stats()
@@ -131,7 +131,7 @@ class TestReadingAndWriting:
 
     def test_an_empty_namespace_is_refused(self, store: TenantStore) -> None:
         with pytest.raises(ConfigurationError, match="namespace"):
-            store.store.tenant("")
+            TenantStore(store.store, "")
 
 
 class TestEviction:
@@ -355,7 +355,7 @@ class TestTenants:
     @pytest.fixture
     def both(self, kind: Kind) -> tuple[TenantStore, TenantStore]:
         store = kind.open()
-        return store, store.store.tenant("u")
+        return store, TenantStore(store.store, "u")
 
     def test_eviction_for_a_quota_is_within_the_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
         ours, theirs = both
@@ -372,10 +372,10 @@ class TestTenants:
     def test_a_flood_evicts_none_of_the_others(self, kind: Kind) -> None:
         """Twenty tenants under one limit: who holds most loses first, whoever was used least recently."""
         store = kind.open(100 * kind.bytes_of()).store
-        others = [store.tenant(f"tenant {number}") for number in range(19)]
+        others = [TenantStore(store, f"tenant {number}") for number in range(19)]
         for other in others:
             put(other, *range(4))
-        flood = store.tenant("flood")
+        flood = TenantStore(store, "flood")
         put(flood, *range(300))
         assert all(is_intact(other, number) for other in others for number in range(4))
         assert flood.stats().entries == 100 - 19 * 4 == len(flood.keys())
@@ -384,9 +384,9 @@ class TestTenants:
 
     def test_a_tenant_with_one_entry_writes_beside_one_that_holds_everything(self, kind: Kind) -> None:
         store = kind.open(10 * kind.bytes_of()).store
-        put(store.tenant("t"), *range(10))
-        put(store.tenant("u"), 1, 2)
-        assert store.tenant("t").stats().entries == 8 and is_intact(store.tenant("u"), 1)
+        put(TenantStore(store, "t"), *range(10))
+        put(TenantStore(store, "u"), 1, 2)
+        assert TenantStore(store, "t").stats().entries == 8 and is_intact(TenantStore(store, "u"), 1)
 
     def test_dropping_a_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
         ours, theirs = both
@@ -417,7 +417,7 @@ class TestTenants:
 
     def test_a_copied_payload_file_is_no_way_around_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         store = ChunkStore.open(tmp_path)
-        ours, theirs = store.tenant("t"), store.tenant("u")
+        ours, theirs = TenantStore(store, "t"), TenantStore(store, "u")
         put(theirs, 1)
         put(ours, 1)
         disk = store.tiers.last
@@ -459,7 +459,7 @@ class TestTenants:
 class TestRelease:
     def test_every_entry_of_a_text_and_of_no_other(self, store: TenantStore) -> None:
         """Whatever models and chunk contexts they are of: the catalog knows, nobody computes keys."""
-        other = store.store.tenant("u")
+        other = TenantStore(store.store, "u")
         for number in (1, 2, 3):
             store.put(key(number), kv(number), "float32", text="same text")
         store.put(key(4), kv(4), "float32", text="other text")
@@ -488,7 +488,7 @@ class TestRelease:
 class TestMemoryTier:
     def tiered(self, folder: Path, memory_bytes: int | None, max_bytes: int | None = None) -> TenantStore:
         tiers = Tiers([MemoryBackend(memory_bytes), DiskBackend(folder)])
-        return ChunkStore(Catalog(folder), tiers, max_bytes).tenant("t")
+        return TenantStore(ChunkStore(Catalog(folder), tiers, max_bytes), "t")
 
     def memory(self, store: TenantStore) -> list[str]:
         return list(store.store.tiers.backends[0].list())

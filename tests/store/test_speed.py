@@ -16,6 +16,7 @@ from cacheclip_rag.store import (
     ChunkStore,
     DiskBackend,
     MemoryBackend,
+    TenantStore,
     Tiers,
     has_room,
     measure_reads,
@@ -45,7 +46,7 @@ def slow(backend: Backend, megabytes_per_s: float = 1.0, before: Before | None =
 def store_of(folder: Path, *backends: Backend, max_bytes: int | None = None) -> ChunkStore:
     """A store with two entries, in all tiers."""
     store = ChunkStore(Catalog(folder), Tiers(backends), max_bytes)
-    put(store.tenant("t"), 1, 2)
+    put(TenantStore(store, "t"), 1, 2)
     return store
 
 
@@ -77,7 +78,7 @@ def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:
     before = state(store)
     assert measure_reads(store, KV, GROUPS, "float32")
     assert state(store) == before
-    assert all(is_intact(store.tenant("t"), number) for number in (1, 2))
+    assert all(is_intact(TenantStore(store, "t"), number) for number in (1, 2))
 
 
 @pytest.mark.parametrize("when", [0, 3])
@@ -100,7 +101,7 @@ def test_the_store_is_left_as_it_was_after_an_error(tmp_path: Path, when: int) -
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     store = store_of(tmp_path, DiskBackend(tmp_path))
     before = state(store)
-    put(store.tenant(_NAMESPACE), 5)
+    put(TenantStore(store, _NAMESPACE), 5)
     assert state(store) != before
     measure_reads(store, KV, GROUPS, "float32")
     assert state(store) == before
