@@ -321,10 +321,9 @@ class TestEngine:
                 clip(**settings)
 
     def test_chunk_caches_do_not_depend_on_it(self, config: EngineConfig, heads: HeadSet, tmp_path: Path) -> None:
-        heads.save(tmp_path / "own.safetensors")
-        store = tmp_path / "store"
-        assert CacheClipEngine(config, store=store, heads="none").precompute(CHUNKS)
-        assert not CacheClipEngine(config, store=store, heads=tmp_path / "own.safetensors").precompute(CHUNKS)
+        stored = replace(config, store=tmp_path / "store")
+        assert CacheClipEngine(stored).precompute(CHUNKS)
+        assert not with_heads(stored, heads).precompute(CHUNKS)
 
     @pytest.mark.parametrize("settings", [{"sinks": 12}, {"pooled": True}])
     def test_settings_of_the_look_change_the_choice(self, config: EngineConfig, settings: dict[str, Any]) -> None:

@@ -190,5 +190,5 @@ class TestOtherWeights:
         own = replace(heads, auxiliary_sha256=weights_digest(runtime.fingerprint), heads=((0, 0), (1, 1)))
         primary = load_model(tiny_models["llama"]).fingerprint
         own.save(module.head_set_path(own.auxiliary_sha256, weights_digest(primary)))
-        found = module.find_head_set("auto", runtime, primary)
+        found = module.find_head_set(runtime, primary)
         assert found is not None and found.digest() == own.digest()
