@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -65,7 +66,7 @@ def test_what_it_refuses(tmp_path: Path, options: list[str], words: str) -> None
 def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[EngineConfig] = []
 
-    def keep(self: TransformersBackend, config: EngineConfig) -> None:
+    def keep(self: TransformersBackend, config: EngineConfig, **_: Any) -> None:
         configs.append(config)
         raise KeyboardInterrupt
 

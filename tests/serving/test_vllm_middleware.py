@@ -198,7 +198,7 @@ class TestPlans:
         monkeypatch.setenv(SEAL_VARIABLE, SEAL)
         assert ready(given).plan == plan_of(served.inner.last)
         plan = {**given["plan"], "correction": 0.25}
-        for other in ({**given, "plan": plan}, {"plan": given["plan"]}, {**given, "seal": "0" * 64}, {"handoff": "a"}):
+        for other in ({**given, "plan": plan}, {"plan": given["plan"]}, {**given, "seal": "0" * 64}):
             with pytest.raises(ConfigurationError, match="not planned by this server"):
                 ready(other)
 
@@ -210,10 +210,10 @@ class TestPlans:
         again = served.ask(f"{new}\n\nHow many?", cacheclip={"documents": [new]}).json()["cacheclip"]
         assert again["misses"] == 1, "they are not stored: nobody here has the weights"
 
-    def test_a_method_that_needs_an_engine(self, served: Served) -> None:
+    def test_a_method_that_reads_the_primarys_kv(self, served: Served) -> None:
         stats = served.ask(cacheclip={"method": "cacheblend"}).json()["cacheclip"]
         assert (stats["outcome"], stats["method"]) == ("plain", "full")
-        assert "only an engine with its weights has" in stats["reason"] == stats["fallback"]
+        assert "chooses tokens by the primary's KV" in stats["reason"] == stats["fallback"]
         assert "kv_transfer_params" not in served.inner.last
 
     def test_plain_prefill_that_was_asked_for(self, served: Served) -> None:
