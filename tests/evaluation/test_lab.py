@@ -740,7 +740,7 @@ class TestCommand:
     def test_how_chunks_are_stored(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
         models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
         file = tmp_path / "settings.toml"
-        file.write_text('codec = "float16"\nauxiliary_codec = "float32"\nauxiliary_device = "cpu"')
+        file.write_text('codec = "float16"\nauxiliary_device = "cpu"')
         options = ("--settings", file)
         result = self.run("--dataset", dataset, *models, *options, "--methods", "cacheclip", "--limit", 1, "--json")
         assert result.exit_code == 0, result.output
