@@ -4,7 +4,6 @@ be reused; the transform, the synthesizer, the document store."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from cacheclip_rag.testing.llama_index import (
     SynthesizerConformance,
     TransformConformance,
 )
-from tests.models.test_architectures import build
 
 
 class TestChatModel(LLMConformance):
@@ -33,19 +31,6 @@ class TestCompletionModel(LLMConformance):
     @pytest.fixture
     def llm(self, tiny_models: dict[str, str]) -> CacheClipLLM:
         return CacheClipLLM(primary=tiny_models["qwen2"], auxiliary=None, max_tokens=12, is_chat_model=False)
-
-
-class TestWithoutReuse(LLMConformance):
-    """A model without our support answers through the same class, by plain prefill."""
-
-    @pytest.fixture
-    def llm(self, tmp_path: Path) -> CacheClipLLM:
-        return CacheClipLLM(
-            primary=build(tmp_path, "mamba"),
-            auxiliary=None,
-            max_tokens=12,
-            engine_kwargs={"fallback": "full"},
-        )
 
 
 @pytest.fixture

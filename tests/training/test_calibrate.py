@@ -297,8 +297,7 @@ class TestLook:
         ids = runtime.tokenize(tail).ids
         assert len(ids) > MAX_QUESTION_TOKENS
         long = replace(sample, question=tail)
-        seen = look(caches, long, [0, 1], keep=1)
-        assert seen.last is not None and seen.last.queries.shape[2] == MAX_QUESTION_TOKENS
+        seen = look(caches, long, [0, 1])
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix) for chunk in sample.chunks]
         engines = score_chunks(runtime, caches.prefix, kv, ids[-MAX_QUESTION_TOKENS:], pooled=True)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
@@ -406,7 +405,7 @@ class TestDownstream:
         assert downstream(engine, samples, sets, kept=kept) == before and not asked
         others = {"cacheclip": vary(preset("cacheclip"), {"budget": {"chunk_starts": 0.25}}), "full": preset("full")}
         monkeypatch.setattr(outcomes_module, "preset", others.__getitem__)
-        sets[1] = vary(asking, {"scorer": {"first": {"passes": 2}}})
+        sets[1] = vary(asking, {"scorer": {"first": {"sinks": 2}}})
         downstream(engine, samples, sets, kept=kept)
         assert asked == ["full", "cacheclip", "anchored"]
 
