@@ -129,7 +129,7 @@ class CacheClipEngine:
     @property
     def head_set(self) -> HeadSet | None:
         """The auxiliary's head set according to the settings; read once."""
-        return self.parts.head_set
+        return self.parts.head_sets.default
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
@@ -238,8 +238,8 @@ class CacheClipEngine:
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        found = measure_profile(self.parts, chosen, self.parts.profile_identity(chosen))
-        self.parts.use_profile(chosen, found)
+        found = measure_profile(self.parts, chosen, self.parts.controllers.profile_identity(chosen))
+        self.parts.controllers.use_profile(chosen, found)
         found.save()
         return found
 
@@ -284,8 +284,8 @@ class CacheClipEngine:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.has_head_set,
-            lambda chosen: self.parts.certified_confidence(chosen, any_ratio=any_ratio),
+            lambda: self.parts.head_sets.has_default,
+            lambda chosen: self.parts.certificates.confidence(chosen, any_ratio=any_ratio),
         )
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:

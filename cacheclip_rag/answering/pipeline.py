@@ -107,7 +107,7 @@ class Answering:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
         if not request.options.auto_ratio or not request.method.reuses_chunks:
             return None
-        return self.parts.controller(request.method)
+        return self.parts.controllers.of(request.method)
 
     @torch.inference_mode()
     def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:

@@ -139,9 +139,9 @@ def choose_method(
     given = config.method if method is None else method
     check_method(given)
     check_ratio_and_limit(recompute_ratio, None)
-    ratio = None if isinstance(recompute_ratio, str) else recompute_ratio
-    if recompute_ratio is None and (method is None or isinstance(method, str)):
-        ratio = config.fixed_ratio
+    by_name = method is None or isinstance(method, str)
+    wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
+    ratio = None if isinstance(wanted, str) else wanted
     if given == DEFAULT_METHOD:
         given = "cacheclip" if has_head_set() else "anchored"
     chosen = preset(given) if isinstance(given, str) else given
@@ -149,7 +149,7 @@ def choose_method(
         chosen = chosen.at(ratio)
     check_auxiliary(chosen, config.auxiliary)
     least = config.min_confidence
-    if least is not None and (method is None or isinstance(method, str)) and chosen.reuses_chunks:
+    if least is not None and by_name and chosen.reuses_chunks:
         chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
     return chosen
 

@@ -118,8 +118,8 @@ class Planner:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.has_head_set,
-            self.parts.certified_confidence,
+            lambda: self.parts.head_sets.has_default,
+            self.parts.certificates.confidence,
         )
 
     def warm_up(self) -> None:
@@ -139,7 +139,7 @@ class Planner:
         sources = self.parts.sources(method)
         self.parts.library.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
-            check_certificate(self.config, method, self.parts.identity(method))
+            check_certificate(self.config, method, self.parts.certificates.identity(method))
         self.segments("?", method=method)
         assert sources.primary.runtime is self.primary
 
