@@ -34,6 +34,7 @@ from .plan.plan import Plan
 from .plan.planner import choose_method, context_of
 from .prompt.messages import Documents, Prompt
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
+from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
@@ -301,7 +302,7 @@ class CacheClipEngine:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.segment(prompt, given_texts(documents), date=date, tools=tools)
+        return self.parts.segment(prompt, given_texts(documents), date=date, tools=check_tools(tools))
 
     def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""

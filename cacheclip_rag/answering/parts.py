@@ -176,7 +176,7 @@ class Parts:
         documents: Iterable[str] = (),
         *,
         date: str | None = None,
-        tools: Iterable[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""

@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..finding.common_parts import standing_in
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
-from ..prompt.layout import Layout, check_least_length, check_length, lay_out
+from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
 from .plan import Plan
 from .sources import Sources
@@ -43,14 +43,17 @@ def make_plan(
         segments = without_parts(segments)
     check_least_length(segments, runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, apart=apart)
-    layout = replace(layout, exact_after_prefix=sources.primary.is_exact_after_prefix)
+    layout = replace(layout, exact_after_prefix=sources.primary.context.is_exact_after_prefix)
     check_length(layout, runtime.context_tokens, runtime.name)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
-    obstacle = _obstacle(sources, layout)
-    if obstacle is not None:
+    if layout.num_tokens > runtime.reuse_tokens:
+        obstacle = (
+            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
+            f"above {runtime.reuse_tokens}: reuse would not be exact"
+        )
         return replace(plan, fallback=obstacle, obstructed=True)
     found = sources.held(layout.chunks)
     missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
@@ -102,17 +105,6 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     if others > 0:
         reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")
     return f"{why} for these settings; {', '.join(reasons)}"
-
-
-def _obstacle(sources: Sources, layout: Layout) -> str | None:
-    """Why reuse would not be exact for this model or prompt; None if it would."""
-    runtime = sources.primary.runtime
-    if layout.num_tokens > runtime.reuse_tokens:
-        return (
-            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
-            f"above {runtime.reuse_tokens}: reuse would not be exact"
-        )
-    return None
 
 
 def choose_method(

@@ -136,7 +136,7 @@ class TestFile:
         "changes",
         [
             {"correction": 0.25},
-            {"scorer": {"passes": 2}},
+            {"scorer": {"sinks": 2}},
             {"scorer": {"type": "QueryAttention"}},
             {"budget": {"chunk_starts": 0.25}},
             {"budget": {"grouping": {"size": 4}}},
