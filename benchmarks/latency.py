@@ -41,7 +41,7 @@ def main() -> None:
         models = {name: getattr(given, name) for name in ("primary", "auxiliary", "dtype", "device")}
         engine = CacheClipEngine(**models, store=folder, recompute_ratio="auto", prefix_cache_bytes=0)
         method = engine.make_method(None, "auto")
-        profile = find_profile(engine.parts.profile_identity(method)) or engine.profile_machine()
+        profile = find_profile(engine.parts.controllers.profile_identity(method)) or engine.profile_machine()
         print(f"{processor_name()}, {torch.get_num_threads()} threads; {profile.path}")
         print(
             "| tokens | chunks | full | auto | predicted | limited | ratio | limit |\n|---|---|---|---|---|---|---|---|"

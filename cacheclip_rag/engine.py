@@ -34,6 +34,7 @@ from .plan.plan import Plan
 from .plan.planner import choose_method, context_of
 from .prompt.messages import Documents, Prompt
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
+from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
@@ -129,7 +130,7 @@ class CacheClipEngine:
     @property
     def head_set(self) -> HeadSet | None:
         """The auxiliary's head set according to the settings; read once."""
-        return self.parts.head_set
+        return self.parts.head_sets.default
 
     # -- chunks -----------------------------------------------------------------------------------------------------
 
@@ -238,8 +239,8 @@ class CacheClipEngine:
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        found = measure_profile(self.parts, chosen, self.parts.profile_identity(chosen))
-        self.parts.use_profile(chosen, found)
+        found = measure_profile(self.parts, chosen, self.parts.controllers.profile_identity(chosen))
+        self.parts.controllers.use_profile(chosen, found)
         found.save()
         return found
 
@@ -284,8 +285,8 @@ class CacheClipEngine:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.has_head_set,
-            lambda chosen: self.parts.certified_confidence(chosen, any_ratio=any_ratio),
+            lambda: self.parts.head_sets.has_default,
+            lambda chosen: self.parts.certificates.confidence(chosen, any_ratio=any_ratio),
         )
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
@@ -301,7 +302,7 @@ class CacheClipEngine:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.segment(prompt, given_texts(documents), date=date, tools=tools)
+        return self.parts.segment(prompt, given_texts(documents), date=date, tools=check_tools(tools))
 
     def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""

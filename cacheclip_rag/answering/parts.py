@@ -1,23 +1,19 @@
-"""Parts of an engine, each made at first use: store, models, chunk caches, head sets."""
+"""Parts of an engine, each made at first use: store, models, chunk caches."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from ..base.errors import ConfigurationError, ModelError
-from ..base.machine import unit_name
+from ..base.errors import ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
-from ..guards.certificate import Identity, confidence_at, find_certificate, identity_of, no_confidence, verdict_at
+from ..guards.certificates import Certificates
 from ..methods.base import Method
 from ..models.load import check_name, load_any
 from ..models.memory import free_bytes
@@ -25,12 +21,11 @@ from ..plan.sources import Sources
 from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
 from ..runtime.base import Runtime
-from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.prefix_cache import PrefixCache
-from ..selection.heads import HeadSet, find_head_set, load_named
-from ..selection.scoring import AuxiliaryScorer
+from ..selection.head_sets import HeadSets
+from ..selection.heads import HeadSet
 from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
-from ..timing.controller import Controller, Profile, find_profile
+from ..timing.controllers import Controllers
 
 __all__ = ["Parts"]
 
@@ -66,10 +61,14 @@ class Parts:
         self._tenant: TenantStore | None = None
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
-        self._heads: tuple[HeadSet | None] | None = None
-        self._named_heads: dict[str, HeadSet] = {}
-        self._controllers: dict[str, Controller | None] = {}
-        self._confidences: dict[tuple[str, bool], float] = {}
+        self.head_sets = HeadSets(lambda: self.prefix_caches.runtime, lambda: self.auxiliary)
+        """Head sets of the auxiliary model."""
+        self.certificates = Certificates(config, self.sources)
+        """What certificates say about methods with these models."""
+        self.controllers = Controllers(
+            self.certificates, lambda: [self.prefix_caches.runtime, *filter(None, [self.head_sets.auxiliary])]
+        )
+        """Choose recompute ratios by predicted time."""
 
     # -- store --------------------------------------------------------------------------------------------------
 
@@ -177,7 +176,7 @@ class Parts:
         documents: Iterable[str] = (),
         *,
         date: str | None = None,
-        tools: Iterable[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
@@ -224,168 +223,27 @@ class Parts:
         """
         return given or CONTEXTS[self.config.chunk_context]
 
-    # -- head sets ----------------------------------------------------------------------------------------------
-
-    @property
-    def scoring_auxiliary(self) -> ModelRuntime | None:
-        """The auxiliary model, if there is one whose attention can score."""
-        caches = self.auxiliary
-        if caches is None or not caches.runtime.can_score:
-            return None
-        return cast(ModelRuntime, caches.runtime)
-
-    @property
-    def head_set(self) -> HeadSet | None:
-        """The auxiliary's head set, for methods that name none; read once."""
-        with self._lock:
-            if self._heads is None:
-                auxiliary = self.scoring_auxiliary
-                primary = self.prefix_caches.runtime.fingerprint
-                self._heads = (None if auxiliary is None else find_head_set(auxiliary, primary),)
-            return self._heads[0]
-
-    def use_heads(self, heads: HeadSet | None) -> None:
-        """Use these heads from now on, instead of those that are found; None: the auxiliary's last layer.
-
-        Raises:
-            ConfigurationError: no auxiliary model is set.
-            ModelError: the heads were made for another model.
-        """
-        if heads is not None:
-            if self.auxiliary is None:
-                raise ConfigurationError("a head set needs an auxiliary model, and none is set. Set auxiliary.")
-            heads.check(self.auxiliary.runtime)
-        with self._lock:
-            self._heads = (heads,)
-            self._sources.clear()
-            self._controllers.clear()
-            self._confidences.clear()
-
-    def named_heads(self, names: Collection[str]) -> dict[str, HeadSet]:
-        """The head sets that a method names, each read once; empty if no auxiliary model can score.
-
-        Raises:
-            ModelError: a head set is missing, cannot be read, or was made for another model.
-        """
-        auxiliary = self.scoring_auxiliary
-        if auxiliary is None:
-            return {}
-        with self._lock:
-            for name in names:
-                if name not in self._named_heads:
-                    found = load_named(name)
-                    found.check(auxiliary, name)
-                    self._named_heads[name] = found
-            return {name: self._named_heads[name] for name in names}
-
-    @property
-    def has_head_set(self) -> bool:
-        """Whether a head set can be used. False if the auxiliary cannot be loaded. A head set that cannot be read
-        raises an error."""
-        if not self.config.auxiliary:
-            return False
-        try:
-            _ = self.auxiliary
-        except ModelError:
-            return False
-        return self.head_set is not None
-
     # -- methods ------------------------------------------------------------------------------------------------
-
-    def scorer_of(self, method: Method) -> AuxiliaryScorer | None:
-        """The auxiliary model with the method's head sets; None if the method needs no auxiliary model."""
-        if not method.needs_auxiliary or (auxiliary := self.auxiliary) is None:
-            return None
-        return AuxiliaryScorer(auxiliary, self.head_set, self.named_heads(method.head_sets))
 
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
-        wants = (method.context, method.needs_auxiliary, frozenset(method.head_sets))
+        context = self.context(method.context)
+        wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
-                self._sources[wants] = self._make_sources(method)
+                self._sources[wants] = Sources(
+                    primary=self.primary(context),
+                    prefix=self.prefix_caches,
+                    auxiliary=self.head_sets.scorer(method.head_sets) if method.needs_auxiliary else None,
+                    prefixes=self.prefixes,
+                )
             return self._sources[wants]
 
-    def _make_sources(self, method: Method) -> Sources:
-        return Sources(
-            primary=self.primary(self.context(method.context)),
-            prefix=self.prefix_caches,
-            auxiliary=self.scorer_of(method),
-            prefixes=self.prefixes,
-        )
-
-    def controller(self, method: Method) -> Controller | None:
-        """Chooses ratios of this method by predicted time; None without a profile of these models on this machine, with
-        a warning at first. The profile and the certificate are read once."""
-        key = _without_ratio(method)
+    def use_heads(self, heads: HeadSet | None) -> None:
+        """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""
+        self.head_sets.use(heads)
         with self._lock:
-            if key not in self._controllers:
-                identity = self.profile_identity(method)
-                profile = find_profile(identity)
-                if profile is None:
-                    logger.warning(
-                        "the recompute ratio cannot be chosen by predicted time, because these models were not "
-                        "profiled on this machine; method %r keeps its own ratio. Run cacheclip profile, or call "
-                        "engine.profile_machine().",
-                        method.name,
-                    )
-                self._controllers[key] = None if profile is None else Controller(profile, self._may_be(method))
-            return self._controllers[key]
-
-    def use_profile(self, method: Method, profile: Profile) -> None:
-        """Choose this method's ratios by ``profile`` from now on."""
-        key = _without_ratio(method)
-        with self._lock:
-            self._controllers[key] = Controller(profile, self._may_be(method))
-
-    def _may_be(self, method: Method) -> Callable[[float], bool] | None:
-        """Whether the method's certificate calls a recompute ratio exact or faithful; None without a certificate."""
-        certificate, _ = find_certificate(self.identity(method))
-        if certificate is None:
-            return None
-        return lambda ratio: verdict_at(certificate, ratio, method.min_confidence) != "not faithful"
-
-    def certified_confidence(self, method: Method, *, any_ratio: bool = False) -> float:
-        """The value of ``min_confidence="auto"``: of the method's ratio, by its certificate, which is read once.
-
-        Args:
-            any_ratio: the largest value of all ratios that may be chosen.
-
-        Raises:
-            CertificateError: no certificate of these models and this method says it.
-        """
-        key = repr(method), any_ratio
-        with self._lock:
-            if key not in self._confidences:
-                identity = self.identity(method)
-                certificate, why = find_certificate(identity)
-                if certificate is not None and certificate.quick:
-                    certificate = None  # four prompts say too little
-                ratios = [method.nominal_ratio]
-                if certificate is not None and any_ratio:
-                    ratios += [row.ratio for row in certificate.ratios if row.verdict == "faithful"]
-                found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
-                known = [each for each in found if each is not None]
-                if len(known) < len(found):
-                    raise no_confidence(self.config, method, identity, why)
-                self._confidences[key] = max(known)
-            return self._confidences[key]
-
-    def profile_identity(self, method: Method) -> dict[str, Any]:
-        """What a profile needs to hold for these models with this method: weights, settings, versions, processors."""
-        runtimes = [self.prefix_caches.runtime, *filter(None, [self.scoring_auxiliary])]
-        return {
-            **asdict(self.identity(method)),
-            "processors": [unit_name(each.device) for each in runtimes],
-            "threads": torch.get_num_threads(),
-        }
-
-    def identity(self, method: Method) -> Identity:
-        """Identity that a certificate needs to cover these models with this method."""
-        context = self.context(method.context)
-        return identity_of(self.config, method, self.prefix_caches, self.scorer_of(method), context)
-
-
-def _without_ratio(method: Method) -> str:
-    """Equal for a method at any ratio, also for methods that cannot be hashed."""
-    return repr(method.at(0.0) if method.has_ratio else method)
+            self._sources.clear()
+        # from below to above, so that nothing that was read before is kept above
+        self.certificates.forget()
+        self.controllers.forget()

@@ -22,9 +22,8 @@ from ..methods.base import Method
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
-from ..prompt.segments import Segment, as_segments, given_texts
+from ..prompt.segments import PromptReader, as_segments, given_texts
 from ..timing.controller import Controller
-from .beside import Beside
 from .calls import parameters_of, read_calls
 from .decoding import decode
 from .gate import Gate
@@ -32,7 +31,7 @@ from .options import Request
 from .parts import Parts
 from .prefill import Keeping, Prefilled, prefill
 from .sampler import room_for
-from .turns import Turns, turns_of
+from .turns import turns_of
 from .verification import Verification
 from .writer import ChunkWriter
 
@@ -47,16 +46,20 @@ class Answering:
     writer: ChunkWriter
     observers: Sequence[Observer]
 
-    @property
-    def turns(self) -> Turns:
-        """The turns of the primary model, which are those of all engines that use it. Loads the model."""
-        return turns_of(self.parts.prefix_caches.runtime)
-
     def stream(self, request: Request) -> Iterator[Event]:
-        """Stream the answer; the last event carries the whole answer."""
-        _check(request)
+        """Stream the answer; the last event carries the whole answer.
+
+        Raises:
+            ConfigurationError: options that cannot be combined.
+        """
+        options = request.options
+        if options.params.json_schema and options.finishes:
+            raise ConfigurationError(
+                f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what "
+                "full prefill would choose without a schema. Set finish='none' for this call."
+            )
         events = self._stream(request)
-        return read_calls(events, parameters_of(tools)) if (tools := request.options.tools) else events
+        return read_calls(events, parameters_of(options.tools)) if options.tools else events
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
@@ -65,17 +68,19 @@ class Answering:
         schema = options.params.json_schema
         constraint = runtime.constrain(schema) if schema else None
         text_of = runtime.decode_calls if options.tools else None
-        clock = PhaseClock()
-        with self.turns.prompt():  # until the first token is there
+        clock, turns = PhaseClock(), turns_of(runtime)
+        with turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
             exact = _exact(request, plan.method, sources, prefilled)
+            # finish completes the exact KV in any case, so that it needs no gate
+            beside = exact if exact is None or options.finishes else Gate(exact, plan.method.min_confidence)
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
                 runtime,
                 prefilled,
                 options.params,
-                beside=_beside(exact, request, plan.method),
-                turn=self.turns.token,
+                beside=beside,
+                turn=turns.token,
                 constraint=constraint,
                 text_of=text_of,
             )
@@ -94,7 +99,16 @@ class Answering:
         """Decide how to answer. Computes no tensor."""
         with clock.phase("lookup"):
             given = given_texts(request.options.documents)
-            segments = self._segments(request, given, parts=not sources.primary.context.isolated)
+            segments = as_segments(request.prompt)
+            if segments is None:
+                reader = PromptReader(sources.primary.runtime, self.parts.config.system_prompt)
+                segments = reader.segments(
+                    request.prompt,  # type: ignore[arg-type]
+                    self.parts.library.index,
+                    given,
+                    tools=request.options.tools,
+                    parts=not sources.primary.context.isolated,
+                )
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
             controller = self._controller(request)
             if controller is None or not plan.reused:
@@ -107,7 +121,7 @@ class Answering:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
         if not request.options.auto_ratio or not request.method.reuses_chunks:
             return None
-        return self.parts.controller(request.method)
+        return self.parts.controllers.of(request.method)
 
     @torch.inference_mode()
     def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
@@ -115,7 +129,7 @@ class Answering:
         one."""
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         clock = clock or PhaseClock()
-        with self.turns.prompt():
+        with turns_of(sources.primary.runtime).prompt():
             return self._prefill(request, sources, clock, ())[1]
 
     def _prefill(
@@ -132,22 +146,6 @@ class Answering:
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
-    def _segments(self, request: Request, given: Sequence[str], *, parts: bool = True) -> list[Segment]:
-        segments = as_segments(request.prompt)
-        if segments is not None:
-            return segments
-        return self.parts.segment(request.prompt, given, tools=request.options.tools, parts=parts)  # type: ignore[arg-type]
-
-
-def _check(request: Request) -> None:
-    """Raise ConfigurationError for what cannot be combined."""
-    options = request.options
-    if options.params.json_schema and options.finishes:
-        raise ConfigurationError(
-            f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what full "
-            "prefill would choose without a schema. Set finish='none' for this call."
-        )
-
 
 def _question(request: Request) -> str | None:
     """The text that scores the chunks. After results of tools there is no question: it is the user's last message."""
@@ -157,11 +155,6 @@ def _question(request: Request) -> str | None:
     if not messages or messages[-1]["role"] != "tool":
         return None
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
-
-
-def _beside(exact: Verification | None, request: Request, method: Method) -> Beside | None:
-    """What goes on beside the answer. ``finish`` completes the exact KV in any case, so that it needs no gate."""
-    return exact if exact is None or request.options.finishes else Gate(exact, method.min_confidence)
 
 
 def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -89,16 +89,13 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
         return _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     found = _fused(fused, sources, clock)
-    if found.is_exact or _sureness(found.stats) >= plan.method.min_confidence:
+    sure = found.stats.confidence
+    assert sure is not None, "every prefill has a confidence"
+    if found.is_exact or sure >= plan.method.min_confidence:
         return found
     tried, stats, seen = fused.plan, found.stats, found.trace
     del fused, found  # memory holds one prompt's KV at a time
     return replace(_after(tried, stats, sources, capacity, clock), trace=seen)
-
-
-def _sureness(stats: FusionStats) -> float:
-    assert stats.confidence is not None, "every prefill has one"
-    return stats.confidence
 
 
 def _bypassing(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
@@ -116,7 +113,7 @@ _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
     method = plan.method
-    sure = f"confidence {_sureness(tried):.2f} at recompute ratio {method.nominal_ratio:.2g}"
+    sure = f"confidence {tried.confidence:.2f} at recompute ratio {method.nominal_ratio:.2g}"
     why = f"{sure}, below {method.min_confidence:.2g}"
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
     stats = replace(

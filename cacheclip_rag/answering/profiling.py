@@ -77,8 +77,8 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     to two minutes with the default models on two CPU cores.
 
     Args:
-        identity: what the profile holds for (:meth:`~cacheclip_rag.answering.parts.Parts.profile_identity`). Media of
-            other stores, which a saved profile has for it, stay.
+        identity: what the profile holds for (:meth:`~cacheclip_rag.timing.controllers.Controllers.profile_identity`).
+            Media of other stores, which a saved profile has for it, stay.
 
     Raises:
         ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.

@@ -57,18 +57,17 @@ class Sampler:
 
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
-        token = self._choose(self.allowed(logits))
+        allowed = self.allowed(logits)
+        if self._greedy:
+            token = int(allowed.argmax())
+        else:
+            scores = self._warpers(None, allowed.float()[None])
+            token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
         if self._constraint is not None:
             self._constraint.accept(token)
         if self._observe is not None:
             self._observe(logits, token)
         return token
-
-    def _choose(self, logits: torch.Tensor) -> int:
-        if self._greedy:
-            return int(logits.argmax())
-        scores = self._warpers(None, logits.float()[None])
-        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
 _RESERVED_TOKENS = 512

@@ -74,6 +74,11 @@ def turns_of(runtime: Runtime) -> Turns:
     return found
 
 
+class _OfThread(threading.local):
+    has_turn = False
+    """Whether this thread has a turn, so that it needs no other."""
+
+
 class Turns:
     """The order of computations of one model. Safe to share between threads; a thread that has a turn may take
     another one inside it, which does not wait."""
@@ -92,12 +97,12 @@ class Turns:
         """Prompts that had their turn."""
         self._invited = 0
         """Tokens that waited for a prompt, and go before the next one."""
-        self._own = threading.local()
+        self._own = _OfThread()
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
-        if self._has_turn:
+        if self._own.has_turn:
             yield
             return
         ticket = object()
@@ -125,7 +130,7 @@ class Turns:
     @contextmanager
     def token(self) -> Iterator[None]:
         """The turn of one token of an answer: waits for a prompt that is being computed, or that came before."""
-        if self._has_turn:
+        if self._own.has_turn:
             yield
             return
         with self._changed:
@@ -139,11 +144,6 @@ class Turns:
             with self._changed:
                 self._tokens -= 1
                 self._changed.notify_all()
-
-    @property
-    def _has_turn(self) -> bool:
-        """Whether this thread has a turn, so that it needs no other."""
-        return getattr(self._own, "has_turn", False)
 
     @contextmanager
     def _taken(self) -> Iterator[None]:

@@ -39,24 +39,15 @@ class ChunkCaches:
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self.codec = codec
+        compute_dtype = str(runtime.dtype).removeprefix("torch.")
+        self.is_lossy = not keeps(codec, compute_dtype)
+        """Whether the codec is coarser than the model's compute dtype."""
+        self._prefix_codec = codec if codec in DTYPES else compute_dtype
+        """Every prompt reads the prefix, and it is short: it is not quantised."""
         self.context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self.runtime.tokenize)
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
-
-    @property
-    def is_exact_after_prefix(self) -> bool:
-        """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
-        return self.context.is_exact_after_prefix
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether the codec is coarser than the model's compute dtype."""
-        return not keeps(self.codec, self._compute_dtype)
-
-    @property
-    def _compute_dtype(self) -> str:
-        return str(self.runtime.dtype).removeprefix("torch.")
 
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
@@ -93,11 +84,6 @@ class ChunkCaches:
         """Whether the KV of :attr:`prefix_ids` is stored, with at least the precision of this engine's codec."""
         codec = self._store.codec_of(self.prefix_key)
         return codec is not None and keeps(codec, self._prefix_codec)
-
-    @property
-    def _prefix_codec(self) -> str:
-        """Every prompt reads the prefix, and it is short: it is not quantised."""
-        return self.codec if self.codec in DTYPES else self._compute_dtype
 
     @property
     def namespace(self) -> str:

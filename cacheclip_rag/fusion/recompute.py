@@ -284,16 +284,11 @@ class _FusedPass:
                 reused.append(span)
                 continue
             with self.clock.phase_within("read", "assemble"):
-                kv = self._part(span, reads)
-            if kv is not None:
+                whole = reads.reading.kv(reads.numbers[span.whole])
+            if whole is not None:
                 reused.append(span)
-                pieces.append((span.start, kv))
+                pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
         return reused, pieces
-
-    def _part(self, span: Span, reads: _Reads) -> KV | None:
-        """KV of the span's tokens."""
-        whole = reads.kv(span.whole)
-        return None if whole is None else part_of(whole, span.first, span.first + len(span.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,10 +296,8 @@ class _Reads:
     """Stored KV by text."""
 
     numbers: Mapping[str, int]
+    """By text, the number of its KV in ``reading``."""
     reading: ReadAhead
-
-    def kv(self, text: str) -> KV | None:
-        return self.reading.kv(self.numbers[text])
 
 
 def _question_in(layout: Layout) -> str:

@@ -25,7 +25,7 @@ from ..selection.budget import Budget
 from ..selection.grouping import Tokens
 from ..selection.views import CacheView, split_by_span
 from .base import Method
-from .correction import ResidualCorrection
+from .correction import install_correction
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -104,7 +104,7 @@ class CacheBlend(Method):
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
         if self.correction:
-            ResidualCorrection(view.runtime, view.cache, self.correction).install(view.spans)
+            install_correction(view.runtime, view.cache, view.spans, self.correction)
 
     def budgets(self, num_layers: int, num_chunk_tokens: int, num_stale: int) -> list[int]:
         """Number of chunk tokens that run in each layer; it never increases from layer to layer.

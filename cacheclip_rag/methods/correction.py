@@ -8,7 +8,8 @@ a layer estimate the offset of that layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,41 +22,35 @@ from ..runtime.transformers.rotary import Tables, rotate, unrotate
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["Chunks", "ResidualCorrection", "Split", "offsets"]
+__all__ = ["Chunks", "Split", "install_correction", "offsets"]
 
 
-class ResidualCorrection:
-    """Corrects stale KV during the next scattering pass, in each layer before its rows attend."""
+def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:
+    """Correct the stale KV of the chunks at ``spans`` during the next pass over ``cache``, which recomputes some of
+    their tokens: in each layer before its rows attend.
 
-    def __init__(self, runtime: ModelRuntime, cache: FusedCache, weight: float) -> None:
-        """``weight``: share of the mean change that is added, 0 to 1."""
-        self._runtime, self._cache, self._weight = runtime, cache, weight
+    Args:
+        weight: share of the mean change that is added, 0 to 1.
+    """
+    if not spans:
+        return
+    chunks = Chunks([(span.start, span.stop) for span in spans])
 
-    def install(self, spans: Sequence[Span]) -> None:
-        """Correct the chunks at ``spans`` during the next pass, which recomputes some of their tokens."""
-        if not spans:
+    def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor, *, tables: Tables | None) -> None:
+        layer.before_scatter = None  # for this pass only
+        assert layer.slots_on_cpu is not None
+        split = chunks.split(layer.slots_on_cpu, layer.device)
+        if split is None:
             return
-        chunks = Chunks([(span.start, span.stop) for span in spans])
-        tables = self._runtime.tables_of(self._cache, torch.arange(chunks.start, chunks.stop))
-        for layer, of_layer in zip(self._cache.layers, tables, strict=True):
-            layer.before_scatter = self._corrector(chunks, of_layer)
+        own = slice(split.start, split.stop)
+        stored = layer.keys[0, :, own], layer.values[0, :, own]
+        added = offsets((keys[0], values[0]), stored, split, weight, tables)
+        for target, offset in zip(stored, added, strict=True):
+            target += offset.to(target.dtype)
 
-    def _corrector(
-        self, chunks: Chunks, tables: Tables | None
-    ) -> Callable[[FusedLayer, torch.Tensor, torch.Tensor], None]:
-        def correct(layer: FusedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-            layer.before_scatter = None  # for this pass only
-            assert layer.slots_on_cpu is not None
-            split = chunks.split(layer.slots_on_cpu, layer.device)
-            if split is None:
-                return
-            own = slice(split.start, split.stop)
-            stored = layer.keys[0, :, own], layer.values[0, :, own]
-            added = offsets((keys[0], values[0]), stored, split, self._weight, tables)
-            for target, offset in zip(stored, added, strict=True):
-                target += offset.to(target.dtype)
-
-        return correct
+    tables = runtime.tables_of(cache, torch.arange(chunks.start, chunks.stop))
+    for layer, of_layer in zip(cache.layers, tables, strict=True):
+        layer.before_scatter = partial(correct, tables=of_layer)
 
 
 def offsets(

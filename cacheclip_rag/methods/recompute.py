@@ -18,7 +18,7 @@ from ..selection.budget import Budget, TokenBudget
 from ..selection.scorers import Scorer
 from ..selection.views import CacheView, PromptView
 from .base import Method
-from .correction import ResidualCorrection
+from .correction import install_correction
 
 __all__ = ["Recompute"]
 
@@ -96,4 +96,4 @@ class Recompute(Method):
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
         if self.correction:
-            ResidualCorrection(view.runtime, view.cache, self.correction).install(view.spans)
+            install_correction(view.runtime, view.cache, view.spans, self.correction)

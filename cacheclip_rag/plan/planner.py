@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..finding.common_parts import standing_in
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
-from ..prompt.layout import Layout, check_least_length, check_length, lay_out
+from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment, without_parts
 from .plan import Plan
 from .sources import Sources
@@ -43,14 +43,17 @@ def make_plan(
         segments = without_parts(segments)
     check_least_length(segments, runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, apart=apart)
-    layout = replace(layout, exact_after_prefix=sources.primary.is_exact_after_prefix)
+    layout = replace(layout, exact_after_prefix=sources.primary.context.is_exact_after_prefix)
     check_length(layout, runtime.context_tokens, runtime.name)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
-    obstacle = _obstacle(sources, layout)
-    if obstacle is not None:
+    if layout.num_tokens > runtime.reuse_tokens:
+        obstacle = (
+            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
+            f"above {runtime.reuse_tokens}: reuse would not be exact"
+        )
         return replace(plan, fallback=obstacle, obstructed=True)
     found = sources.held(layout.chunks)
     missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
@@ -104,17 +107,6 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     return f"{why} for these settings; {', '.join(reasons)}"
 
 
-def _obstacle(sources: Sources, layout: Layout) -> str | None:
-    """Why reuse would not be exact for this model or prompt; None if it would."""
-    runtime = sources.primary.runtime
-    if layout.num_tokens > runtime.reuse_tokens:
-        return (
-            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
-            f"above {runtime.reuse_tokens}: reuse would not be exact"
-        )
-    return None
-
-
 def choose_method(
     config: EngineConfig,
     method: str | Method | None,
@@ -139,9 +131,9 @@ def choose_method(
     given = config.method if method is None else method
     check_method(given)
     check_ratio_and_limit(recompute_ratio, None)
-    ratio = None if isinstance(recompute_ratio, str) else recompute_ratio
-    if recompute_ratio is None and (method is None or isinstance(method, str)):
-        ratio = config.fixed_ratio
+    by_name = method is None or isinstance(method, str)
+    wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
+    ratio = None if isinstance(wanted, str) else wanted
     if given == DEFAULT_METHOD:
         given = "cacheclip" if has_head_set() else "anchored"
     chosen = preset(given) if isinstance(given, str) else given
@@ -149,7 +141,7 @@ def choose_method(
         chosen = chosen.at(ratio)
     check_auxiliary(chosen, config.auxiliary)
     least = config.min_confidence
-    if least is not None and (method is None or isinstance(method, str)) and chosen.reuses_chunks:
+    if least is not None and by_name and chosen.reuses_chunks:
         chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
     return chosen
 

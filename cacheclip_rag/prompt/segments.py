@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 from .messages import Documents, Prompt
-from .tools import Marks, calls_as_text, check_calls, check_name, check_tools, unmarked, with_short_ids
+from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
 
 if TYPE_CHECKING:
     from ..finding.texts import TextIndex
@@ -333,7 +334,7 @@ class PromptReader:
         documents: Iterable[str] = (),
         *,
         date: str | None = None,
-        tools: Iterable[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
@@ -344,13 +345,15 @@ class PromptReader:
             texts: stored texts to find; None finds none.
             documents: chunk texts known to be in the prompt, stored or not; normalised, see :func:`given_texts`.
             date: for chat templates that state the date; default today.
-            tools: definitions of tools that the model may call, in OpenAI's function format.
+            tools: definitions of tools that the model may call, which
+                :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
             parts: False finds whole texts only, as tokenizers without offsets do.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
         """
-        tools = self._checked_tools(tools)
+        if tools:
+            self._check_tools(tools)
         runtime, own = self.runtime, self.system_prompt
         parts = parts and runtime.has_offsets
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
@@ -361,7 +364,9 @@ class PromptReader:
             messages = [*self._system_messages(), *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
         verbatim = (own,) if own else ()
-        return segment_chat(messages, self._render(date), texts, documents, verbatim, tools, parts=parts)
+        return segment_chat(
+            messages, partial(runtime.render_chat, date=date), texts, documents, verbatim, tools, parts=parts
+        )
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""
@@ -369,28 +374,25 @@ class PromptReader:
         opening = self._opening()
         if self.runtime.has_chat_template:
             messages = [*self._system_messages(), {"role": "user", "content": content}]
-            segments = segment_chat(messages, self._render(_PREFIX_DATE), None)  # stored texts do not change it
+            render = partial(self.runtime.render_chat, date=_PREFIX_DATE)
+            segments = segment_chat(messages, render, None)  # stored texts do not change it
             opening = segments[: segments.index(Fresh(content))]
         return list(tokenize_whole(opening, self.runtime).ids)
 
-    def _checked_tools(self, tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The definitions, whose names and keys the template may write as control text."""
-        checked = check_tools(tools)
-        if checked and not self.runtime.has_chat_template:
+    def _check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigurationError if the model cannot be told of tools, or the template would write one of their names
+        and keys as control text."""
+        if not self.runtime.has_chat_template:
             raise ConfigurationError(
                 f"model {self.runtime.name!r} has no chat template, so it cannot be told of tools. Use a model that "
                 "was trained to call tools, or describe the tools in the prompt."
             )
-        for name in unmarked(checked):
+        for name in unmarked(tools):
             if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:
                 raise ConfigurationError(
                     f"a definition of a tool has the name or key {name[:80]!r}, which holds the name of a control "
                     "token of this model. Rename it."
                 )
-        return checked
-
-    def _render(self, date: str | None) -> Callable[..., str]:
-        return lambda messages, **tools: self.runtime.render_chat(list(messages), date=date, **tools)
 
     def _system_messages(self) -> list[Message]:
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []

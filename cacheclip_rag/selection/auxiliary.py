@@ -144,16 +144,12 @@ class PackedChunks:
         plan = AttentionPlan(self.blocks, probe, before_layer=fill)
         auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
 
-    def lengths_of(self, number: int) -> list[int]:
-        """Tokens of the chunks of a block."""
-        start = sum(block.count for block in self.blocks[:number])
-        return self.lengths[start : start + self.blocks[number].count]
-
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
         block = self.blocks[number]
+        first = sum(each.count for each in self.blocks[:number])
         ends = block.width * np.arange(1, block.count + 1) - self.num_question
-        runs = zip(ends, self.lengths_of(number), strict=True)
+        runs = zip(ends, self.lengths[first : first + block.count], strict=True)
         where = np.concatenate([np.arange(end - length, end) for end, length in runs])
         flat = found.permute(1, 2, 0, 3).flatten(2)
         return flat.index_select(2, torch.from_numpy(where).to(flat.device))
@@ -194,14 +190,11 @@ def pack_chunks(
     ends = np.concatenate(stops) - num_question
     begins = ends - sizes  # slots of the chunks' first tokens
 
-    def pieces() -> Iterator[tuple[int, KV]]:
-        yield from zip(begins.tolist(), chunks, strict=True)
-
     position_of_slot = np.zeros(start, np.int64)
     of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
     position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
     cache.geometry = Geometry(torch.from_numpy(position_of_slot))
-    fill_chunks = auxiliary.filling(cache, pieces())
+    fill_chunks = auxiliary.filling(cache, zip(begins.tolist(), chunks, strict=True))
     copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
     fill_prefixes = auxiliary.repeating(cache, prefix, copies, position=0)
     padded = np.concatenate([block.padding.numpy() for block in blocks])

@@ -96,7 +96,9 @@ class Budget(TokenBudget):
             among = open_.split(lengths)
             count = min(count, int(open_.sum()))
         starts = [not span.continues for span in view.spans]
-        num_first = max(self.first_tokens, self._num_start_tokens(view, sum(starts[skipped:])))
+        # what the share for chunk starts pays for
+        paid = int(self.chunk_starts * self.num_tokens(view) / max(1, sum(starts[skipped:])))
+        num_first = max(self.first_tokens, min(_MOST_START_TOKENS, paid))
         return self.grouping.take(
             scores,
             min(count, sum(lengths)),
@@ -108,10 +110,6 @@ class Budget(TokenBudget):
         """Leading spans on which nothing is spent: those of the first chunk if it is skipped, without exact ones, which
         are not among the spans."""
         return _num_skipped(view) if self.skip_first_chunk else 0
-
-    def _num_start_tokens(self, view: PromptView, num_chunks: int) -> int:
-        """First tokens of each chunk that the share for chunk starts pays for."""
-        return min(_MOST_START_TOKENS, int(self.chunk_starts * self.num_tokens(view) / max(1, num_chunks)))
 
 
 @dataclass(frozen=True, slots=True)

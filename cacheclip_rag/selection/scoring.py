@@ -23,7 +23,7 @@ from .scorers.auxiliary_attention import AuxiliaryAttention
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "Question"]
+__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "question_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class AuxiliaryScorer:
             then: called when all KV is read, while it is still being scored.
         """
         runtime, caches = self.runtime, self.caches
-        asked = Question.of(runtime, question)
-        least = min(len(asked.ids), _LEAST_QUESTION_TOKENS)
+        asked = question_ids(runtime, question)
+        least = min(len(asked), _LEAST_QUESTION_TOKENS)
         pieces = self._pieces(spans)
         room = {s: runtime.reuse_tokens - len(caches.prefix_ids) - len(pieces[s.whole].tokens) for s in spans}
         scorable = [span for span in spans if room[span] >= least]
@@ -76,16 +76,17 @@ class AuxiliaryScorer:
                 len(spans),
                 runtime.name,
             )
-        if not scorable or not asked.ids:
+        if not scorable or not asked:
             return [torch.zeros(len(span.tokens)) for span in spans]
-        asked = asked.last(min(room[span] for span in scorable))
-        texts = list(dict.fromkeys(span.whole for span in scorable))
+        asked = asked[-min(room[span] for span in scorable) :]
+        # shortest first, because chunks of similar length are computed together
+        texts = sorted(dict.fromkeys(span.whole for span in scorable), key=lambda text: len(pieces[text].tokens))
+        heads = self._head_set(scorer)
+        unset = "last" if scorer.layers == "tuned" else scorer.layers
+        layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
-        heads, layers = self._head_set(scorer), self._layers(scorer)
-        read = [chosen[number].text for number in _by_length(chosen)]
-        num_layers = max(layers if heads is None else heads.layers) + 1
-        with caches.read_ahead(read, num_layers=num_layers, once=True, then=then) as reading:
-            raw = self._scores(chosen, asked, scorer, clock, reading)
+        with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, then=then) as reading:
+            raw = self._scores(chosen, asked, scorer, heads, layers, clock, reading)
             clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
@@ -100,22 +101,23 @@ class AuxiliaryScorer:
     def _scores(
         self,
         pieces: Sequence[_Piece],
-        asked: Question,
+        asked: Sequence[int],
         scorer: AuxiliaryAttention,
+        heads: HeadSet | None,
+        layers: Sequence[int],
         clock: PhaseClock,
         reading: ReadAhead,
     ) -> list[torch.Tensor]:
         """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens.
 
         Args:
-            reading: of the pieces' texts, :func:`_by_length`.
+            layers: those that are scored: of the head set, if there is one.
+            reading: of the pieces' texts.
         """
         runtime, caches = self.runtime, self.caches
-        order = _by_length(pieces)
-        chosen = [pieces[number] for number in order]
 
         def chunks() -> Iterator[KV]:
-            for number, piece in enumerate(chosen):
+            for number, piece in enumerate(pieces):
                 with clock.phase_within("read", "select"):
                     kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
@@ -127,14 +129,14 @@ class AuxiliaryScorer:
                 reading.wait(layer)
 
         try:
-            scores = score_chunks(
+            return score_chunks(
                 runtime,
                 caches.prefix,
                 chunks(),
-                asked.ids,
-                [len(piece.tokens) for piece in chosen],
-                layers=self._layers(scorer),
-                heads=self._head_set(scorer) or "mean",
+                asked,
+                [len(piece.tokens) for piece in pieces],
+                layers=layers,
+                heads=heads or "mean",
                 pooled=scorer.pooled,
                 sinks=scorer.sinks,
                 before_layer=before_layer,
@@ -142,23 +144,12 @@ class AuxiliaryScorer:
             )
         except ReadAgain:  # something turned out to be damaged, and is gone
             with reading.again() as another:
-                return self._scores(pieces, asked, scorer, clock, another)
-        by_number = dict(zip(order, scores, strict=True))
-        return [by_number[number] for number in range(len(pieces))]
-
-    def _layers(self, scorer: AuxiliaryAttention) -> list[int]:
-        """The layers that are scored if there is no head set."""
-        return pick_layers("last" if scorer.layers == "tuned" else scorer.layers, self.runtime.num_layers)
+                return self._scores(pieces, asked, scorer, heads, layers, clock, another)
 
     def _head_set(self, scorer: AuxiliaryAttention) -> HeadSet | None:
         if scorer.layers != "tuned" or scorer.heads == "none":
             return None
         return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
-
-
-def _by_length(pieces: Sequence[_Piece]) -> list[int]:
-    """Numbers of the pieces, shortest first, because chunks of similar length are computed together."""
-    return sorted(range(len(pieces)), key=lambda number: len(pieces[number].tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,19 +173,9 @@ class _Piece:
         return cls(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The question as token ids of the auxiliary model."""
-
-    ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, auxiliary: Runtime, text: str) -> Question:
-        """A question's last :data:`MAX_QUESTION_TOKENS` tokens."""
-        return cls(auxiliary.tokenize(text).ids).last(MAX_QUESTION_TOKENS)
-
-    def last(self, count: int) -> Question:
-        return Question(self.ids[-count:])
+def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:
+    """A question's last :data:`MAX_QUESTION_TOKENS` tokens, as the auxiliary model reads them."""
+    return auxiliary.tokenize(text).ids[-MAX_QUESTION_TOKENS:]
 
 
 def _mapped(

@@ -127,7 +127,9 @@ class ReadAhead:
         with self._changed:
             self._wanted = max(self._wanted, layer)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_stale or self._error is not None or self._has(layer))
+            self._changed.wait_for(
+                lambda: self._is_stale or self._error is not None or min(self._ready.values(), default=_ALL) > layer
+            )
             self._check()
             if self._is_stale:
                 self._is_stale = False
@@ -181,9 +183,6 @@ class ReadAhead:
             thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
             thread.start()  # fails where the system allows no more threads
             self._thread = thread
-
-    def _has(self, layer: int) -> bool:
-        return all(count > layer for count in self._ready.values())
 
     def _check(self) -> None:
         if self._error is not None:

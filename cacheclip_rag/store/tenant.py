@@ -19,7 +19,7 @@ from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import TextIndex, text_row
 from .backend import Sink
-from .catalog import Catalog, Entry
+from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import CODECS, Frame, FrameError, StoredKV, encode
 
@@ -103,16 +103,12 @@ class TenantStore:
     def __init__(self, store: ChunkStore, namespace: str) -> None:
         """Raises ConfigurationError for an empty ``namespace``."""
         check_namespace(namespace)
-        self.store, self.namespace = store, namespace
+        self.store, self.catalog, self.namespace = store, store.catalog, namespace
         self.texts = TextIndex(store.catalog.database, namespace)
         """Finds the tenant's texts in prompts."""
         self._hits = self._misses = 0
         self._uses: list[str] = []
         self._lock = threading.Lock()
-
-    @property
-    def catalog(self) -> Catalog:
-        return self.store.catalog
 
     def get(self, key: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         """The stored KV, or None. Counts as a use for eviction.

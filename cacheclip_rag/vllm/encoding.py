@@ -156,7 +156,7 @@ class ChunkEncoder:
         shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
         if tuple(kv.shape) != shape:
             return f"its KV has shape {tuple(kv.shape)}, expected {shape}"
-        tables = runtime.rotary_tables(capture.start, capture.start + len(ids))
+        tables = runtime.rotary_tables(torch.arange(capture.start, capture.start + len(ids)))
         for layer, of_layer in zip(kv, tables, strict=True):
             layer[0] = unrotate(layer[0], of_layer).to(kv.dtype)
         return kv.to(runtime.dtype)
@@ -167,7 +167,7 @@ class ChunkEncoder:
             return self._context[1]
         self.close()
         runtime, num_tokens = self._runtime, context.shape[3]
-        tables = runtime.rotary_tables(0, num_tokens)
+        tables = runtime.rotary_tables(torch.arange(num_tokens))
         rotated = [
             torch.stack([rotate(keys, of_layer), values])
             for (keys, values), of_layer in zip(context, tables, strict=True)

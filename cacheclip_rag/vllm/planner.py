@@ -33,6 +33,7 @@ from ..plan.plan import Plan
 from ..plan.planner import choose_method
 from ..prompt.messages import Documents, Prompt
 from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
+from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import ChunkStore
 from .served import Served
@@ -118,8 +119,8 @@ class Planner:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.has_head_set,
-            self.parts.certified_confidence,
+            lambda: self.parts.head_sets.has_default,
+            self.parts.certificates.confidence,
         )
 
     def warm_up(self) -> None:
@@ -139,7 +140,7 @@ class Planner:
         sources = self.parts.sources(method)
         self.parts.library.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
-            check_certificate(self.config, method, self.parts.identity(method))
+            check_certificate(self.config, method, self.parts.certificates.identity(method))
         self.segments("?", method=method)
         assert sources.primary.runtime is self.primary
 
@@ -167,7 +168,7 @@ class Planner:
         parts = not self.parts.context(chosen.context).isolated
         given = given_texts(documents)
         if not as_it_stands:
-            return self.parts.segment(prompt, given, tools=tools, parts=parts)
+            return self.parts.segment(prompt, given, tools=check_tools(tools), parts=parts)
         assert isinstance(prompt, str), "only a text can be read as it stands"
         return self.parts.segment_as_it_stands(prompt, given, parts=parts)
 
@@ -224,7 +225,7 @@ class Planner:
             ConfigurationError: the prompt or a tool is malformed. The errors of :func:`load_planning`.
         """
         runtime = self._load_primary(self.config.primary, dtype=self.config.dtype)
-        segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=tools)
+        segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=check_tools(tools))
         return tuple(tokenize_whole(segments, runtime).ids)
 
     def close(self) -> None:

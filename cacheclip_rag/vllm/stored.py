@@ -40,7 +40,7 @@ class StoredInterval:
         parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
         joined = tuple(join(parts))
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
-        tables = runtime.rotary_tables(start, stop)
+        tables = runtime.rotary_tables(torch.arange(start, stop))
         return cls(start, stop, places, tables, joined, runtime.dtype)
 
     def layer(self, number: int, device: torch.device, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,7 @@ def test_a_prompt_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch, ma
     engine, hashed = make(), list[bytes]()
     engine.precompute(CHUNKS)
     profile = Profile({}, Cost(10.0, 0.0, 0.0), Cost(1.0, 0.0, 0.0), Cost(0.0, 0.0, 0.0))
-    engine.parts.use_profile(engine.make_method(None, "auto"), profile)
+    engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
     digest = prefix_cache.block_digest
 
     def counted(parent: bytes, extra: bytes, ids: bytes) -> bytes:

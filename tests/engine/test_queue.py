@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.fusion.answer import Answer
 from tests.answering.test_turns import Threads, until
 from tests.conftest import rag_prompt
@@ -21,7 +22,7 @@ def asked(engine: CacheClipEngine, number: int, chunks: list[str]) -> list[dict[
 
 
 def waiting(engine: CacheClipEngine) -> int:
-    return len(engine._answering.turns._prompts)
+    return len(turns_of(engine.primary)._prompts)
 
 
 def first_tokens(engine: CacheClipEngine, chunks: list[str], count: int = 4) -> tuple[list[int], list[Answer]]:
@@ -37,7 +38,7 @@ def first_tokens(engine: CacheClipEngine, chunks: list[str], count: int = 4) -> 
             if event.answer is not None:
                 answers.append(event.answer)
 
-    with engine._answering.turns.prompt():
+    with turns_of(engine.primary).prompt():
         for number in range(count):
             threads.start(lambda number=number: ask(number))  # type: ignore[misc]
             until(lambda number=number: waiting(engine) == number + 2)  # type: ignore[misc]
@@ -134,7 +135,7 @@ def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> N
         holder.join()
 
     def hold(held: threading.Event) -> None:
-        with engine._answering.turns.prompt():
+        with turns_of(engine.primary).prompt():
             held.wait(60)
 
     asyncio.run(all_of_them())
@@ -161,7 +162,7 @@ def test_who_leaves_while_it_waits_is_not_answered(
         return len([event async for event in events])
 
     async def all_of_them() -> None:
-        running = engine._answering.turns
+        running = turns_of(engine.primary)
         tasks = []
         with running.prompt():  # the loop's thread computes
             for number in range(3):
@@ -192,7 +193,7 @@ def test_engines_that_share_weights_share_the_queue(engine: CacheClipEngine, chu
         order.append(name)
 
     assert other.primary is engine.primary
-    with engine._answering.turns.prompt():
+    with turns_of(engine.primary).prompt():
         threads.start(lambda: ask(other, "other"))
         until(lambda: waiting(engine) == 2)
         threads.start(lambda: ask(engine, "own"))

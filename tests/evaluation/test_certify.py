@@ -217,7 +217,7 @@ class TestCertify:
     def test_it_covers_the_same_method_with_a_gate(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
         plain, gated = (replace(engine.make_method(), min_confidence=least) for least in (0.0, 0.5))
-        assert engine.parts.identity(plain) == engine.parts.identity(gated)
+        assert engine.parts.certificates.identity(plain) == engine.parts.certificates.identity(gated)
 
     def test_method_without_a_ratio(self, config: EngineConfig) -> None:
         certificate = certify(replace(config, method="direct"), quick=True)
@@ -234,7 +234,7 @@ class TestCertify:
             replace(config, recompute_ratio=1.0, require_certificate=True, store=str(tmp_path / "store"))
         )
         engine.generate(PROMPT.text, SamplingParams(max_tokens=1))
-        assert find_certificate(engine.parts.identity(engine.make_method()))[0] is not None
+        assert find_certificate(engine.parts.certificates.identity(engine.make_method()))[0] is not None
 
     def test_failed_checks_make_it_not_faithful(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         def failing(*args: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.fusion.recompute import assemble
-from cacheclip_rag.methods.correction import ResidualCorrection
+from cacheclip_rag.methods.correction import install_correction
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.segments import Chunk
@@ -192,7 +192,7 @@ def correct_one_by_one(
         chosen, stale = own[is_chosen], own[~is_chosen]
         if not len(chosen) or not len(stale):
             continue
-        tables = runtime.rotary_tables(0, span.stop)[0]
+        tables = runtime.rotary_tables(torch.arange(span.stop))[0]
         of = [None if tables is None else (tables[0][at], tables[1][at]) for at in (chosen, stale)]
         change = fresh[:, :, torch.isin(rows, chosen)].float() - kv[:, :, chosen].float()
         offset = weight * unrotate(change[0], of[0]).mean(1, keepdim=True)
@@ -221,7 +221,7 @@ class TestCorrection:
             fresh = torch.randn(2, heads, len(rows), width, generator=generator)
             layer = cache.layers[0]
             layer.write(0, kv[0], kv[1])
-            ResidualCorrection(runtime, cache, 0.6).install(spans)
+            install_correction(runtime, cache, spans, 0.6)
             cache.scatter(rows)
             layer.update(fresh[0][None], fresh[1][None])
             expected = correct_one_by_one(runtime, spans, 0.6, rows, kv, fresh)

@@ -70,7 +70,7 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
     made = Certificate(
         primary="p",
         auxiliary="a",
-        identity=engine.parts.identity(preset(method)),
+        identity=engine.parts.certificates.identity(preset(method)),
         verdict="faithful",
         ratio=0.2,
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
@@ -125,17 +125,18 @@ class TestFile:
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         engine, direct = make(chunk_context="passages"), preset("direct")
-        before = engine.parts.identity(direct)
-        assert engine.parts.identity(replace(direct, chunk_context="passages")) == before, "however it is said"
-        assert make(chunk_context="prefix").parts.identity(direct) != before
+        before = engine.parts.certificates.identity(direct)
+        same = replace(direct, chunk_context="passages")
+        assert engine.parts.certificates.identity(same) == before, "however it is said"
+        assert make(chunk_context="prefix").parts.certificates.identity(direct) != before
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
-        assert engine.parts.identity(direct) != before
+        assert engine.parts.certificates.identity(direct) != before
 
     @pytest.mark.parametrize(
         "changes",
         [
             {"correction": 0.25},
-            {"scorer": {"passes": 2}},
+            {"scorer": {"sinks": 2}},
             {"scorer": {"type": "QueryAttention"}},
             {"budget": {"chunk_starts": 0.25}},
             {"budget": {"grouping": {"size": 4}}},
@@ -148,14 +149,14 @@ class TestFile:
     ) -> None:
         engine, method = make(), preset("cacheclip")
         assert (
-            engine.parts.identity(vary(method, changes))
-            != engine.parts.identity(method)
-            == engine.parts.identity(method.at(0.7))
+            engine.parts.certificates.identity(vary(method, changes))
+            != engine.parts.certificates.identity(method)
+            == engine.parts.certificates.identity(method.at(0.7))
         )
 
     def test_covers_the_class_of_the_method(self, make: Callable[..., CacheClipEngine]) -> None:
-        engine, settings = make(), {"scorer": AuxiliaryAttention(), "name": "mine"}
-        assert engine.parts.identity(Recompute(**settings)) != engine.parts.identity(Twin(**settings))  # type: ignore[arg-type]
+        identity, settings = make().parts.certificates.identity, {"scorer": AuxiliaryAttention(), "name": "mine"}
+        assert identity(Recompute(**settings)) != identity(Twin(**settings))  # type: ignore[arg-type]
 
     def test_verdict_at_a_ratio(self, make: Callable[..., CacheClipEngine]) -> None:
         made = certificate_for(make())
@@ -412,7 +413,7 @@ class TestEngine:
 
         def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
             measured = CacheClipEngine(config)
-            identity = measured.parts.identity(measured.make_method(method))
+            identity = measured.parts.certificates.identity(measured.make_method(method))
             return replace(certificate_for(make()), identity=identity, quick=quick)
 
         monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)
@@ -425,5 +426,5 @@ class TestEngine:
         monkeypatch.chdir(tmp_path)
         Path("FILE").write_text(lines.removesuffix(")").replace("; ", "\n"))
         CliRunner().invoke(app, shlex.split(command))
-        found, why = find_certificate(engine.parts.identity(engine.make_method()))
+        found, why = find_certificate(engine.parts.certificates.identity(engine.make_method()))
         assert found is not None, why

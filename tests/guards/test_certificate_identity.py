@@ -36,7 +36,7 @@ def make(tiny_models: dict[str, str]) -> Make:
 
 
 def identity(engine: CacheClipEngine, method: Method | None = None) -> Identity:
-    return engine.parts.identity(method or engine.make_method())
+    return engine.parts.certificates.identity(method or engine.make_method())
 
 
 def changed(one: Identity, other: Identity) -> set[str]:

@@ -84,7 +84,7 @@ class TestDeviceMap:
         cache = runtime.new_cache(8)
         assert [layer.keys.device.type for layer in cache.layers] == ["cpu", "meta", "cpu"]
         assert [layer.keys.device.type for layer in cache.layers] == [
-            table[0].device.type for table in runtime.rotary_tables(0, 8) if table
+            table[0].device.type for table in runtime.rotary_tables(torch.arange(8)) if table
         ]
         cache.scatter(torch.tensor([1, 3]))
         assert [layer.slots.device.type for layer in cache.layers] == ["cpu", "meta", "cpu"]

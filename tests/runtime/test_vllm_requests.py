@@ -165,8 +165,8 @@ class TestPlanner:
 
         monkeypatch.setattr(certificates, "_folder", lambda: tmp_path)
         engine, planner = made["engine"], Planner(**made["options"], require_certificate=True)
-        ours, method = engine.parts.identity(engine.make_method()), engine.make_method()
-        theirs = planner.parts.identity(method)
+        ours, method = engine.parts.certificates.identity(engine.make_method()), engine.make_method()
+        theirs = planner.parts.certificates.identity(method)
         assert theirs == replace(ours, backend=planner.served.label) and ours.backend == ""
         assert theirs.digest() != ours.digest()
         certificate(ours).save()
@@ -178,7 +178,7 @@ class TestPlanner:
     def test_methods_that_an_engine_fuses_have_the_engines_certificate(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])
         for method in (preset("cacheblend"), replace(preset("epic"), min_confidence=0.1)):
-            assert planner.parts.identity(method) == made["engine"].parts.identity(method)
+            assert planner.parts.certificates.identity(method) == made["engine"].parts.certificates.identity(method)
 
     def test_what_vllm_runs(self, made: dict[str, Any]) -> None:
         planner = Planner(**made["options"])

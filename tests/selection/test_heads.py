@@ -213,9 +213,9 @@ class TestEngine:
         assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[1][0], found[1][1])
         assert not torch.equal(found[0][0], found[0][1])
         method = preset("cacheclip")
-        assert tuned.parts.identity(method).digest() != plain.parts.identity(method).digest()
+        assert tuned.parts.certificates.identity(method).digest() != plain.parts.certificates.identity(method).digest()
         direct = preset("direct")
-        assert tuned.parts.identity(direct).digest() == plain.parts.identity(direct).digest()
+        assert tuned.parts.certificates.identity(direct).digest() == plain.parts.certificates.identity(direct).digest()
 
     def test_the_default_method_asks_the_auxiliary_where_it_has_one(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -287,7 +287,7 @@ class TestEngine:
         digests = []
         for weights in ([1.0, 0, 0], [0, 0, 1.0], [1.0, 0, 0]):
             replace(heads, weights=torch.tensor(weights)).save(tmp_path / "heads" / "own.safetensors")
-            digests.append(CacheClipEngine(config).parts.identity(method).digest())
+            digests.append(CacheClipEngine(config).parts.certificates.identity(method).digest())
         assert digests[0] == digests[2] != digests[1]
 
     def test_a_name_that_means_nothing_is_told_before_anything_is_computed(

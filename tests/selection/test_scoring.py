@@ -12,7 +12,7 @@ from cacheclip_rag.base.clock import PhaseClock
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.selection import scoring as module
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
-from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, Question
+from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, question_ids
 from tests.conftest import CHUNKS, QUESTION, lose
 
 
@@ -53,10 +53,10 @@ def asked(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Asked
 class TestQuestion:
     def test_of_a_long_one_the_last_tokens(self, asked: Asked) -> None:
         text = " ".join([QUESTION] * 12)
-        whole, found = asked.runtime.tokenize(text), Question.of(asked.runtime, text)
-        assert found.ids == whole.ids[-MAX_QUESTION_TOKENS:]
+        whole, found = asked.runtime.tokenize(text), question_ids(asked.runtime, text)
+        assert found == whole.ids[-MAX_QUESTION_TOKENS:]
         asked(CHUNKS, text)
-        assert asked.looks[0][0] == found.ids
+        assert asked.looks[0][0] == found
 
 
 class TestDamage:

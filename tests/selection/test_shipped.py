@@ -143,7 +143,7 @@ class TestOtherWeights:
             CacheClipEngine(primary=tiny_models["llama"], auxiliary=auxiliary, chunk_context="prefix")
             for auxiliary in (tiny_models["auxiliary"], str(other))
         ]
-        one, two = (engine.parts.identity(engine.make_method("cacheclip")) for engine in engines)
+        one, two = (engine.parts.certificates.identity(engine.make_method("cacheclip")) for engine in engines)
         assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
 
     def test_a_server_of_vllm_plans_with_it(

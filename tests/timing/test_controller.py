@@ -416,7 +416,7 @@ class Tiered:
 
     def use(self, second_per_byte: float) -> None:
         profile = replace(PROFILE, media={SLOW: Cost(0.0, 0.0, second_per_byte)})
-        self.engine.parts.use_profile(self.engine.make_method(None, "auto"), profile)
+        self.engine.parts.controllers.use_profile(self.engine.make_method(None, "auto"), profile)
 
     @property
     def num_bytes(self) -> int:
@@ -510,7 +510,7 @@ class TestReading:
         media = {"page cache": Cost(0.0, 0.0, 1e-9), f"disk at {medium}": Cost(0.0, 1.0, 0.0)}
         found = {}
         for name, each in {"without": {}, "with": media}.items():
-            engine.parts.use_profile(engine.make_method(None, "auto"), replace(PROFILE, media=each))
+            engine.parts.controllers.use_profile(engine.make_method(None, "auto"), replace(PROFILE, media=each))
             found[name] = engine.plan(TestEngine.PROMPT, recompute_ratio="auto").prediction
         assert found["with"] == found["without"] is not None
         shares[2] = 0.3
@@ -521,7 +521,7 @@ class TestReading:
     def test_a_tier_that_was_not_measured_is_learned(self, tmp_path: Path) -> None:
         tiered = Tiered(tmp_path, 1.0)
         profile = replace(PROFILE, media={"another": Cost(0.0, 0.0, 1.0)})
-        tiered.engine.parts.use_profile(tiered.engine.make_method(None, "auto"), profile)
+        tiered.engine.parts.controllers.use_profile(tiered.engine.make_method(None, "auto"), profile)
         plan, prediction, _ = tiered.first()
         assert plan.bypass is None and prediction.reading.medium == ""
 
@@ -627,7 +627,7 @@ class TestEngine:
     PROMPT = "\n\n".join(texts(4)) + "\n\nWho kept lamp 3?"
 
     def profiled(self, engine: CacheClipEngine, profile: Profile = PROFILE) -> CacheClipEngine:
-        engine.parts.use_profile(engine.make_method(None, "auto"), profile)
+        engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
         return engine
 
     def test_without_a_profile_it_is_the_methods_ratio(self, make: Made, caplog: pytest.LogCaptureFixture) -> None:
@@ -648,7 +648,7 @@ class TestEngine:
 
     def test_a_saved_profile_is_found(self, make: Made) -> None:
         engine = make(recompute_ratio="auto")
-        replace(PROFILE, identity=engine.parts.profile_identity(engine.make_method())).save()
+        replace(PROFILE, identity=engine.parts.controllers.profile_identity(engine.make_method())).save()
         assert engine.plan(self.PROMPT).prediction is not None
 
     def test_bypassed(self, make: Made) -> None:

@@ -59,7 +59,7 @@ def test_a_certificate(
     with pytest.raises(CertificateError, match="not faithful"):
         setting.planner(require_certificate=True).plan(PROMPTS[0], method=method.at(0.3))
     engine = setting.engine
-    assert certificates.find_certificate(engine.parts.identity(method))[0] is None
+    assert certificates.find_certificate(engine.parts.certificates.identity(method))[0] is None
 
 
 @pytest.mark.usefixtures("alone")

@@ -112,7 +112,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     return certificate_of(
         config,
         given,
-        engine.parts.identity(methods[max(methods)]),
+        engine.parts.certificates.identity(methods[max(methods)]),
         exactness,
         found_by_full,
         outcomes,

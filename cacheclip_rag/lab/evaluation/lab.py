@@ -214,7 +214,7 @@ class Lab:
         """Settings that must be equal in all runs of a comparison. Questions and methods may be added."""
         config, auxiliary = engine.config, engine.auxiliary
         heads = engine.head_set if auxiliary else None
-        named = engine.parts.named_heads({name for planned in self.runs for name in planned.method.head_sets})
+        named = engine.parts.head_sets.named({name for planned in self.runs for name in planned.method.head_sets})
         return {
             "dataset": self.name,
             "primary": config.primary,

@@ -225,7 +225,7 @@ def certify_vllm(
                 outcomes[ratio].append(_measure(session, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-        identity = session.planner.parts.identity(methods[max(methods)])
+        identity = session.planner.parts.certificates.identity(methods[max(methods)])
     return common.certificate_of(
         config,
         given,

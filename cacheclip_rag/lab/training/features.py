@@ -13,7 +13,7 @@ from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention_plan import Probe
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.auxiliary import pack_chunks
-from ...selection.scoring import Question
+from ...selection.scoring import question_ids
 from ..models import transformers_model
 from .families import Sample, Span
 
@@ -61,7 +61,7 @@ def look(caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: i
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
-    question = Question.of(runtime, sample.question).ids
+    question = question_ids(runtime, sample.question)
     packed = pack_chunks(runtime, caches.prefix, kv, question)
     hidden = packed.sinks(sinks, spare=True)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}

@@ -22,7 +22,7 @@ from ...engine import CacheClipEngine
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...runtime.base import Message
-from ...selection.scoring import Question
+from ...selection.scoring import question_ids
 from ..evaluation.records import Record, read_records
 from ..models import transformers_model
 from .families import FAMILIES, Sample, Span
@@ -162,7 +162,7 @@ def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
     auxiliary = transformers_model(engine.auxiliary)
     primary = engine.primary
     rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
-    asked = len(Question.of(auxiliary, sample.question).ids)
+    asked = len(question_ids(auxiliary, sample.question))
     whole = sum(len(primary.tokenize(text)) for text in (*sample.chunks, sample.question))
     room = auxiliary.reuse_tokens - len(engine.parts.auxiliary_caches.prefix_ids)
     return max(rows) + asked <= room and whole + _ROOM <= getattr(primary, "reuse_tokens", primary.context_tokens)

@@ -154,15 +154,9 @@ def _of_block(
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
     with sdpa_backends(query.device):
-        return _sdpa(rows, keys, values, mask, rule.scaling)
-
-
-def _sdpa(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    found: torch.Tensor = scaled_dot_product_attention(
-        rows[None], keys[None], values[None], attn_mask=mask, scale=scale
-    )
+        found: torch.Tensor = scaled_dot_product_attention(
+            rows[None], keys[None], values[None], attn_mask=mask, scale=rule.scaling
+        )
     return found[0]
 
 
@@ -179,8 +173,8 @@ def _in_two_parts(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """As :func:`_sdpa`, but the first ``num_unmasked`` keys, which every row sees, need no mask. The two parts are
-    merged by their log-sum-exp, as FlashAttention merges its blocks (arXiv:2205.14135, section 3.1)."""
+    """Scaled dot-product attention of which the first ``num_unmasked`` keys, which every row sees, need no mask. The
+    two parts are merged by their log-sum-exp, as FlashAttention merges its blocks (arXiv:2205.14135, section 3.1)."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (first, mass), (second, other) = (
         kernel(rows[None], keys[None, :, part], values[None, :, part], attn_mask=of_part, scale=scale)

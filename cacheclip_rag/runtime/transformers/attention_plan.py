@@ -104,12 +104,6 @@ class Masks:
     num_bytes: int = 0
     by_use: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def keep(self, use: Any, mask: torch.Tensor) -> None:
-        """Keep a mask if there is room for it."""
-        if self.num_bytes + mask.nbytes <= _MASK_BYTES:
-            self.num_bytes += mask.nbytes
-            self.by_use[use] = mask
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -143,11 +137,14 @@ class Block:
         return cls(rows, keys, placed, int(positions[0]), geometry)
 
     def kept(self, use: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One of :attr:`masks`, made if it is not there."""
-        found = self.masks.by_use.get((self.rows.start, use))
+        """One of :attr:`masks`, made if it is not there, and kept if there is room for it."""
+        masks, key = self.masks, (self.rows.start, use)
+        found = masks.by_use.get(key)
         if found is None:
             found = make()
-            self.masks.keep((self.rows.start, use), found)
+            if masks.num_bytes + found.nbytes <= _MASK_BYTES:
+                masks.num_bytes += found.nbytes
+                masks.by_use[key] = found
         return found
 
     def is_plain(self, rule: AttentionRule) -> bool:

@@ -29,7 +29,7 @@ from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
-from .text import TextModel
+from .text import TextModel, check_process
 
 if TYPE_CHECKING:
     from ...base.clock import PhaseClock
@@ -216,7 +216,8 @@ class ModelRuntime(TextModel):
             one_layer: all layers share one layer's memory, for a single pass that fills each layer right before it
                 runs (:attr:`AttentionPlan.before_layer`).
         """
-        self.check_process()  # stored KV is written, by several threads, before the model is first used
+        # stored KV is written, by several threads, before the model is first used
+        check_process(self.name, self._process)
         shared: dict[torch.device, FusedLayer] = {}
         layers = []
         for device in self.layer_devices:
@@ -226,13 +227,9 @@ class ModelRuntime(TextModel):
             layers.append(layer)
         return FusedCache(layers=layers)
 
-    def rotary_tables(self, start: int, stop: int) -> list[Tables | None]:
-        """Per layer the model's float32 cos and sin, each ``(stop - start, rotary_dim)``, for positions start to
-        stop - 1; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
-        return self.rotary_tables_at(torch.arange(start, stop))
-
-    def rotary_tables_at(self, positions: torch.Tensor) -> list[Tables | None]:
-        """As :meth:`rotary_tables`, for any positions, ``(num_tokens,)`` int64, at least one."""
+    def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
+        """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
+        int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
         with self.passes.shared():
             by_kind = {kind: self._tables(kind, positions) for kind in set(self._layer_kinds) if kind is not None}
         shared: dict[tuple[str, torch.device], Tables] = {}
@@ -244,10 +241,10 @@ class ModelRuntime(TextModel):
         return tables
 
     def tables_of(self, cache: FusedCache, slots: torch.Tensor) -> list[Tables | None]:
-        """As :meth:`rotary_tables_at`, for slots of ``cache`` at their positions: rows of its own tables, if it has
+        """As :meth:`rotary_tables`, for slots of ``cache`` at their positions: rows of its own tables, if it has
         them."""
         if not cache.tables:
-            return self.rotary_tables_at(slots if cache.geometry is None else cache.geometry.positions_of(slots))
+            return self.rotary_tables(slots if cache.geometry is None else cache.geometry.positions_of(slots))
         rows = {device: slots.to(device) for device in set(self.layer_devices)}
         return changed(cache.tables, lambda table: table.index_select(0, rows[table.device]))
 
@@ -286,7 +283,7 @@ class ModelRuntime(TextModel):
         """
         if not kv.shape[3]:
             return  # an empty shared prefix: some rotary modules fail without a largest position
-        tables = self.rotary_tables(position, position + kv.shape[3])
+        tables = self.rotary_tables(torch.arange(position, position + kv.shape[3]))
         for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
             keys, values, scale = layer_of(kv, number, layer.device)
             layer.write(slot, rotate(keys, of_layer), values, scale)
@@ -342,7 +339,7 @@ class ModelRuntime(TextModel):
         num_tokens)``, when the function that is returned is called with the layer's number."""
         if not slots.numel():
             return lambda number: None
-        tables = self.rotary_tables(position, position + kv.shape[3])
+        tables = self.rotary_tables(torch.arange(position, position + kv.shape[3]))
         places = {device: slots.flatten().to(device) for device in set(self.layer_devices)}
 
         def write(number: int) -> None:
@@ -361,7 +358,7 @@ class ModelRuntime(TextModel):
         )
         if start == stop:
             return kv
-        for target, layer, tables in zip(kv, cache.layers, self.rotary_tables(start, stop), strict=True):
+        for target, layer, tables in zip(kv, cache.layers, self.rotary_tables(torch.arange(start, stop)), strict=True):
             target[0] = unrotate(layer.keys[0, :, start:stop], tables)
             target[1] = layer.values[0, :, start:stop]
         return kv

@@ -60,7 +60,7 @@ def encode_packed(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.
     runtime.run_rows(cache, ids, positions, plan, slots=slots, head=False)
     shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
     kv = torch.empty(shape, dtype=runtime.dtype, device=runtime.device)
-    everywhere = runtime.rotary_tables(0, start + max(lengths))
+    everywhere = runtime.rotary_tables(torch.arange(start + max(lengths)))
     for target, layer, tables in zip(kv, cache.layers, everywhere, strict=True):
         rows, at = slots.to(layer.device), positions.to(layer.device)
         of_rows = None if tables is None else (tables[0][at], tables[1][at])

@@ -68,12 +68,8 @@ class TextModel(Runtime):
     @property
     def model(self) -> Any:
         """The transformers model. Every pass gets it here, so a pass that would hang is refused here."""
-        self.check_process()
-        return self._model
-
-    def check_process(self) -> None:
-        """Raise ModelError where a pass would hang, see :func:`check_process`."""
         check_process(self.name, self._process)
+        return self._model
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
         """Token ids of ``text``, with no special tokens added.
