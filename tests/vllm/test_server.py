@@ -22,6 +22,7 @@ from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
@@ -246,7 +247,7 @@ class TestEqualAnswers:
     def test_the_adapters_client(self, served: Served, setting: Setting) -> None:
         engine = RemoteEngine(f"{served.address}/v1", KEY)
         assert engine.served.uses_tools and engine.served.context_tokens == 1024
-        *_, last = engine.stream(PROMPTS[0], SamplingParams(max_tokens=4), documents=CHUNKS)
+        *_, last = engine.stream(PROMPTS[0], options=CallOptions(SamplingParams(max_tokens=4), documents=CHUNKS))
         assert last.answer is not None and last.answer.stats.hits == 4 and last.answer.stats.method == "cacheclip"
         expected = setting.engine.generate(PROMPTS[0], max_tokens=4, temperature=0)
         assert last.answer.text and expected.text.startswith(last.answer.text)  # vLLM holds back half a character
@@ -360,7 +361,11 @@ class TestRefusals:
         asked = PROMPTS[0] * 3
         assert len(setting.planner().plan(asked, method="full").token_ids) > 1024
         with pytest.raises(PromptTooLongError, match="1024"):
-            list(RemoteEngine(f"{served.address}/v1", KEY).stream(asked, SamplingParams(max_tokens=4)))
+            list(
+                RemoteEngine(f"{served.address}/v1", KEY).stream(
+                    asked, options=CallOptions(SamplingParams(max_tokens=4))
+                )
+            )
 
     def test_a_wrong_key(self, served: Served) -> None:
         before = _metric(served, "cacheclip_outcomes_total")
