@@ -13,6 +13,7 @@ from .base.late import late_names
 from .base.version import __version__
 
 if TYPE_CHECKING:
+    from .answering.options import CallOptions
     from .base.errors import (
         CacheClipError,
         CertificateError,
@@ -49,6 +50,7 @@ __all__ = [
     "Answer",
     "CacheClipEngine",
     "CacheClipError",
+    "CallOptions",
     "CertificateError",
     "Chunk",
     "ConfigurationError",
@@ -82,6 +84,7 @@ _HOMES = {
     "Answer": "fusion.answer",
     "CacheClipEngine": "engine",
     "CacheClipError": "base.errors",
+    "CallOptions": "answering.options",
     "CertificateError": "base.errors",
     "Chunk": "prompt.segments",
     "ConfigurationError": "base.errors",

@@ -138,6 +138,7 @@ class TestProcess:
             "Answer",
             "CacheClipEngine",
             "CacheClipError",
+            "CallOptions",
             "CertificateError",
             "Chunk",
             "ConfigurationError",

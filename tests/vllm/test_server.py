@@ -21,8 +21,7 @@ import pytest
 from cacheclip_adapters.remote import RemoteEngine
 from openai import AuthenticationError, BadRequestError, OpenAI
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag import CacheClipEngine, CallOptions, SamplingParams
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
