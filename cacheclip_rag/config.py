@@ -21,14 +21,14 @@ from .base.checks import (
     path_as_text,
 )
 from .base.errors import ConfigurationError
+from .base.removed import SETTINGS, refuse_removed
+from .base.sampling import FINISH_MODES
 from .chunks.context import check_chunk_context
 from .methods import DEFAULT_METHOD, check_method
+from .runtime.base import DTYPES
 
 if TYPE_CHECKING:
     from .methods.base import Method
-from .base.removed import SETTINGS, refuse_removed
-from .base.sampling import FINISH_MODES
-from .runtime.base import DTYPES
 
 __all__ = ["EngineConfig"]
 
@@ -62,8 +62,8 @@ class EngineConfig:
     min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
     it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
-    certify`` shows what a value gives and costs. ``auto``: the least value with which every prompt of the certificate
-    began as with full prefill, for less than its cost; it needs a thorough certificate. 0: none.
+    certify`` shows what a value gives and costs. ``auto``: the least value with which the first token of every prompt
+    of the certificate was full prefill's, at less than full prefill's cost; it needs a thorough certificate. 0: none.
     None: the method's own. It holds for methods given by name; a Method instance has its own."""
     chunk_context: str = "passages"
     """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few

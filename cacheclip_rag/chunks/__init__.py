@@ -1,1 +1,1 @@
-"""Chunks: chunk contexts, chunk caches of a model, the library of texts and sources, and the prefix cache."""
+"""Chunks: chunk contexts, chunk caches of a model, and the library of texts and sources."""

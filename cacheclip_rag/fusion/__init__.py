@@ -1,1 +1,1 @@
-"""Fusion: lay the prompt out, assemble stored KV at true positions, recompute the chosen rows exactly."""
+"""Fusion: assemble stored KV at true positions, recompute the chosen rows exactly."""

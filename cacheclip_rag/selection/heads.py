@@ -158,13 +158,10 @@ class HeadSet:
 
 def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
     """The first of these that exists: the head set that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
-    this pair of models; :data:`HEADS_FILE` in the auxiliary's folder; the head set that this package ships for the
-    auxiliary; none.
+    this pair of models; :data:`HEADS_FILE` in the auxiliary's folder; the head set that this package ships for models
+    like the auxiliary; none.
 
     Args:
-        setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
-            ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for this pair of models; :data:`HEADS_FILE` in the
-            auxiliary's folder; the head set that this package ships for models like the auxiliary; none.
         auxiliary: runtime of the auxiliary model.
 
     Raises:

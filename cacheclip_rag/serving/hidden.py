@@ -1,6 +1,6 @@
 """Answers for users who must not learn which chunks are stored, because others of the same tenant stored them
-(``--hide-hits``). Metrics still count hits. The time to the first token shows them too, and so does the text of an
-answer that was to be revised."""
+(``hide_hits`` under ``[serve]`` of the settings file). Metrics still count hits. The time to the first token shows
+them too, and so does the text of an answer that was to be revised."""
 
 from __future__ import annotations
 

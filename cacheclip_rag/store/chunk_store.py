@@ -7,8 +7,8 @@ A store folder::
     writers/            one locked file per writing process (see ``writer``)
     catalog.sqlite3     entries, limits, texts and sources (see ``catalog``)
 
-A write is announced in the catalog before its payload, so that its bytes count at once. The next process to open the
-store completes or removes what a killed process left. A lock around whole writes was rejected: readers and other
+A write reserves its bytes in the catalog before its payload is written, so that they count at once. The next process
+to open the store completes or removes what a killed process left. A lock around whole writes was rejected: readers and other
 writers would wait for the disk.
 """
 

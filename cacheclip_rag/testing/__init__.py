@@ -1,6 +1,6 @@
 """Conformance suites that third parties inherit to test their own parts, and tiny models for tests.
 
-Needs pytest. Import each class from its module: ``from cacheclip_rag.testing.backends import ...``.
+Needs pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which architectures allow exact reuse of KV, and errors that explain why others do not.
 
-To add an architecture: one line in ``SUPPORTED`` and one row in ``tests/conftest.py`` (``TINY_MODELS``); the
+To add an architecture: one line in ``SUPPORTED`` and one row in ``testing/tiny.py`` (``TINY_MODELS``); the
 exactness tests then run on it. Sliding windows, soft-capping, attention sinks and partial rotary need no entry: the
 attention function and the rotary tables read them from the model.
 """
