@@ -8,8 +8,8 @@ A store folder::
     catalog.sqlite3     entries, limits, texts and sources (see ``catalog``)
 
 A write reserves its bytes in the catalog before its payload is written, so that they count at once. The next process
-to open the store completes or removes what a killed process left. A lock around whole writes was rejected: readers and other
-writers would wait for the disk.
+to open the store completes or removes what a killed process left. A lock around whole writes was rejected: readers
+and other writers would wait for the disk.
 """
 
 from __future__ import annotations
