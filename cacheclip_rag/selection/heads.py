@@ -162,9 +162,6 @@ def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
     auxiliary; none.
 
     Args:
-        setting: a file, ``none`` or ``auto``. ``auto`` takes the first of these that exists: the head set that
-            ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for this pair of models; :data:`HEADS_FILE` in the
-            auxiliary's folder; the head set that this package ships for models like the auxiliary; none.
         auxiliary: runtime of the auxiliary model.
 
     Raises:
