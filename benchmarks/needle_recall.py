@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +25,11 @@ from cacheclip_rag.lab.training.given import sample_of_record
 from cacheclip_rag.lab.training.targets import chosen_by
 from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import preset
-from cacheclip_rag.selection.scoring import Offsets
 
 RULER = ("niah_multivalue", "niah_multiquery")
 FAMILIES = ("multiquery", "two_hop")
+Offsets = Sequence[tuple[int, int]]
+"""Where tokens begin and end, in characters."""
 
 
 def covered(chosen: list[tuple[torch.Tensor, Offsets]], span: Span) -> tuple[int, int]:
