@@ -353,7 +353,7 @@ class CacheClipEngine:
                 template does not use tools, or ``json_schema`` or tools cannot be combined with method or finish.
             MissingExtraError: ``json_schema`` is set, and the extra ``structured`` is not installed.
             PromptTooLongError: the prompt does not fit the model's context.
-            UnsupportedModelError: the model's KV cannot be reused exactly, and ``fallback`` is not ``"full"``.
+            UnsupportedModelError: the model's KV cannot be reused; raised when the model is loaded.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
         yield from self._answering.stream(self._request(prompt, options, {"params": params, **given}))
