@@ -67,8 +67,8 @@ class StoreStats:
 
 
 class ChunkStore:
-    """A store for several tenants. Read and write through a :class:`TenantStore`. Safe to share between threads; a folder may
-    be shared by processes.
+    """A store for several tenants. Read and write through a :class:`TenantStore`. Safe to share between threads; a
+    folder may be shared by processes.
 
     Args:
         catalog: entries, texts and sources.
