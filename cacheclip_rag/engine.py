@@ -214,7 +214,7 @@ class CacheClipEngine:
         loaded = list(self.parts.usable(context))
         if len(loaded) > 1:
             _ = self.head_set
-        self.library.find("Is the text index open?")
+        self.library.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.caches_after_prefix, *loaded):
             _ = caches.prefix

@@ -400,7 +400,7 @@ class TestTenants:
         ours, theirs = both
         for tenant in both:
             put(tenant, 1, 2)
-            tenant.texts.add(["A text that is long enough to be found in a prompt, and a little longer."])
+            tenant.index.add(["A text that is long enough to be found in a prompt, and a little longer."])
             tenant.catalog.add_source(tenant.namespace, "node", "text 1")
         assert is_intact(ours, 1)  # in the memory tier too
         ours.store.set_quota("t", 10**6)
