@@ -7,8 +7,7 @@ Tiny models of six architectures and two real ones; nine presets; four recompute
 first tokens and what the statistics say. Exit code 1 if anything differs. The numbers hold for one kind of processor,
 one version of torch and two threads, which the file names: write it with the old code where they are others.
 
-``pins.json`` beside this script was written after prompts were tokenised as a whole: token ids at the edges of chunks
-then differ from the first edition's.
+``pins.json`` beside this script was written after prompts were tokenised as a whole.
 """
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ class Writer:
         kv = torch.full((1, 2, 1, self.rng.randrange(1, self.max_tokens), 64), value_of(key))
         text = f"the text with the number {number // 2}"
         self.count["puts"] += tenant.put(key, kv, "float32", text=text)
-        tenant.texts.add([text])
+        tenant.index.add([text])
 
     def _get(self) -> None:
         tenant, _, key = self._any()

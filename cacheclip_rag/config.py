@@ -87,7 +87,7 @@ class EngineConfig:
     but its pages are checked at each read."""
     max_bytes: int | None = None
     """Limit of the store, recorded in it for all its users. Above it, the tenant with the most bytes loses its least
-    recently used chunk caches. None: the recorded limit, or no limit."""
+    recently used chunk caches. 0: no limit, and a recorded one is removed. None: the recorded limit, or no limit."""
     prefix_cache_bytes: int = 2**28
     """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
     on_miss: str = "store"

@@ -19,7 +19,6 @@ from .answering.prefill import Prefilled
 from .answering.profiling import measure_profile
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
-from .base.clock import PhaseClock
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -31,7 +30,7 @@ from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .plan.plan import Plan
-from .plan.planner import choose_method, context_of
+from .plan.planner import choose_method
 from .prompt.messages import Documents, Prompt
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
 from .prompt.tools import check_tools
@@ -103,7 +102,7 @@ class CacheClipEngine:
     @property
     def primary(self) -> Runtime:
         """The model that answers; loads it."""
-        return self.parts.prefix_caches.runtime
+        return self.parts.runtime
 
     @property
     def auxiliary(self) -> Runtime | None:
@@ -125,7 +124,7 @@ class CacheClipEngine:
     def prefixes(self) -> PrefixCache:
         """The prefix cache: exact KV of the first tokens of earlier prompts, in memory. Approximate methods use it too.
         Clear it between methods if you compare them on one prompt."""
-        return self.parts.prefixes
+        return self.parts.prefix_cache
 
     @property
     def head_set(self) -> HeadSet | None:
@@ -163,7 +162,7 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        return self._writer.precompute(texts, context_of(self.config, method), source, document or "", stored)
+        return self._writer.precompute(texts, self.context_of(method), source, document or "", stored)
 
     def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
         """Delete the KV of chunk texts, and of texts that come only from these sources or documents.
@@ -215,9 +214,9 @@ class CacheClipEngine:
         loaded = list(self.parts.usable(context))
         if len(loaded) > 1:
             _ = self.head_set
-        self.library.find("Is the text index open?")
+        self.library.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
-        for caches in (self.parts.prefix_caches, *loaded):
+        for caches in (self.parts.caches_after_prefix, *loaded):
             _ = caches.prefix
         ready = self._answering.prefill(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
@@ -291,7 +290,7 @@ class CacheClipEngine:
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
-        return self.parts.context(context_of(self.config, method))
+        return self.parts.context_of(method)
 
     def segment(
         self,
@@ -307,7 +306,7 @@ class CacheClipEngine:
     def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
         request = self._request(prompt, options, given)
-        return self._answering.plan(request, self.parts.sources(request.method), PhaseClock())
+        return self._answering.plan(request)
 
     def generate(
         self,
@@ -353,7 +352,7 @@ class CacheClipEngine:
                 template does not use tools, or ``json_schema`` or tools cannot be combined with method or finish.
             MissingExtraError: ``json_schema`` is set, and the extra ``structured`` is not installed.
             PromptTooLongError: the prompt does not fit the model's context.
-            UnsupportedModelError: the model's KV cannot be reused exactly, and ``fallback`` is not ``"full"``.
+            UnsupportedModelError: the model's KV cannot be reused; raised when the model is loaded.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
         yield from self._answering.stream(self._request(prompt, options, {"params": params, **given}))

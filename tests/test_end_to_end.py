@@ -69,7 +69,7 @@ def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
 
 
 def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
-    from cacheclip_rag.fusion.recompute import assemble, choose_rows, recompute
+    from cacheclip_rag.fusion.recompute import choose_rows, recompute
 
     runtime = engine.primary
     caches = engine.parts.auxiliary_caches
@@ -80,7 +80,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     def fused(rotten: int = 0) -> torch.Tensor:
         cache = runtime.new_cache(layout.num_tokens)
         pieces = [(0, caches.prefix), *((span.start, stored_kv(caches, span)) for span in layout.chunks)]
-        assemble(runtime, cache, pieces)
+        runtime.fill_all(cache, pieces)
         keep = [] if rotten == 0 else [layout.chunks[0]]
         if rotten:
             runtime.fill(cache, pieces[1][1], slot=pieces[1][0], position=pieces[1][0] + rotten)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..guards.certificates import Certificates
+from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
 from ..models.load import check_name, load_any
 from ..models.memory import free_bytes
@@ -53,7 +55,7 @@ class Parts:
         """
         self.config = config
         self._load_primary = load_primary
-        self.prefixes = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
+        self.prefix_cache = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
         """Exact KV of the first tokens of earlier prompts, in memory."""
         self._lock = threading.RLock()
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
@@ -61,12 +63,12 @@ class Parts:
         self._tenant: TenantStore | None = None
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
-        self.head_sets = HeadSets(lambda: self.prefix_caches.runtime, lambda: self.auxiliary)
+        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary)
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.sources)
         """What certificates say about methods with these models."""
         self.controllers = Controllers(
-            self.certificates, lambda: [self.prefix_caches.runtime, *filter(None, [self.head_sets.auxiliary])]
+            self.certificates, lambda: [self.runtime, *filter(None, [self.head_sets.auxiliary])]
         )
         """Choose recompute ratios by predicted time."""
 
@@ -125,7 +127,7 @@ class Parts:
         """Close file handles and free memory; the parts may be used again afterwards."""
         if self._tenant is not None:
             self._tenant.close()
-        self.prefixes.clear()
+        self.prefix_cache.clear()
 
     # -- models -------------------------------------------------------------------------------------------------
 
@@ -134,9 +136,14 @@ class Parts:
         return self._caches_of("primary", context)
 
     @property
-    def prefix_caches(self) -> ChunkCaches:
-        """Chunk caches of the primary model with chunk context ``prefix``, including the shared prefix's KV."""
+    def caches_after_prefix(self) -> ChunkCaches:
+        """Chunk caches of the primary model with chunk context ``prefix``; they hold the shared prefix's KV."""
         return self.primary(PREFIX)
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """The primary model; loads it."""
+        return self.caches_after_prefix.runtime
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
@@ -177,17 +184,24 @@ class Parts:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        parts: bool = True,
+        isolated: bool = False,
     ) -> list[Segment]:
-        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`."""
-        reader = PromptReader(self.prefix_caches.runtime, self.config.system_prompt)
-        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=parts)
+        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`.
 
-    def segment_as_it_stands(self, text: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[Segment]:
-        """Cut a text without chat template and system prompt into stored chunks and fresh text."""
-        runtime = self.prefix_caches.runtime
+        Args:
+            isolated: the chunk context is; finds whole chunks only.
+        """
+        reader = PromptReader(self.runtime, self.config.system_prompt)
+        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=not isolated)
+
+    def segment_as_it_stands(
+        self, text: str, documents: Iterable[str] = (), *, isolated: bool = False
+    ) -> list[Segment]:
+        """Cut a text without chat template and system prompt into stored chunks and fresh text. ``isolated`` is as in
+        :meth:`segment`."""
+        runtime = self.runtime
         opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-        return opening + segment_text(text, self.library.index, documents, parts=parts and runtime.has_offsets)
+        return opening + segment_text(text, self.library.index, documents, parts=not isolated and runtime.has_offsets)
 
     def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
         """``role``: ``primary`` or ``auxiliary``."""
@@ -215,27 +229,28 @@ class Parts:
             context=context,
         )
 
-    def context(self, given: ChunkContext | None = None) -> ChunkContext:
-        """The chunk context of a method.
-
-        Args:
-            given: the method's :attr:`~cacheclip_rag.methods.base.Method.context`; None: the engine's setting.
-        """
-        return given or CONTEXTS[self.config.chunk_context]
-
     # -- methods ------------------------------------------------------------------------------------------------
+
+    def context_of(self, method: str | Method | None = None) -> ChunkContext:
+        """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
+        given = self.config.method if method is None else method
+        check_method(given)
+        # both methods that auto can mean use the engine's setting
+        chosen = preset(given) if isinstance(given, str) and given != DEFAULT_METHOD else given
+        own = chosen.context if isinstance(chosen, Method) else None
+        return own or CONTEXTS[self.config.chunk_context]
 
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
-        context = self.context(method.context)
+        context = self.context_of(method)
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
                 self._sources[wants] = Sources(
                     primary=self.primary(context),
-                    prefix=self.prefix_caches,
+                    prefix=self.caches_after_prefix,
                     auxiliary=self.head_sets.scorer(method.head_sets) if method.needs_auxiliary else None,
-                    prefixes=self.prefixes,
+                    prefix_cache=self.prefix_cache,
                 )
             return self._sources[wants]
 

@@ -22,7 +22,7 @@ from ..methods.base import Method
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
-from ..prompt.segments import PromptReader, as_segments, given_texts
+from ..prompt.segments import as_segments, given_texts
 from ..timing.controller import Controller
 from .calls import parameters_of, read_calls
 from .decoding import decode
@@ -71,9 +71,13 @@ class Answering:
         clock, turns = PhaseClock(), turns_of(runtime)
         with turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
-            exact = _exact(request, plan.method, sources, prefilled)
+            verification = _verification(request, plan.method, sources, prefilled)
             # finish completes the exact KV in any case, so that it needs no gate
-            beside = exact if exact is None or options.finishes else Gate(exact, plan.method.min_confidence)
+            beside = (
+                verification
+                if verification is None or options.finishes
+                else Gate(verification, plan.method.min_confidence)
+            )
             logits, missing = prefilled.logits, prefilled.missing
             events = decode(
                 runtime,
@@ -88,26 +92,31 @@ class Answering:
             events = chain((next(events),), events)
         for event in events:
             if event.answer is not None:
-                verified = None if exact is None else exact.result
+                verified = None if verification is None else verification.result
                 answered = ObservedAnswer(plan, event.answer, options.params, logits, verified)
                 for observer in self.observers:
                     observer.on_answer(answered)
             yield event
         self.writer.store_missing(missing, options.documents, sources.primary.context)
 
-    def plan(self, request: Request, sources: Sources, clock: PhaseClock) -> Plan:
-        """Decide how to answer. Computes no tensor."""
+    def plan(self, request: Request, sources: Sources | None = None, clock: PhaseClock | None = None) -> Plan:
+        """Decide how to answer. Computes no tensor.
+
+        Args:
+            sources: those of the request's method, if the caller has them already.
+            clock: started when the request came in; default now.
+        """
+        sources = sources or self.parts.sources(request.method)
+        clock = clock or PhaseClock()
         with clock.phase("lookup"):
             given = given_texts(request.options.documents)
             segments = as_segments(request.prompt)
             if segments is None:
-                reader = PromptReader(sources.primary.runtime, self.parts.config.system_prompt)
-                segments = reader.segments(
+                segments = self.parts.segment(
                     request.prompt,  # type: ignore[arg-type]
-                    self.parts.library.index,
                     given,
                     tools=request.options.tools,
-                    parts=not sources.primary.context.isolated,
+                    isolated=sources.primary.context.isolated,
                 )
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
             controller = self._controller(request)
@@ -124,11 +133,10 @@ class Answering:
         return self.parts.controllers.of(request.method)
 
     @torch.inference_mode()
-    def prefill(self, request: Request, clock: PhaseClock | None = None) -> Prefilled:
-        """Prefill up to the first token's logits. Calls no observer and stores nothing. ``clock``: default a new
-        one."""
+    def prefill(self, request: Request) -> Prefilled:
+        """Prefill up to the first token's logits. Calls no observer and stores nothing."""
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        clock = clock or PhaseClock()
+        clock = PhaseClock()
         with turns_of(sources.primary.runtime).prompt():
             return self._prefill(request, sources, clock, ())[1]
 
@@ -140,7 +148,7 @@ class Answering:
         for observer in observers:
             observer.on_plan(plan, sources)
         room = room_for(request.options.params)
-        found = prefill(plan, sources, params_tokens=room, clock=clock, trace=request.options.trace)
+        found = prefill(plan, sources, answer_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self._controller(request)) is not None:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
@@ -157,7 +165,7 @@ def _question(request: Request) -> str | None:
     return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
 
 
-def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
+def _verification(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
     runtime, layout = sources.primary.runtime, prefilled.layout
@@ -171,8 +179,8 @@ def _exact(request: Request, method: Method, sources: Sources, prefilled: Prefil
         runtime,
         layout.ids,
         capacity=layout.num_tokens + room_for(request.options.params),
-        find_match=lambda: sources.prefixes.match(known),
-        keeping=Keeping(sources.prefixes, runtime.reuse_tokens) if keeps else None,
+        find_match=lambda: sources.prefix_cache.match(known),
+        keeping=Keeping(sources.prefix_cache, runtime.reuse_tokens) if keeps else None,
         is_greedy=is_greedy(request.options.params),
         revises=request.options.finish == "revise",
     )

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Keeping:
     """Which part of a prompt's KV the prefix cache may keep for later prompts."""
 
-    prefixes: PrefixCache
+    prefix_cache: PrefixCache
     max_tokens: int
     """If prompt and answer have more tokens than this, nothing is kept: the rotary frequencies may have changed."""
     num_plain: int | None = None
@@ -41,7 +41,7 @@ class Keeping:
         if len(ids) > self.max_tokens:
             return
         try:
-            self.prefixes.insert(ids[: self.num_plain], state)
+            self.prefix_cache.insert(ids[: self.num_plain], state)
         except RuntimeError as error:  # for instance out of memory: the answer must not fail for this
             logger.warning("the KV of this prompt could not be kept in the prefix cache: %s", error)
 
@@ -71,19 +71,19 @@ class Prefilled:
             self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)
 
 
-def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
+def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
     """Carry out a plan.
 
     Args:
-        params_tokens: answer tokens for which the cache gets room.
+        answer_tokens: answer tokens for which the cache gets room.
         clock: started when the request came in.
         trace: also record scores, recomputed tokens and seconds per layer.
     """
-    capacity = plan.layout.num_tokens + params_tokens
+    capacity = plan.layout.num_tokens + answer_tokens
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
     if plan.bypass is not None:
-        return _bypassing(plan, plan.bypass, sources, capacity, clock)
+        return _plain_although_stored(plan, plan.bypass, sources, capacity, clock)
     fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
@@ -95,10 +95,10 @@ def prefill(plan: Plan, sources: Sources, *, params_tokens: int, clock: PhaseClo
         return found
     tried, stats, seen = fused.plan, found.stats, found.trace
     del fused, found  # memory holds one prompt's KV at a time
-    return replace(_after(tried, stats, sources, capacity, clock), trace=seen)
+    return replace(_plain_after_unsure(tried, stats, sources, capacity, clock), trace=seen)
 
 
-def _bypassing(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+def _plain_although_stored(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill although chunks are stored. Hits and misses are those of the plan."""
     stats = stats_of(plan, clock)
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
@@ -110,7 +110,9 @@ _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 """Statistics of a reusing plan that stay although its prompt is prefilled in full."""
 
 
-def _after(plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+def _plain_after_unsure(
+    plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock
+) -> Prefilled:
     """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
     method = plan.method
     sure = f"confidence {tried.confidence:.2f} at recompute ratio {method.nominal_ratio:.2g}"
@@ -157,7 +159,7 @@ def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | Non
     num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
         return None
-    return Keeping(sources.prefixes, runtime.reuse_tokens, num_plain)
+    return Keeping(sources.prefix_cache, runtime.reuse_tokens, num_plain)
 
 
 def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
@@ -176,7 +178,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
                 wait_for(logits)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    keeping = Keeping(sources.prefixes, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
+    keeping = Keeping(sources.prefix_cache, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)
     stats = replace(

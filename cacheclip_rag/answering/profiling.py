@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError, StoreError
 from ..base.progress import progress_bar
 from ..base.sampling import SamplingParams
@@ -110,7 +109,7 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
 def _reads(parts: Parts, method: Method) -> list[TimedRead]:
     """Readings of few and of several entries, of short and of long ones, from each tier of the engine's own store. None
     if the store cannot be measured."""
-    caches, store = parts.primary(parts.context(method.context)), parts.store.store
+    caches, store = parts.primary(parts.context_of(method)), parts.store.store
     runtime = caches.runtime
     try:
         for part in _PARTS:
@@ -134,7 +133,7 @@ class _Measuring:
         self.parts, self._method = parts, replace(method, min_confidence=0.0)
         self._writer = ChunkWriter(parts)
         self._answering = Answering(parts, self._writer, ())
-        runtime = parts.prefix_caches.runtime
+        runtime = parts.runtime
         most = min(_MOST_TOKENS, int(0.75 * min(runtime.context_tokens, runtime.reuse_tokens)))
         self._texts = {
             size: make_texts(runtime.tokenize, max(1, most // size), size, seed=size) for size in (_LONG, _SHORT)
@@ -169,11 +168,11 @@ class _Measuring:
 
     def _prompt(self, size: int, length: int) -> str:
         texts = self._texts[length][: max(1, size // length)]
-        self._writer.precompute(texts, self._method.context)
+        self._writer.precompute(texts, self.parts.context_of(self._method))
         return "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
 
     def _prefill(self, prompt: str, method: Method) -> Timing:
         request = Request(prompt, method, CallOptions(SamplingParams(max_tokens=1), question=QUESTION))
-        plan = self._answering.plan(request, self.parts.sources(method), PhaseClock())
+        plan = self._answering.plan(request)
         stats = self._answering.prefill(request).stats
         return Timing(Work.of(plan, 0), method.nominal_ratio if method.reuses_chunks else None, stats.phases_s)

@@ -33,23 +33,22 @@ class ChunkWriter:
     def precompute(
         self,
         texts: Documents,
-        context: ChunkContext | None,
+        context: ChunkContext,
         source: str | None = None,
         document: str = "",
         stored: Callable[[int, int], object] | None = None,
     ) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. ``context`` is as in
-        :meth:`cacheclip_rag.answering.parts.Parts.context`; without texts, no model is loaded for it."""
+        """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. Without texts, no model is loaded."""
         origins = _origins(texts)
         chunks = iter(chunk_texts(texts))
         first = next(chunks, None)
         if first is None:
             return 0
-        most = self._parts.prefix_caches.runtime.batch_characters
+        most = self._parts.runtime.batch_characters
         total = 0
         with WriteBehind() as behind:
             for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most):
-                models = self._parts.chunk_caches(self._parts.context(context))
+                models = self._parts.chunk_caches(context)
                 good, error = _checked(batch, models)
                 computed = _write(good, models, behind)
                 behind.add(partial(self._record, good, origins, source, document))
@@ -78,7 +77,7 @@ class ChunkWriter:
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # the prefix cache keeps its blocks
-        self._parts.prefixes.clear()
+        self._parts.prefix_cache.clear()
         return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:

@@ -10,7 +10,9 @@ import torch
 
 from ..base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime
-from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, decode, encode, frame_bytes, keeps
+from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, frame_bytes, keeps
+from ..store import decode as decode_frame
+from ..store import encode as encode_frame
 from .behind import WriteBehind
 from .context import ChunkContext
 
@@ -141,12 +143,12 @@ class ChunkCaches:
         *,
         num_layers: int | None = None,
         once: bool = False,
-        then: Callable[[], None] | None = None,
+        when_read: Callable[[], None] | None = None,
     ) -> ReadAhead:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
         keys = [self.key(text) for text in texts]
-        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, once=once, then=then)
+        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, once=once, when_read=when_read)
 
     def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         stored = self._store.get(key, buffer)
@@ -245,4 +247,4 @@ class ChunkCaches:
             self._store.put(key, kv, codec)
         except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode(encode(kv, codec, key, namespace=self._store.namespace), key).tensor()
+        return decode_frame(encode_frame(kv, codec, key, namespace=self._store.namespace), key).tensor()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..finding.common_parts import TextMatch
 from ..store import TenantStore
 
 __all__ = ["ChunkLibrary"]
@@ -19,7 +18,7 @@ class ChunkLibrary:
 
     def __init__(self, store: TenantStore) -> None:
         self._store, self._catalog, self._namespace = store, store.catalog, store.namespace
-        self.index = store.texts
+        self.index = store.index
         """Finds stored texts in a prompt."""
 
     def add(self, text: str, source: str | None = None, document: str = "") -> None:
@@ -27,14 +26,6 @@ class ChunkLibrary:
         self.index.add([text])
         if source is not None:
             self.add_source(text, source, document)
-
-    def find(self, prompt: str, documents: Iterable[str] = ()) -> list[TextMatch]:
-        """Stored texts and ``documents`` that occur in a prompt: leftmost, longest, not overlapping, in order."""
-        return self.index.find(prompt, documents)
-
-    def known(self, text: str) -> bool:
-        """Whether a text was added and not released since."""
-        return self.index.known(text)
 
     def release(self, texts: Iterable[str]) -> int:
         """Delete the KV of texts for every model and chunk context. Returns how many texts had any KV."""

@@ -11,7 +11,7 @@ import typer
 
 from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
-from .tables import IngestTable
+from .tables import CHUNK_TOKENS, IngestTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -33,7 +33,9 @@ def ingest(
             help="sentence-transformers model for retrieval.",
         ),
     ] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(show_default="512", help="Most tokens in a chunk.")] = None,
+    chunk_tokens: Annotated[
+        int | None, typer.Option(show_default=str(CHUNK_TOKENS), help="Most tokens in a chunk.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -48,7 +50,7 @@ def ingest(
 
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
-    from ..ingest.job import plan, undone_if_failed
+    from ..ingest.job import plan
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
     from .settings import engine_config, merge_settings
@@ -71,11 +73,14 @@ def ingest(
     if dry_run:
         _print_plan(plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit), as_json)
         return
-    with undone_if_failed(library, engine):
-        if config.max_bytes is not None:
-            engine.store.store.set_limit(limit)
-        embedder = Embedder(chosen.embedding, config.device)
-        report = run(paths, library=library, engine=engine, embedder=embedder, settings=chosen)
+    report = run(
+        paths,
+        library=library,
+        engine=engine,
+        embedder=Embedder(chosen.embedding, config.device),
+        settings=chosen,
+        max_bytes=config.max_bytes,
+    )
     if as_json:
         print_json({"store": store, **report.to_dict()})
     else:

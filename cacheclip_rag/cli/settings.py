@@ -10,6 +10,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
+from .tables import CHUNK_TOKENS
 
 __all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings"]
 
@@ -20,7 +21,7 @@ DEFAULT_SETTINGS = LibrarySettings(
     embedding=DEFAULT_EMBEDDING,
     dtype=_DEFAULTS.dtype,
     namespace=_DEFAULTS.namespace,
-    chunk_tokens=512,
+    chunk_tokens=CHUNK_TOKENS,
     overlap_tokens=0,
     chunk_context=_DEFAULTS.chunk_context,
 )

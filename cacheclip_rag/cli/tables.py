@@ -16,7 +16,19 @@ from dataclasses import dataclass, fields
 from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = ["TABLES", "CalibrateTable", "EvalTable", "FinetuneTable", "IngestTable", "ServeTable", "Table"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "TABLES",
+    "CalibrateTable",
+    "EvalTable",
+    "FinetuneTable",
+    "IngestTable",
+    "ServeTable",
+    "Table",
+]
+
+CHUNK_TOKENS = 512
+"""Most tokens in a chunk of ``cacheclip ingest``, unless the store or the command says otherwise."""
 
 
 class Table:

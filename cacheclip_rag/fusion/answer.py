@@ -44,7 +44,7 @@ class FusionStats:
     """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
     those of which half or more stands in the prompt are stored after the answer."""
     phases_s: dict[str, float]
-    """Seconds per phase of the time to the first token, keys as in :data:`PHASES`."""
+    """Seconds per phase of the time to the first token, keys as in :data:`~cacheclip_rag.base.clock.PHASES`."""
     ttft_s: float
     """Seconds from the call to the first new token, everything included."""
     charged_ratio: float = 0.0
@@ -65,8 +65,7 @@ class FusionStats:
     """Mean share of the chunk's tokens that stand in the prompt as they are stored, over the partial hits; None without
     one."""
     confidence: float | None = None
-    """Probability of the likeliest first token minus that of the second; None for an answer made of several
-    prompts."""
+    """Probability of the likeliest first token minus that of the second; None without logits."""
     gated: bool = False
     """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
     misses and partial hits are those of the reusing pass, whose KV was thrown away."""

@@ -42,7 +42,7 @@ from .wire import FusionPlan, StoredPiece, runs_of
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["assemble", "choose_rows", "fuse", "plan_ahead", "recompute"]
+__all__ = ["choose_rows", "fuse", "plan_ahead", "recompute"]
 
 
 def fuse(
@@ -130,12 +130,12 @@ class _FusedPass:
                 view = PromptView(**self._seen(plan.reused, scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
-                return self._assemble(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
         while True:  # something turned out to be damaged, and is gone
             with reading.again() as reading, suppress(ReadAgain):
-                return self._assemble(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
 
-    def _assemble(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+    def _assemble_and_recompute(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
         text.
 
@@ -252,9 +252,9 @@ class _FusedPass:
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
 
     def _seen(
-        self, reused: Sequence[Span], scorable: Sequence[Span], then: Callable[[], None] | None = None
+        self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Fields of a :class:`PromptView`. ``then``: called when the auxiliary's KV is read."""
+        """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
         layout = self.plan.layout
         return {
             "layout": layout,
@@ -262,16 +262,18 @@ class _FusedPass:
             "num_chunk_tokens": sum(len(span.tokens) for span in reused),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
-            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, then),
+            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
         }
 
     def _auxiliary_scores(
-        self, spans: Sequence[Span], scorer: AuxiliaryAttention, then: Callable[[], None] | None
+        self, spans: Sequence[Span], scorer: AuxiliaryAttention, when_read: Callable[[], None] | None
     ) -> list[torch.Tensor]:
         """Scores of the auxiliary model for each span, in the primary's tokens."""
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return auxiliary.score(spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, then)
+        return auxiliary.score(
+            spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, when_read
+        )
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -334,16 +336,6 @@ def _trace(
         recomputed=tuple(recomputed),
         layer_s=tuple(end - start for start, end in zip(starts, ends, strict=False)) if starts else (),
     )
-
-
-def assemble(primary: ModelRuntime, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
-    """Write stored KV into ``cache``; each piece ``(start slot, kv)`` is rotated to its true positions.
-
-    Pieces are put side by side (:func:`~cacheclip_rag.store.join`), so that the number of tensor operations does not
-    depend on their number. They must come in the order of their slots. Slots between them are not exact: they belong to
-    rows that are computed.
-    """
-    primary.fill_all(cache, pieces)
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:

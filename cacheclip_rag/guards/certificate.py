@@ -1,4 +1,4 @@
-"""Certificates: results of ``cacheclip certify`` for a pair of models, and the check whether they cover an engine.
+"""One certificate: results of ``cacheclip certify`` for a pair of models, its file, and whether it covers an engine.
 
 A certificate is valid for one combination of weights, tokenizers, method, dtype, kind of device and library versions.
 It is a file in the cache folder. Its digest detects damage, not forgery, so protect the folder by permissions.

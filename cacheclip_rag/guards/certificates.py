@@ -1,4 +1,4 @@
-"""What certificates say about the methods of one engine."""
+"""All certificates of one engine: what they (:mod:`.certificate`) say about its methods."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ _LEAST_TOKENS = 128
 
 class MissWarning(Observer):
     """Warns at the first prompt that reuses nothing although the store has chunks and the prompt seems to hold some.
-    Later ones are logged at INFO.
 
     A prompt seems to hold chunks if texts are known to be in it, documents were given with it, or it is long. A
     greeting, or a question without context, does not."""

@@ -25,7 +25,7 @@ from .library import Library, LibrarySettings
 from .plan import IngestPlan, price
 from .splitting import Splitter
 
-__all__ = ["IngestReport", "ingest", "plan", "undone_if_failed"]
+__all__ = ["IngestReport", "ingest", "plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,26 +94,30 @@ def ingest(
     engine: CacheClipEngine,
     embedder: Embedder,
     settings: LibrarySettings,
+    max_bytes: int | None = None,
 ) -> IngestReport:
     """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
     Documents that were ingested from a given folder and no longer exist there are removed. A first run that stores no
-    document leaves no store (:func:`undone_if_failed`).
+    document leaves no store (:func:`_undone_if_failed`).
 
     Args:
         settings: recorded with the first document; a later run with other settings is refused.
+        max_bytes: limit to record in the store first; 0: no limit; None: as recorded.
 
     Raises:
         DocumentError: a path does not exist, or no document was found.
         ConfigurationError: the library was made with other settings.
         StoreError: the library or the store cannot be used.
     """
-    with undone_if_failed(library, engine):
+    with _undone_if_failed(library, engine):
+        if max_bytes is not None:
+            engine.store.store.set_limit(max_bytes)
         return _ingest(paths, library, engine, embedder, settings)
 
 
 @contextmanager
-def undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None]:
+def _undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None]:
     """Remove what the block left in a new store, if it stored no document. A folder that was there stays, empty.
 
     After an interruption (Ctrl-C), chunk caches stay, because the next run finds them. If another process began to

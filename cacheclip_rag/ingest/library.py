@@ -62,8 +62,8 @@ class LibrarySettings:
     overlap_tokens: int
     chunk_context: str
     codec: str | None = None
-    """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`. ``int8`` means the
-    auxiliary's too."""
+    """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`.
+    Any but None is the auxiliary's too."""
 
 
 def _same_model(value: Any) -> Any:

@@ -17,7 +17,7 @@ class Splitter:
 
     tokenizer: Any
     """A transformers fast tokenizer. The primary's tokenizer makes sizes equal to tokens in the prompt."""
-    chunk_tokens: int = 512
+    chunk_tokens: int
     overlap_tokens: int = 0
 
     def __post_init__(self) -> None:

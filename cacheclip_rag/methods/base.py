@@ -106,8 +106,7 @@ class Method(ABC):
 
     @property
     def context(self) -> ChunkContext | None:
-        """The chunk context of the method's chunks; its name if it depends on the primary model (``trained``,
-        ``auto``); None: the engine's setting."""
+        """The chunk context of the method's chunks; None: the engine's setting."""
         return None if self.chunk_context is None else CONTEXTS[self.chunk_context]
 
     def positions(self, layout: Layout, reused: Sequence[Span]) -> Geometry | None:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..base.checks import check_ratio_and_limit
-from ..chunks.context import ChunkContext
 from ..config import EngineConfig
 from ..finding.common_parts import standing_in
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..prompt.layout import check_least_length, check_length, lay_out
-from ..prompt.segments import Chunk, Segment, without_parts
+from ..prompt.segments import Chunk, Segment
 from .plan import Plan
 from .sources import Sources
 
-__all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
+__all__ = ["choose_method", "count_absent", "make_plan"]
 
 
 def make_plan(
@@ -38,12 +37,10 @@ def make_plan(
         ConfigurationError: the method cannot take this prompt.
     """
     runtime = sources.primary.runtime
-    apart = sources.primary.context.isolated
-    if apart:
-        segments = without_parts(segments)
+    context = sources.primary.context
     check_least_length(segments, runtime)
-    layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, apart=apart)
-    layout = replace(layout, exact_after_prefix=sources.primary.context.is_exact_after_prefix)
+    layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
+    layout = replace(layout, exact_after_prefix=context.is_exact_after_prefix)
     check_length(layout, runtime.context_tokens, runtime.name)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
@@ -144,12 +141,3 @@ def choose_method(
     if least is not None and by_name and chosen.reuses_chunks:
         chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
     return chosen
-
-
-def context_of(config: EngineConfig, method: str | Method | None) -> ChunkContext | None:
-    """The chunk context of a method (default the engine's method); None: the engine's setting decides."""
-    given = config.method if method is None else method
-    check_method(given)
-    if given == DEFAULT_METHOD:
-        return None  # both methods that auto can mean use the engine's setting
-    return (preset(given) if isinstance(given, str) else given).context

@@ -26,7 +26,7 @@ class Sources:
     """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
     auxiliary: AuxiliaryScorer | None
     """None if the method needs no auxiliary model."""
-    prefixes: PrefixCache
+    prefix_cache: PrefixCache
     """Exact KV of the first tokens of earlier prompts."""
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -49,11 +49,11 @@ class Sources:
         Args:
             usable: False matches nothing, for a method whose positions differ from the prompt's.
         """
-        return self.prefixes.match(self._shareable(plan) if usable else ())
+        return self.prefix_cache.match(self._shareable(plan) if usable else ())
 
     def known_tokens(self, plan: Plan) -> int:
         """Number of tokens that :meth:`match` would match now."""
-        return self.prefixes.known(self._shareable(plan))
+        return self.prefix_cache.known(self._shareable(plan))
 
     def _shareable(self, plan: Plan) -> tuple[int, ...]:
         return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

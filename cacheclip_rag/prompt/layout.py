@@ -131,21 +131,21 @@ def lay_out(
     tokenize_chunk: Callable[[str], TokenizedText],
     prefix_ids: Sequence[int],
     *,
-    apart: bool = False,
+    isolated: bool = False,
 ) -> Layout:
     """Tokenise a prompt and find the tokens of its chunks.
 
     Args:
         tokenize_chunk: tokens of a whole chunk as it is stored.
-        apart: True tokenises every chunk apart from the text around it, for models that were trained so. Parts of
+        isolated: True tokenises every chunk apart from the text around it, for models that were trained so. Parts of
             chunks are fresh text then. A tokenizer without offsets does the same.
     """
     spans: list[Span] = []
-    apart = apart or not runtime.has_offsets
-    for group in _groups(without_parts(segments) if apart else segments, apart):
+    isolated = isolated or not runtime.has_offsets
+    for group in _groups(without_parts(segments) if isolated else segments, isolated):
         start = spans[-1].stop if spans else 0
         first = group[0]
-        if isinstance(first, Chunk) and apart:
+        if isinstance(first, Chunk) and isolated:
             if len(tokens := tokenize_chunk(first.whole)):
                 spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
         elif runtime.has_offsets:
@@ -160,12 +160,12 @@ def lay_out(
     return Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
 
 
-def _groups(segments: Sequence[Segment], apart: bool) -> Iterator[list[Segment]]:
-    """Segments that are tokenised together. ``apart``: each by itself."""
+def _groups(segments: Sequence[Segment], isolated: bool) -> Iterator[list[Segment]]:
+    """Segments that are tokenised together. ``isolated``: each by itself."""
     group: list[Segment] = []
     for segment in segments:
         group.append(segment)
-        if apart or segment.apart:
+        if isolated or segment.apart:
             yield group
             group = []
     if group:

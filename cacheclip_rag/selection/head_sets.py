@@ -1,4 +1,4 @@
-"""Which head sets the auxiliary model of an engine has."""
+"""All head sets (:mod:`.heads`) that the auxiliary model of one engine has."""
 
 from __future__ import annotations
 

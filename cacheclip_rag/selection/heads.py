@@ -1,4 +1,4 @@
-"""Head sets: the heads of an auxiliary model that find evidence, and their weights.
+"""One head set: the heads of an auxiliary model that find evidence, and their weights.
 
 A head set takes a few kilobytes, belongs to one auxiliary model, and does not depend on the primary's tokenizer.
 """

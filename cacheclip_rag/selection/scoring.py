@@ -55,13 +55,13 @@ class AuxiliaryScorer:
         question: str,
         scorer: AuxiliaryAttention,
         clock: PhaseClock,
-        then: Callable[[], None] | None = None,
+        when_read: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` scores of the primary's tokens. Called within the clock's phase ``select``; time
         spent on waiting for the store counts for ``read``.
 
         Args:
-            then: called when all KV is read, while it is still being scored.
+            when_read: called when all KV is read, while it is still being scored.
         """
         runtime, caches = self.runtime, self.caches
         asked = question_ids(runtime, question)
@@ -85,7 +85,7 @@ class AuxiliaryScorer:
         unset = "last" if scorer.layers == "tuned" else scorer.layers
         layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
-        with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, then=then) as reading:
+        with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, when_read=when_read) as reading:
             raw = self._scores(chosen, asked, scorer, heads, layers, clock, reading)
             clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)

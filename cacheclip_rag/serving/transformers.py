@@ -73,8 +73,8 @@ class TransformersBackend(ServingBackend):
         engine, options = self.engine(question.tenant), question.options
         prompt: str | Sequence[Message] | list[Segment] = question.prompt
         if isinstance(prompt, str):
-            parts = not engine.context_of(options.method).isolated
-            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), parts=parts)
+            isolated = engine.context_of(options.method).isolated
+            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), isolated=isolated)
         if question.min_confidence is not None:
             options = _with_confidence(engine, options, question.min_confidence)
         stream = engine.stream(prompt, options=options)

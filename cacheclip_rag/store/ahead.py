@@ -52,7 +52,7 @@ class ReadAhead:
         codec: str | None = None,
         num_layers: int | None = None,
         once: bool = False,
-        then: Callable[[], None] | None = None,
+        when_read: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
@@ -60,12 +60,12 @@ class ReadAhead:
             num_layers: read the first layers only, if no others are used; default all.
             once: the caller uses the layers in order, each once, and calls :meth:`done` after each. After
                 :exc:`ReadAgain` it must go on with :meth:`again`.
-            then: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
+            when_read: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
         """
-        self._store, self._keys, self._codec, self._then = store, tuple(keys), codec, then
+        self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
         self._once = once and not store.promotes  # which takes whole payloads
         self._num_layers = _ALL if num_layers is None else num_layers
-        self._again = lambda: ReadAhead(store, keys, codec=codec, num_layers=num_layers, once=once, then=then)
+        self._again = lambda: ReadAhead(store, keys, codec=codec, num_layers=num_layers, once=once, when_read=when_read)
         self._found: dict[str, StoredKV | None] = {}
         self._ready = dict.fromkeys(self._keys, 0)
         """Layers that are there and checked, by key."""
@@ -270,8 +270,8 @@ class ReadAhead:
 
     def _end(self) -> None:
         self._ended_at = time.perf_counter()
-        if self._then is not None:
-            self._then()
+        if self._when_read is not None:
+            self._when_read()
 
     def _settle(self, key: str, found: StoredKV | None) -> None:
         """A whole payload, or none, in place of what may have been given before."""

@@ -67,13 +67,14 @@ class StoreStats:
 
 
 class ChunkStore:
-    """A store for several tenants. Read and write through :meth:`tenant`. Safe to share between threads; a folder may
-    be shared by processes.
+    """A store for several tenants. Read and write through a :class:`TenantStore`. Safe to share between threads; a
+    folder may be shared by processes.
 
     Args:
         catalog: entries, texts and sources.
         tiers: backends of the payloads, fastest first.
-        max_bytes: limit of the last tier, recorded in the catalog for all processes; None: the recorded limit.
+        max_bytes: limit of the last tier, recorded in the catalog for all processes; 0: no limit, and the recorded one
+            is removed; None: the recorded limit.
         writer: this process, if a backend knows it already; default a new one in the catalog's folder.
 
     Raises:
@@ -96,7 +97,7 @@ class ChunkStore:
         What killed processes left in the folder is completed or removed.
 
         Args:
-            max_bytes: limit to record in the store; None: as recorded, or no limit.
+            max_bytes: limit to record in the store; 0: remove the recorded limit; None: as recorded, or no limit.
             memory_bytes: size of a memory tier before the disk; 0: no memory tier.
 
         Raises:
@@ -132,15 +133,15 @@ class ChunkStore:
         return self.catalog.limit
 
     def set_limit(self, max_bytes: int | None) -> int:
-        """Record the store's limit, for all processes; None removes it. Returns the number of entries evicted."""
+        """Record the store's limit, for all processes; 0 or None removes it. Returns the number of entries evicted."""
         self._given_limit = check_limit(max_bytes)
-        self.catalog.set_limit(max_bytes)
+        self.catalog.set_limit(max_bytes or None)
         self._new_limit = None  # last: another thread may be about to write
         return self.shrink()
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> int:
-        """Record a tenant's limit; None removes it. Returns the number of entries evicted."""
-        self.catalog.set_quota(namespace, check_limit(max_bytes))
+        """Record a tenant's limit; 0 or None removes it. Returns the number of entries evicted."""
+        self.catalog.set_quota(namespace, check_limit(max_bytes) or None)
         return self.shrink()
 
     def apply_limit(self) -> None:
@@ -325,7 +326,7 @@ class ChunkStore:
         """Sizes and counters."""
         total, tiers = self.catalog.total(), self.tiers.stats()
         tiers[-1].bytes = total.bytes
-        limit = self.catalog.limit if self._new_limit is None else self._new_limit
+        limit = self.catalog.limit if self._new_limit is None else self._new_limit or None
         return StoreStats(total.entries, total.bytes, limit, len(self.catalog.tenants()), tuple(tiers))
 
     def warn_once(self, kind: str, message: str, *arguments: object) -> None:

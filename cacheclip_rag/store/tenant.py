@@ -104,7 +104,7 @@ class TenantStore:
         """Raises ConfigurationError for an empty ``namespace``."""
         check_namespace(namespace)
         self.store, self.catalog, self.namespace = store, store.catalog, namespace
-        self.texts = TextIndex(store.catalog.database, namespace)
+        self.index = TextIndex(store.catalog.database, namespace)
         """Finds the tenant's texts in prompts."""
         self._hits = self._misses = 0
         self._uses: list[str] = []

@@ -1,4 +1,4 @@
-"""Predicts the time to the first token, and chooses the recompute ratio by it (``recompute_ratio="auto"``).
+"""One controller: predicts the time to the first token and chooses the ratio by it (``recompute_ratio="auto"``).
 
 A profile says how long this machine takes with these models: a line for plain prefill, one for the recompute of a fused
 prefill, one for everything before it, and one for reading from each medium of the store. ``cacheclip profile`` measures

@@ -1,4 +1,4 @@
-"""The controllers of one engine, one for each method that chooses its ratio by predicted time."""
+"""All controllers of one engine, one (:mod:`.controller`) for each method that chooses its ratio by predicted time."""
 
 from __future__ import annotations
 

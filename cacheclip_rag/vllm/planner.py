@@ -111,7 +111,7 @@ class Planner:
     @property
     def primary(self) -> PlanningRuntime:
         """The primary without its weights."""
-        return cast(PlanningRuntime, self.parts.prefix_caches.runtime)
+        return cast(PlanningRuntime, self.parts.runtime)
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""
@@ -138,7 +138,7 @@ class Planner:
                 "instance cacheclip (with an auxiliary model) or epic."
             )
         sources = self.parts.sources(method)
-        self.parts.library.find("Is the text index open?")
+        self.parts.library.index.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
             check_certificate(self.config, method, self.parts.certificates.identity(method))
         self.segments("?", method=method)
@@ -165,12 +165,12 @@ class Planner:
             as_it_stands: the prompt is a text without chat template and system prompt.
         """
         chosen = method if isinstance(method, Method) else self.make_method(method)
-        parts = not self.parts.context(chosen.context).isolated
+        isolated = self.parts.context_of(chosen).isolated
         given = given_texts(documents)
         if not as_it_stands:
-            return self.parts.segment(prompt, given, tools=check_tools(tools), parts=parts)
+            return self.parts.segment(prompt, given, tools=check_tools(tools), isolated=isolated)
         assert isinstance(prompt, str), "only a text can be read as it stands"
-        return self.parts.segment_as_it_stands(prompt, given, parts=parts)
+        return self.parts.segment_as_it_stands(prompt, given, isolated=isolated)
 
     @torch.inference_mode()
     def plan(

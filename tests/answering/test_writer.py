@@ -80,4 +80,4 @@ def test_what_comes_before_a_bad_text_is_stored(
     with pytest.raises(error):
         engine.precompute([*SENTENCES[:2], bad, SENTENCES[3]])
     assert [engine.is_stored(text) for text in (*SENTENCES[:2], SENTENCES[3])] == [True, True, False]
-    assert engine.library.known(SENTENCES[1]) and not engine.library.known(SENTENCES[3])
+    assert engine.library.index.known(SENTENCES[1]) and not engine.library.index.known(SENTENCES[3])

@@ -34,16 +34,16 @@ def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -
 
 
 def found(library: ChunkLibrary, prompt: str) -> list[str]:
-    return [prompt[match.start : match.stop] for match in library.find(prompt)]
+    return [prompt[match.start : match.stop] for match in library.index.find(prompt)]
 
 
 def test_added_texts_are_known_and_found(library: ChunkLibrary) -> None:
     library.add(ONE)
     library.add(TWO, "node", "report")
-    assert library.known(ONE) and not library.known(THREE)
+    assert library.index.known(ONE) and not library.index.known(THREE)
     assert found(library, f"{TWO} {THREE} {ONE}") == [TWO, ONE]
     prompt = f"{THREE} {ONE}"
-    assert [prompt[m.start : m.stop] for m in library.find(prompt, [THREE])] == [THREE, ONE]
+    assert [prompt[m.start : m.stop] for m in library.index.find(prompt, [THREE])] == [THREE, ONE]
 
 
 def test_release_deletes_every_entry_of_a_text(store: ChunkStore, library: ChunkLibrary) -> None:
@@ -52,7 +52,7 @@ def test_release_deletes_every_entry_of_a_text(store: ChunkStore, library: Chunk
         library.add(text)
     assert library.release([ONE, THREE]) == 1
     assert store.stats().entries == 3
-    assert not library.known(ONE) and found(library, f"{ONE} {TWO}") == [TWO]
+    assert not library.index.known(ONE) and found(library, f"{ONE} {TWO}") == [TWO]
     assert library.release([ONE]) == 0
 
 
@@ -69,7 +69,7 @@ def test_namespaces_share_nothing(store: ChunkStore, library: ChunkLibrary) -> N
         write(store, ONE, "model", namespace=namespace)
         each.add(ONE, "node")
     assert release_sources(library, ["node"]) == 1
-    assert not library.known(ONE) and theirs.known(ONE) and store.stats().entries == 1
+    assert not library.index.known(ONE) and theirs.index.known(ONE) and store.stats().entries == 1
     assert theirs.texts() == [ONE] and library.texts() == []
 
 
@@ -79,8 +79,8 @@ class TestSources:
         library.add(ONE, "node 1")
         library.add_source(ONE, "node 2")
         assert library.orphans(["node 1"]) == [] and library.orphans(["node 1", "node 2"]) == [ONE]
-        assert release_sources(library, ["node 1", "no such node"]) == 0 and library.known(ONE)
-        assert release_sources(library, ["node 2"]) == 1 and not library.known(ONE)
+        assert release_sources(library, ["node 1", "no such node"]) == 0 and library.index.known(ONE)
+        assert release_sources(library, ["node 2"]) == 1 and not library.index.known(ONE)
 
     def test_a_document_takes_its_sources_along(self, store: ChunkStore, library: ChunkLibrary) -> None:
         for number, text in enumerate((ONE, TWO)):
@@ -88,20 +88,20 @@ class TestSources:
             library.add(text, f"node {number}", "report")
         library.add_source(TWO, "elsewhere", "letter")
         assert release_sources(library, ["report"]) == 1
-        assert library.known(TWO) and library.texts() == [TWO] and library.texts("node 1") == []
+        assert library.index.known(TWO) and library.texts() == [TWO] and library.texts("node 1") == []
 
     def test_texts_to_keep_stay_though_their_source_goes(self, store: ChunkStore, library: ChunkLibrary) -> None:
         write(store, ONE, "model")
         library.add(ONE, "node")
         assert release_sources(library, ["node"], keep=[ONE]) == 0
-        assert library.known(ONE) and store.stats().entries == 1 and library.texts() == []
+        assert library.index.known(ONE) and store.stats().entries == 1 and library.texts() == []
 
     def test_sources_of_some_texts_alone_are_removed(self, library: ChunkLibrary) -> None:
         for text in (ONE, TWO):
             library.add(text, "node")
         library.remove_sources(["node"], texts=[ONE])
-        assert library.texts("node") == [TWO] and library.known(ONE)
+        assert library.texts("node") == [TWO] and library.index.known(ONE)
 
     def test_a_source_does_not_make_a_text_known(self, library: ChunkLibrary) -> None:
         library.add_source(ONE, "deleted just now")
-        assert not library.known(ONE) and found(library, ONE) == [] and library.texts() == [ONE]
+        assert not library.index.known(ONE) and found(library, ONE) == [] and library.texts() == [ONE]

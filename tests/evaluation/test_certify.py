@@ -95,7 +95,7 @@ class TestExactness:
     ) -> None:
         original = ModelRuntime.filling
         engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
-        num_prefix = engine.parts.prefix_caches.num_prefix
+        num_prefix = engine.parts.caches_after_prefix.num_prefix
 
         def filling(self: ModelRuntime, cache: Any, pieces: Any) -> Any:
             tables_of = ModelRuntime.tables_of

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.recompute import assemble, choose_rows
+from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out
@@ -82,7 +82,7 @@ class Case:
         cache = self.runtime.new_cache(self.layout.num_tokens + 64)
         pieces = kv or self.kv
         if not shift:
-            assemble(self.runtime, cache, pieces.items())
+            self.runtime.fill_all(cache, pieces.items())
         for start, piece in pieces.items() if shift else ():
             self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
         return cache
@@ -111,7 +111,7 @@ def make_case(
     engine = make_engine(folder, auxiliary, **options)
     engine.precompute(texts)
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
-    caches = engine.parts.prefix_caches
+    caches = engine.parts.caches_after_prefix
     layout = lay_out(engine.segment(prompt), caches.runtime, caches.tokenize, caches.prefix_ids)
     kv = {0: caches.prefix} | {span.start: stored_kv(caches, span) for span in layout.chunks}
     assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())

@@ -117,7 +117,7 @@ class TestIndependence:
         for text in CHUNKS:
             apart.precompute([text])
         for text in CHUNKS:
-            left, right = (engine.parts.prefix_caches.read(text) for engine in (together, apart))
+            left, right = (engine.parts.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
 
     def test_scores_of_the_other_chunks_in_the_pass(self, primary: str, tiny_models: dict[str, str]) -> None:

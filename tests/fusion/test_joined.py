@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.recompute import assemble
 from cacheclip_rag.methods.correction import install_correction
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
@@ -68,7 +67,7 @@ def one_by_one(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometr
 def together(runtime: Any, pieces: Sequence[tuple[int, KV]], geometry: Geometry | None = None) -> Any:
     cache = runtime.new_cache(CAPACITY)
     cache.geometry = geometry
-    assemble(runtime, cache, iter(pieces))
+    runtime.fill_all(cache, iter(pieces))
     return cache
 
 

@@ -470,7 +470,7 @@ class TestReadAhead:
                 finally:
                     ended.set()
 
-            with ReadAhead(slow.engine.store, slow.keys("auxiliary"), then=then) as first:
+            with ReadAhead(slow.engine.store, slow.keys("auxiliary"), when_read=then) as first:
                 no_threads(monkeypatch, after=1)
                 first.start()
                 assert ended.wait(20)
@@ -499,7 +499,7 @@ class TestReadAhead:
     def test_then_is_called_once_all_is_read(self, slow: Slow) -> None:
         slow.ask()
         done = threading.Event()
-        with ReadAhead(slow.engine.store, slow.keys("primary"), then=done.set) as reading:
+        with ReadAhead(slow.engine.store, slow.keys("primary"), when_read=done.set) as reading:
             assert not done.is_set()
             reading.start()
             assert done.wait(20)

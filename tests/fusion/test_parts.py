@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
-from cacheclip_rag.fusion.recompute import assemble, choose_rows, recompute
+from cacheclip_rag.fusion.recompute import choose_rows, recompute
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
@@ -214,7 +214,7 @@ class TestKV:
     @torch.inference_mode()
     def test_direct_reuse_reads_the_parts_own_kv(self, engine: CacheClipEngine, kind: str) -> None:
         found = prefilled(engine, self.PROMPT, "direct")
-        caches, layout = engine.parts.prefix_caches, found.layout
+        caches, layout = engine.parts.caches_after_prefix, found.layout
 
         def by_hand(shift: int) -> torch.Tensor:
             cache = engine.primary.new_cache(layout.num_tokens)
@@ -223,7 +223,7 @@ class TestKV:
                 kv = caches.read(span.whole).tensor()  # type: ignore[union-attr]
                 first = max(0, min(span.first + shift, kv.shape[3] - len(span.tokens)))
                 pieces[span.start] = kv[:, :, :, first : first + len(span.tokens)]
-            assemble(engine.primary, cache, pieces.items())  # type: ignore[arg-type]
+            engine.primary.fill_all(cache, pieces.items())  # type: ignore[attr-defined]
             return recompute(engine.primary, cache, layout, choose_rows(layout, layout.chunks, []))  # type: ignore[arg-type]
 
         assert gap(found.logits, by_hand(0)) < EXACT
@@ -234,7 +234,7 @@ class TestKV:
         engine = make_engine(tiny_models[kind], tiny_models["auxiliary"], codec=codec)
         engine.precompute(TEXTS)
         layout = engine.plan(self.PROMPT).layout
-        caches = engine.parts.prefix_caches
+        caches = engine.parts.caches_after_prefix
         [span] = [span for span in layout.chunks if span.whole == TEXTS[2]]
         kv = caches.read(span.whole)
         assert kv is not None
@@ -287,7 +287,7 @@ class TestTokenIds:
 def test_cut_joined_and_altered_prompts(engine: CacheClipEngine) -> None:
     """No range has other token ids than the prompt, whatever was done to the texts."""
     rng = random.Random(0)
-    caches = engine.parts.prefix_caches
+    caches = engine.parts.caches_after_prefix
     stored = [HEADER + text for text in TEXTS[:2]] + TEXTS[2:]
     reused = 0
     for _ in range(150):

@@ -76,9 +76,9 @@ class TestBlockAttention:
         result, direct = engine.prefill(PROMPT, method=method), engine.prefill(PROMPT, method=Isolated())
         assert (direct.stats.hits, direct.stats.misses) == (3, 0)
         assert gap(result.logits, direct.logits) == 0.0
-        runtime, layout = engine.parts.prefix_caches.runtime, result.layout
+        runtime, layout = engine.parts.caches_after_prefix.runtime, result.layout
         cache = runtime.new_cache(layout.num_tokens)
-        runtime.fill(cache, engine.parts.prefix_caches.prefix, slot=0, position=0)
+        runtime.fill(cache, engine.parts.caches_after_prefix.prefix, slot=0, position=0)
         for span in layout.chunks:
             runtime.fill(cache, runtime.encode(span.tokens.ids), slot=span.start, position=span.start)
         _, logits = scatter(engine.config.primary, cache, layout.ids, choose_rows(layout, layout.chunks, []))

@@ -80,7 +80,7 @@ def test_every_kind_of_damage_is_named_and_repaired(folder: Path) -> None:
     store = opened(folder)
     assert totals_are_right(store)
     prompt = LONG.format(3)
-    assert [(m.start, m.stop) for m in TenantStore(ChunkStore.open(folder), "u").texts.find(prompt)] == [
+    assert [(m.start, m.stop) for m in TenantStore(ChunkStore.open(folder), "u").index.find(prompt)] == [
         (0, len(prompt))
     ]
 
@@ -107,7 +107,7 @@ def test_a_catalog_is_made_anew_from_headers_alone(folder: Path, damage: str) ->
     store = opened(folder)
     assert store.release([LONG.format(2)]) == 1 and not is_intact(store, 2)
     prompt = f"{LONG.format(9)} {LONG.format(4)}"
-    assert [prompt[m.start : m.stop] for m in store.texts.find(prompt)] == [LONG.format(4)]
+    assert [prompt[m.start : m.stop] for m in store.index.find(prompt)] == [LONG.format(4)]
 
 
 def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
@@ -136,13 +136,13 @@ def test_repair_evicts_down_to_the_limit(folder: Path) -> None:
 
 def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
     store = opened(folder)
-    store.texts.add(["a text whose KV was evicted long ago"])
+    store.index.add(["a text whose KV was evicted long ago"])
     store.catalog.remove("t", [key(2)])
     store.close()
     found = collect_garbage(folder)
     assert (found["payloads"], found["texts"], found["writes"], found["evicted"]) == (1, 2, 0, 0)
     assert verify(folder).is_clean and verify(folder).entries == 7 and intact(folder, 1, 3, 4, 5)
-    assert opened(folder).texts.known(LONG.format(1)), "it has a source"
+    assert opened(folder).index.known(LONG.format(1)), "it has a source"
 
 
 def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
@@ -152,7 +152,7 @@ def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
     report = verify(folder)
     assert report.is_clean and report.entries == 0
     store = opened(folder)
-    assert store.store.limit == 10_000_000 and not store.texts.known(LONG.format(1))
+    assert store.store.limit == 10_000_000 and not store.index.known(LONG.format(1))
     assert store.catalog.source_texts("t") == []
     put(store, 1)
     assert is_intact(store, 1)
@@ -213,7 +213,7 @@ class TestWhatSomethingElseWrote:
         for number in range(1, 6):
             got = store.get(key(number))
             assert got is None or torch.equal(got.tensor(), kv(number))
-        store.texts.find(" ".join(LONG.format(number) for number in range(1, 6)))
+        store.index.find(" ".join(LONG.format(number) for number in range(1, 6)))
         put(store, 1, 9)
         store.close()
         repair(folder)
@@ -318,7 +318,7 @@ def test_repair_keeps_the_order_of_uses(folder: Path) -> None:
 def test_reading_makes_nothing(tmp_path: Path) -> None:
     store = ChunkStore.open(tmp_path / "none", memory_bytes=1000)
     tenant = TenantStore(store, "t")
-    assert tenant.get(key(1)) is None and key(1) not in tenant and tenant.texts.find("x" * 99) == []
+    assert tenant.get(key(1)) is None and key(1) not in tenant and tenant.index.find("x" * 99) == []
     assert store.limit is None and store.stats().entries == 0 and tenant.release(["x" * 99]) == 0
     assert not list(tmp_path.iterdir())
 
@@ -480,7 +480,7 @@ class TestPartsOfTexts:
         store = opened(tmp_path)
         for number, text in enumerate(self.TEXTS, 1):
             store.put(key(number), kv(number), "float32", text=text)
-        store.texts.add(self.TEXTS)
+        store.index.add(self.TEXTS)
         store.catalog.add_source("t", "node", self.TEXTS[0])
         store.close()
         assert self.found(tmp_path) == [True, True]

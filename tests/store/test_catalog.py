@@ -77,7 +77,7 @@ class TestMissing:
         assert set(again.keys()) == {key(1), key(3)} and again.codec_of(key(3)) == "bfloat16"
         assert is_intact(again, 1) and is_intact(TenantStore(again.store, "u"), 1)
         assert set(again.catalog.tenants()) == {"t", "u"} and totals_are_right(again)
-        [match] = again.texts.find(f"Read this. {LONG} What did he write?")
+        [match] = again.index.find(f"Read this. {LONG} What did he write?")
         assert match.stop - match.start == len(LONG)
         assert again.release([LONG, "text 1"]) == 2 and again.keys() == []
 

@@ -218,8 +218,8 @@ class TestEviction:
         assert store.get(key(2)) is None and key(2) not in store  # nor is the older version served
         assert is_intact(store, 1) and evictions(store) == 0
 
-    def test_limit_of_zero_keeps_nothing(self, kind: Kind) -> None:
-        store = kind.open(0)
+    def test_limit_below_every_entry_keeps_nothing(self, kind: Kind) -> None:
+        store = kind.open(1)
         assert not store.put(key(1), kv(1), "float32")
         assert store.get(key(1)) is None and store.stats().bytes == 0
 
@@ -276,6 +276,14 @@ class TestLimit:
         assert other.keys() == [key(3), key(4), key(5)] and bytes_on_disk(tmp_path) == 3 * BLOCK
         opened(tmp_path, 2 * BLOCK).store.apply_limit()
         assert other.store.limit == 2 * BLOCK and other.keys() == [key(4), key(5)]
+
+    def test_zero_removes_the_recorded_limit(self, tmp_path: Path) -> None:
+        """As with cacheclip ingest and cacheclip store limit, which read the same settings."""
+        put(opened(tmp_path, 2 * BLOCK), 1)
+        store = opened(tmp_path, 0)
+        assert store.store.stats().max_bytes is None
+        put(store, 2, 3, 4)
+        assert store.stats().entries == 4 and opened(tmp_path).store.limit is None
 
     def test_lowering_the_limit_evicts(self, kind: Kind) -> None:
         store = kind.open()
@@ -392,7 +400,7 @@ class TestTenants:
         ours, theirs = both
         for tenant in both:
             put(tenant, 1, 2)
-            tenant.texts.add(["A text that is long enough to be found in a prompt, and a little longer."])
+            tenant.index.add(["A text that is long enough to be found in a prompt, and a little longer."])
             tenant.catalog.add_source(tenant.namespace, "node", "text 1")
         assert is_intact(ours, 1)  # in the memory tier too
         ours.store.set_quota("t", 10**6)
@@ -553,7 +561,7 @@ class TestMemoryTier:
         elif how == "dropped":
             assert other.store.drop_tenant("t") == 1
         else:
-            assert other.store.set_limit(0) == 1
+            assert other.store.set_limit(1) == 1
         assert store.get(key(1)) is None and self.memory(store) == []
 
 

@@ -184,7 +184,7 @@ class TestDamage:
             for use in (
                 lambda: store.release(["text 1"]),
                 lambda: store.store.drop_tenant("t"),
-                lambda: store.store.set_limit(0),
+                lambda: store.store.set_limit(1),
             ):
                 with pytest.raises(StoreError, match="denied"):
                     use()

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from ...answering.prefill import Prefilled
 from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
-from ...fusion.recompute import assemble, choose_rows, recompute
+from ...fusion.recompute import choose_rows, recompute
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
 from ...methods.base import Method
@@ -193,7 +193,7 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     """Recompute a third of each chunk twice; the second time, last chunk and question are replaced."""
     runtime = transformers_model(engine.primary)
-    caches = engine.parts.prefix_caches
+    caches = engine.parts.caches_after_prefix
     layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix} if layout.num_prefix else {}
@@ -210,7 +210,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     results = []
     for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
         cache = runtime.new_cache(layout.num_tokens)
-        assemble(runtime, cache, {**pieces, border: last}.items())
+        runtime.fill_all(cache, {**pieces, border: last}.items())
         recompute(runtime, cache, replace(layout, token_ids=tuple(ids.tolist())), rows)
         results.append(cache)
     figure = 0.0

@@ -20,7 +20,7 @@ import torch
 from ... import __version__
 from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
-from ...chunks.context import CONTEXTS, context_name
+from ...chunks.context import CONTEXTS
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...methods import PRESET_NAMES, check_auxiliary, preset
@@ -228,7 +228,7 @@ class Lab:
             "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
             "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
             "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
-            "chunk_context": context_name(engine.parts.context()),
+            "chunk_context": config.chunk_context,
             "dtype": config.dtype,
             "device": config.device,
             "methods": {planned.run.label: describe(planned.method) for planned in self.runs},

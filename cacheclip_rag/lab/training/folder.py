@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from ... import __version__
 from ...base.tensor_files import read_tensors, write_tensors
 from ...chunks.caches import ChunkCaches
-from ...chunks.context import context_name
 from ...engine import CacheClipEngine
 from .families import Sample
 from .features import Seen, look
@@ -64,7 +63,7 @@ def digest_of(about: Any) -> str:
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
     """Everything of an engine on which its models' outputs depend, without names and folders of models."""
-    config, auxiliary, context = engine.config, engine.parts.auxiliary_caches, engine.parts.context()
+    config, auxiliary = engine.config, engine.parts.auxiliary_caches
     return {
         "primary_sha256": engine.primary.fingerprint,
         "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
@@ -72,7 +71,7 @@ def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
         "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
         "prefix_ids": list(auxiliary.prefix_ids),
         "system_prompt": config.system_prompt,
-        "chunk_context": context_name(context),
+        "chunk_context": config.chunk_context,
         "codecs": [config.codec, config.auxiliary_codec],
         "device": [config.device, config.auxiliary_device],
         "cacheclip_rag": __version__,
