@@ -16,7 +16,7 @@ from ..prompt.segments import Chunk, Segment, without_parts
 from .plan import Plan
 from .sources import Sources
 
-__all__ = ["choose_method", "context_of", "count_absent", "make_plan"]
+__all__ = ["choose_method", "context_of", "make_plan"]
 
 
 def make_plan(

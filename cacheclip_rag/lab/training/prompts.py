@@ -11,10 +11,10 @@ from .families import Sample
 __all__ = ["record_of", "segments_of"]
 
 
-def record_of(sample: Sample, number: int = 0) -> Record:
+def record_of(sample: Sample) -> Record:
     """The sample as a record for the laboratory."""
     chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
-    return Record(f"{sample.family}/{number}", sample.family, sample.question, (sample.answer,), chunks, {})
+    return Record(f"{sample.family}/0", sample.family, sample.question, (sample.answer,), chunks, {})
 
 
 def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
