@@ -62,7 +62,7 @@ class TestScores:
     def test_every_head_of_the_last_layer_is_the_untuned_model(self, scored: Scored) -> None:
         runtime = scored.runtime
         uniform = HeadSet.of_layers(SHA, "last", runtime.num_layers, runtime.model.config.num_attention_heads)
-        for ours, untuned in zip(scores(scored, uniform), scores(scored, "mean", pooled=True), strict=True):
+        for ours, untuned in zip(scores(scored, uniform), scores(scored, None, pooled=True), strict=True):
             torch.testing.assert_close(ours, untuned, atol=1e-6, rtol=0)
 
     def test_heads_are_those_of_plain_transformers(self, scored: Scored, folder: str) -> None:
