@@ -32,7 +32,8 @@ from cacheclip_rag.selection.heads import (
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS
-from tests.selection.test_auxiliary_scores import Scored, eager
+from tests.fusion.cases import reference_model
+from tests.selection.test_auxiliary_scores import Scored
 
 SHA = "a" * 64
 
@@ -67,7 +68,7 @@ class TestScores:
 
     def test_heads_are_those_of_plain_transformers(self, scored: Scored, folder: str) -> None:
         """Of one chunk, where a pooled softmax is eager attention over the chunk's columns alone."""
-        model, heads = eager(folder), some_heads(scored.runtime)
+        model, heads = reference_model(folder), some_heads(scored.runtime)
         for number, ids in enumerate(scored.chunk_ids):
             sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
             start = len(scored.prefix_ids)
