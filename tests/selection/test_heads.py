@@ -89,7 +89,7 @@ class TestScores:
 
     @pytest.mark.parametrize("heads", ["mean", "set"])
     def test_sinks_score_nothing_and_leave_the_rest_to_others(self, scored: Scored, heads: str) -> None:
-        asked: Any = some_heads(scored.runtime) if heads == "set" else "mean"
+        asked = some_heads(scored.runtime) if heads == "set" else None
         without, with_sinks = (scores(scored, asked, sinks=sinks) for sinks in (0, 3))
         assert all(not score[:3].any() and bool((score[3:] > 0).all()) for score in with_sinks)
         left = [score[3:] for score in without]
