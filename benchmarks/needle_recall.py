@@ -22,14 +22,32 @@ from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.ruler import generate
 from cacheclip_rag.lab.training.families import Sample, Span, synthetic_samples
 from cacheclip_rag.lab.training.given import sample_of_record
-from cacheclip_rag.lab.training.targets import chosen_by
+from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.testing.methods import Observed
 
 RULER = ("niah_multivalue", "niah_multiquery")
 FAMILIES = ("multiquery", "two_hop")
 Offsets = Sequence[tuple[int, int]]
 """Where tokens begin and end, in characters."""
+
+
+def chosen_by(engine: CacheClipEngine, sample: Sample, method: Method) -> list[tuple[torch.Tensor, Offsets]]:
+    """Per chunk the tokens that a method recomputes, ``(num_tokens,)`` bool of the primary's tokens, and the tokens'
+    character offsets. Exact chunks, and chunks computed with the prompt, count as recomputed."""
+    engine.prefixes.clear()
+    observed = Observed(method)
+    engine.prefill(segments_of(engine, sample), method=observed, question=sample.question)
+    found = {}
+    for chunk in sample.chunks:
+        offsets = engine.primary.tokenize(chunk).offsets
+        found[chunk] = torch.ones(len(offsets), dtype=torch.bool), offsets
+    if observed.seen:
+        for span, mask in zip(observed.seen["view"].spans, observed.seen["masks"], strict=True):
+            found[span.whole][0][span.first : span.first + len(mask)] = mask
+    return [found[chunk] for chunk in sample.chunks]
 
 
 def covered(chosen: list[tuple[torch.Tensor, Offsets]], span: Span) -> tuple[int, int]:
@@ -83,7 +101,7 @@ def main() -> None:
             for name, ratio in runs:
                 of_run = found.setdefault(f"{name}@{ratio:g}", {})
                 engine.precompute(sample.chunks, method=methods[name])
-                chosen = chosen_by(engine, sample, methods[name], ratio)
+                chosen = chosen_by(engine, sample, methods[name].at(ratio))
                 of_run.setdefault(sample.family, []).append(measured(chosen, sample))
             engine.release(sample.chunks)
             advance(done)

@@ -14,7 +14,7 @@ from ..base.clock import PhaseClock
 from ..base.sampling import SamplingParams
 from ..fusion.answer import Answer, Event
 from .beside import Beside, Continuation
-from .sampler import LogitsObserver, Sampler, room_for
+from .sampler import Sampler, room_for
 from .text import TextStream
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def decode(
     runtime: Runtime,
     prefilled: Prefilled,
     params: SamplingParams,
-    observe: LogitsObserver | None = None,
     *,
     beside: Beside | None = None,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -48,7 +47,7 @@ def decode(
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     beside = beside or Beside()
-    sampler = Sampler(params, prefilled.logits.device, observe, constraint)
+    sampler = Sampler(params, prefilled.logits.device, constraint)
     answer = _Decoding(runtime, prefilled, params, sampler, beside, turn, text_of or runtime.decode_ids)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +11,8 @@ from ..base.sampling import SamplingParams, is_greedy
 if TYPE_CHECKING:
     from ..runtime.base import Constraint
 
-__all__ = ["LogitsObserver", "Sampler", "confidence", "room_for"]
+__all__ = ["Sampler", "confidence", "room_for"]
 
-LogitsObserver = Callable[[torch.Tensor, int], None]
 """Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
 
@@ -32,12 +30,10 @@ class Sampler:
         self,
         params: SamplingParams,
         device: torch.device,
-        observe: LogitsObserver | None = None,
         constraint: Constraint | None = None,
     ) -> None:
         from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-        self._observe = observe
         self._constraint = constraint
         self._greedy = is_greedy(params)
         self._warpers = LogitsProcessorList()
@@ -65,8 +61,6 @@ class Sampler:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
         if self._constraint is not None:
             self._constraint.accept(token)
-        if self._observe is not None:
-            self._observe(logits, token)
         return token
 
 

@@ -103,11 +103,6 @@ class FusionPlan:
         return min(self.end, len(self.token_ids) - 1)
 
     @property
-    def num_computed(self) -> int:
-        """Number of positions that are computed."""
-        return sum(stop - start for start, stop in self.computed)
-
-    @property
     def digest(self) -> str:
         """Identifies the KV that the plan makes: 32 hexadecimal digits."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:32]

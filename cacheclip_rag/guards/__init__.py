@@ -8,16 +8,12 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .base import ObservedAnswer, Observer
-    from .certificate import CertificateGuard
-    from .metrics import Metrics
 
-__all__ = ["CertificateGuard", "Metrics", "ObservedAnswer", "Observer"]
+__all__ = ["ObservedAnswer", "Observer"]
 
 __getattr__ = late_names(
     __name__,
     {
-        "CertificateGuard": "certificate",
-        "Metrics": "metrics",
         "ObservedAnswer": "base",
         "Observer": "base",
     },

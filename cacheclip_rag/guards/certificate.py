@@ -380,7 +380,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         _warn_once((identity, why), message)
 
 
-def no_confidence(config: EngineConfig, method: Method, identity: Identity, why: str) -> CertificateError:
+def no_confidence(config: EngineConfig, method: Method, why: str) -> CertificateError:
     """The error for ``min_confidence="auto"`` without a certificate that states a value.
 
     Args:

@@ -59,7 +59,7 @@ class Certificates:
                 found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
                 known = [each for each in found if each is not None]
                 if len(known) < len(found):
-                    raise no_confidence(self._config, method, identity, why)
+                    raise no_confidence(self._config, method, why)
                 self._confidences[key] = max(known)
             return self._confidences[key]
 

@@ -11,11 +11,11 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .context import knows_tools
-    from .load import load_model, register_runtime, resolve, unload_models
+    from .load import load_model, register_runtime, resolve
     from .packaged.catalogue import PACKAGED_MODELS
     from .packaged.pull import pull_gguf
 
-__all__ = ["PACKAGED_MODELS", "knows_tools", "load_model", "pull_gguf", "register_runtime", "resolve", "unload_models"]
+__all__ = ["PACKAGED_MODELS", "knows_tools", "load_model", "pull_gguf", "register_runtime", "resolve"]
 
 __getattr__ = late_names(
     __name__,
@@ -26,6 +26,5 @@ __getattr__ = late_names(
         "pull_gguf": "packaged.pull",
         "register_runtime": "load",
         "resolve": "load",
-        "unload_models": "load",
     },
 )

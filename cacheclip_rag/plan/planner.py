@@ -15,7 +15,7 @@ from ..prompt.segments import Chunk, Segment
 from .plan import Plan
 from .sources import Sources
 
-__all__ = ["choose_method", "count_absent", "make_plan"]
+__all__ = ["choose_method", "make_plan"]
 
 
 def make_plan(

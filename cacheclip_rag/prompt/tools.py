@@ -33,7 +33,6 @@ __all__ = [
     "check_name",
     "check_tools",
     "is_name",
-    "tool_names",
     "unmarked",
     "with_short_ids",
 ]

@@ -193,7 +193,6 @@ class Runtime(ABC):
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:

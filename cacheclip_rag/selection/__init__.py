@@ -9,7 +9,6 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .budget import Budget, FixedStarts
     from .grouping import AlignedWindows, Tokens, Windows
-    from .heads import HeadSet
     from .scorers import (
         AuxiliaryAttention,
         CacheScorer,
@@ -29,7 +28,6 @@ __all__ = [
     "CacheScorer",
     "ChunkStart",
     "FixedStarts",
-    "HeadSet",
     "Oracle",
     "PromptScorer",
     "PromptView",
@@ -49,7 +47,6 @@ __getattr__ = late_names(
         "CacheScorer": "scorers",
         "ChunkStart": "scorers",
         "FixedStarts": "budget",
-        "HeadSet": "heads",
         "Oracle": "scorers",
         "PromptScorer": "scorers",
         "PromptView": "views",

@@ -39,8 +39,7 @@ def score_chunks(
     lengths: Sequence[int] | None = None,
     *,
     layers: Iterable[int] | None = None,
-    heads: str | HeadSet = "mean",
-    queries: str = "mean",
+    heads: HeadSet | None = None,
     pooled: bool = False,
     sinks: int = 0,
     before_layer: Callable[[int], None] | None = None,
@@ -59,8 +58,7 @@ def score_chunks(
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
         layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
-        heads: ``mean`` or ``max`` over the heads of a layer, or a head set (which is always ``pooled``).
-        queries: ``mean`` or ``max`` over question tokens.
+        heads: a head set, which is always ``pooled``; default the mean over the heads of each layer.
         pooled: True: one softmax over the tokens of all chunks, so that scores are comparable between chunks. False:
             one softmax per chunk, over everything that the question sees there.
         sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
@@ -71,7 +69,7 @@ def score_chunks(
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    if isinstance(heads, HeadSet):
+    if heads is not None:
         pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
     else:
         chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
@@ -91,15 +89,15 @@ def score_chunks(
             weights = weights.masked_fill_(of_device, float("-inf")).softmax(-1).nan_to_num()
         else:
             weights.masked_fill_(of_device, 0.0)
-        if isinstance(heads, HeadSet):
+        if heads is not None:
             counts = heads.weights_of(layer).to(weights.device)
             reduced = (weights * counts[:, None, None]).sum(0)
         else:
-            reduced = (weights.mean(0) if heads == "mean" else weights.amax(0)) / len(chosen)
-        scores.add_((reduced.mean(0) if queries == "mean" else reduced.amax(0)).to(scores.device))
+            reduced = weights.mean(0) / len(chosen)
+        scores.add_(reduced.mean(0).to(scores.device))
 
     probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
-    if isinstance(heads, HeadSet):
+    if heads is not None:
         probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
     packed.run(auxiliary, probe, before_layer, after_layer)
     return list(scores.cpu().split(packed.lengths))

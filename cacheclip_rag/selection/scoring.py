@@ -136,7 +136,7 @@ class AuxiliaryScorer:
                 asked,
                 [len(piece.tokens) for piece in pieces],
                 layers=layers,
-                heads=heads or "mean",
+                heads=heads,
                 pooled=scorer.pooled,
                 sinks=scorer.sinks,
                 before_layer=before_layer,

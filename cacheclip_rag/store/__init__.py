@@ -14,15 +14,15 @@ from ..base.late import late_names
 from ..finding.texts import TextIndex
 from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
-from .catalog import Catalog, Entry
-from .chunk_store import ChunkStore, StoreStats, is_store
+from .catalog import Catalog
+from .chunk_store import ChunkStore, is_store
 from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
 from .memory import MemoryBackend
 from .reader import StoreReader
 from .speed import TimedRead, has_room, measure_reads
-from .tenant import ReadBuffer, TenantStats, TenantStore
+from .tenant import ReadBuffer, TenantStore
 from .tiers import Tiers, TierStats
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ __all__ = [
     "Catalog",
     "ChunkStore",
     "DiskBackend",
-    "Entry",
     "FrameError",
     "Joined",
     "MemoryBackend",
@@ -46,9 +45,7 @@ __all__ = [
     "ReadBuffer",
     "Sink",
     "StoreReader",
-    "StoreStats",
     "StoredKV",
-    "TenantStats",
     "TenantStore",
     "TextIndex",
     "TierStats",

@@ -113,7 +113,7 @@ def verify(folder: Path) -> VerifyReport:
     unindexed = _verify_payloads(store, entries, report)
     if unindexed:
         report.problems.append(f"text index: {unindexed} texts of entries are missing from it")
-    report.unknown_files += [str(path.relative_to(folder)) for path in _foreign_files(store, folder)]
+    report.unknown_files += [str(path.relative_to(folder)) for path in _foreign_files(store)]
     report.unknown_files += [str(path.relative_to(folder)) for path in _left_behind(store)]
     if entries is not None:
         _verify_totals(store, report)
@@ -180,7 +180,7 @@ def repair(folder: Path) -> RepairReport:
         else:
             path.unlink()
             report.removed_files.append(str(path.relative_to(folder)))
-    for path in [*_foreign_files(store, folder)]:
+    for path in [*_foreign_files(store)]:
         report.moved_files.append(_move_aside(path, folder))
     store.catalog.drop_senseless()
     store.catalog.drop_sources(store.catalog.altered_sources())
@@ -337,7 +337,7 @@ def _left_behind(store: ChunkStore) -> Iterator[Path]:
         yield from (path for path in found if path.name.partition("-")[0] not in living)
 
 
-def _foreign_files(store: ChunkStore, folder: Path) -> Iterator[Path]:
+def _foreign_files(store: ChunkStore) -> Iterator[Path]:
     """Files among the payloads that are no payloads."""
     last = store.tiers.last
     if not isinstance(last, DiskBackend) or not last.folder.is_dir():

@@ -37,8 +37,8 @@ def sample_payload(number: int, num_bytes: int = 1000) -> bytes:
     return hashlib.shake_128(str(number).encode()).digest(num_bytes)
 
 
-def problems_in_threads(work: Callable[[int, list[str]], None], count: int = 4) -> list[str]:
-    """Run ``work(seed, problems)`` in ``count`` threads at once; what they noted, and what they raised."""
+def problems_in_threads(work: Callable[[int, list[str]], None]) -> list[str]:
+    """Run ``work(seed, problems)`` in four threads at once; what they noted, and what they raised."""
     problems: list[str] = []
 
     def guarded(seed: int) -> None:
@@ -47,7 +47,7 @@ def problems_in_threads(work: Callable[[int, list[str]], None], count: int = 4) 
         except BaseException as error:
             problems.append(repr(error))
 
-    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(count)]
+    threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -103,7 +103,6 @@ class FakeRuntime(Runtime):
         self,
         messages: Sequence[Message],
         *,
-        add_generation_prompt: bool = True,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
@@ -112,7 +111,7 @@ class FakeRuntime(Runtime):
             calls = message.get("tool_calls")
             called = f" [calls] {json.dumps(calls, ensure_ascii=False)}" if calls else ""
             turns += f"[{message['role']}] {message['content']}{called} [end]\n"
-        return turns + ("[assistant]" if add_generation_prompt else "")
+        return turns + "[assistant]"
 
     def _id_of(self, word: str) -> int:
         token = 1 + int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "little") % (_VOCABULARY - 1)

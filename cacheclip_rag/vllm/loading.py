@@ -186,9 +186,9 @@ class _PassWriter:
         self._tables: list[Tables | None] = []
         """Rotary tables of the chunks, once they are needed."""
 
-    def write_stored(self, number: int, layer: Any, write: Callable[..., None] | None = None) -> None:
+    def write_stored(self, number: int, layer: Any) -> None:
         """Write stored KV of a layer as it is, which computes no row."""
-        self._write(number, layer, write or layer.impl.do_kv_cache_update, None)
+        self._write(number, layer, layer.impl.do_kv_cache_update, None)
 
     def wrapping(self, number: int, write: Callable[..., None]) -> Callable[..., None]:
         """What replaces a layer's ``do_kv_cache_update`` during the pass."""

@@ -9,7 +9,7 @@ from itertools import islice
 from ..base.errors import ConfigurationError, MissingExtraError
 from .served import installed
 
-__all__ = ["check_flags", "check_given", "check_vllm", "is_on", "stands_for", "value_of"]
+__all__ = ["check_flags", "check_given", "check_vllm", "is_on", "value_of"]
 
 _VERSION = "0.32"
 

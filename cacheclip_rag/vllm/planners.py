@@ -55,11 +55,6 @@ class Route:
     """Seconds in which it waited for other prompts."""
     planning_s: float = 0.0
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the prompt has a fusion plan."""
-        return self.planned is not None and self.planned.fusion is not None
-
 
 class Planning:
     """The planners of a server. All methods but :meth:`plan` and :meth:`token_ids` block."""

@@ -40,15 +40,14 @@ _NEUTRAL: tuple[Any, ...] = (None, False, [], {"type": "text"})
 class Shadow:
     """Chooses answers at random and counts how far they agree with plain prefill. Safe to share between threads."""
 
-    def __init__(self, rate: float, metrics: Metrics, *, tokens: int = SHADOW_TOKENS) -> None:
+    def __init__(self, rate: float, metrics: Metrics) -> None:
         """
         Args:
             rate: share of the fused greedy answers, 0 to 1.
             metrics: gets ``shadow_greedy_checks_total``, ``shadow_agreement_sum`` and ``shadow_skipped_total``, with
                 ``shadow_other_first_token_total`` in place of a KL.
-            tokens: most tokens that are compared.
         """
-        self.rate, self.metrics, self.tokens = rate, metrics, tokens
+        self.rate, self.metrics = rate, metrics
         self._random = random.Random()
         self._lock = threading.Lock()
 
@@ -71,7 +70,7 @@ class Shadow:
             num_tokens: tokens of the answer.
         """
         plain = copy(params)
-        plain.max_tokens = max(1, min(num_tokens, self.tokens))
+        plain.max_tokens = max(1, min(num_tokens, SHADOW_TOKENS))
         plain.logprobs = None
         extra = dict(params.extra_args or {})
         extra.pop("kv_transfer_params", None)
@@ -80,7 +79,7 @@ class Shadow:
 
     def record(self, answer_ids: Sequence[int], plain_ids: Sequence[int], *, method: str) -> float:
         """Count one comparison; returns the share of compared tokens before the first that differs."""
-        count = max(1, min(len(answer_ids), self.tokens))
+        count = max(1, min(len(answer_ids), SHADOW_TOKENS))
         pairs = zip(answer_ids[:count], plain_ids, strict=False)
         equal = next((n for n, (given, plain) in enumerate(pairs) if given != plain), min(count, len(plain_ids)))
         agreement = equal / count

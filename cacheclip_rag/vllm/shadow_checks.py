@@ -16,7 +16,7 @@ from ..fusion.answer import FusionStats
 from ..serving.replies import as_json
 from .planners import Planning
 from .replies import ReplyText, Result
-from .shadow import Shadow
+from .shadow import SHADOW_TOKENS, Shadow
 
 __all__ = ["ShadowChecks"]
 
@@ -82,7 +82,7 @@ class ShadowChecks:
 
     async def _check(self, scope: Scope, body: Mapping[str, Any], stats: FusionStats, sent: bytes | bytearray) -> None:
         try:
-            again = _again(body, min(stats.generated_tokens, self._shadow.tokens))
+            again = _again(body, min(stats.generated_tokens, SHADOW_TOKENS))
             answer, plain = ReplyText.of(sent), ReplyText.of(await self._ask(scope, again))
             # the plain answer is cut at a number of tokens, and the other one is cut where it was
             text = answer.text[: len(plain.text) + _BEYOND * plain.has_ended]

@@ -116,9 +116,9 @@ class Remote(ThrottledBackend):
     name = "remote"
 
 
-def behind(folder: Path, kind: type[ThrottledBackend] = ThrottledBackend, max_bytes: int | None = None) -> ChunkStore:
+def behind(folder: Path, kind: type[ThrottledBackend] = ThrottledBackend) -> ChunkStore:
     """A store that reads 100 kB/s."""
-    return ChunkStore(Catalog(folder), Tiers([kind(DiskBackend(folder), bytes_per_s=1e5)]), max_bytes)
+    return ChunkStore(Catalog(folder), Tiers([kind(DiskBackend(folder), bytes_per_s=1e5)]))
 
 
 def files(folder: Path) -> dict[Path, bytes]:

@@ -262,7 +262,7 @@ def test_a_limit_too_small_for_a_run_is_said_before_and_after(
     assert evicted.code == 1 and evicted.json["evicted"] > 0
 
 
-def test_names_that_are_not_utf8(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
+def test_names_that_are_not_utf8(cacheclip: Any, stored: Path) -> None:
     corpus = stored.parent / "corpus"
     odd = os.fsdecode(os.fsencode(corpus) + b"/odd\xff")
     os.mkdir(odd)

@@ -462,17 +462,17 @@ class TestRotaryFrequenciesThatChange:
 class TestPrefixCache:
     CONTEXT = "\n\n".join(CHUNKS)
 
-    def turns(self, engine: CacheClipEngine, finish: str, method: str = "direct") -> tuple[Answer, Answer, Any]:
+    def turns(self, engine: CacheClipEngine, finish: str) -> tuple[Answer, Answer, Any]:
         """Two turns of a conversation: both answers, and the prompt of the second."""
         engine.prefixes.clear()
         messages: list[Message] = [{"role": "user", "content": f"{self.CONTEXT}\n\n{QUESTION}"}]
-        first = engine.generate(messages, SHORT, method=method, finish=finish)
+        first = engine.generate(messages, SHORT, method="direct", finish=finish)
         asked = [
             *messages,
             {"role": "assistant", "content": first.text},
             {"role": "user", "content": "And who lives there now?"},
         ]
-        return first, engine.generate(asked, SHORT, method=method, finish=finish), asked
+        return first, engine.generate(asked, SHORT, method="direct", finish=finish), asked
 
     @pytest.mark.parametrize("rows", [AT_THE_END, IN_THE_MIDDLE, AT_ONCE])
     @pytest.mark.parametrize("finish", ["verify", "revise"])

@@ -44,19 +44,19 @@ def ask(engine: CacheClipEngine, least: float, method: str = "direct", **options
     return engine.generate(PROMPT, options.pop("params", PARAMS), method=gated, **options)
 
 
-def along(engine: CacheClipEngine, method: str, count: int = 12) -> tuple[list[int], list[float]]:
+def along(engine: CacheClipEngine, method: str) -> tuple[list[int], list[float]]:
     """The slow reference: greedy tokens one by one, and the confidence of each."""
     engine.prefixes.clear()
     found: Any = engine.prefill(PROMPT, method=preset(method))
     ids, sure, logits = [], [], found.logits
-    for _ in range(count):
+    for _ in range(12):
         ids.append(int(logits.argmax()))
         sure.append(confidence(logits))
         logits = engine.primary.decode_step(found.cache, ids[-1])
     return ids, sure
 
 
-def exact_after(engine: CacheClipEngine, given: list[int], count: int = 12) -> list[int]:
+def exact_after(engine: CacheClipEngine, given: list[int]) -> list[int]:
     """The given tokens, and full prefill's greedy choices after them."""
     engine.prefixes.clear()
     full: Any = engine.prefill(PROMPT, method=preset("full"))
@@ -64,7 +64,7 @@ def exact_after(engine: CacheClipEngine, given: list[int], count: int = 12) -> l
     for token in given:
         logits = engine.primary.decode_step(full.cache, token)
     ids = list(given)
-    while len(ids) < count:
+    while len(ids) < 12:
         ids.append(int(logits.argmax()))
         logits = engine.primary.decode_step(full.cache, ids[-1])
     return ids

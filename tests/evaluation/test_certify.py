@@ -250,7 +250,7 @@ class TestCertify:
         with pytest.raises(ConfigurationError, match="none of the 1 prompts hides one.*at least one has a needle"):
             certify(config)
 
-    def test_nothing_to_certify(self, config: EngineConfig, tmp_path: Path) -> None:
+    def test_nothing_to_certify(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="reuses nothing"):
             certify(replace(config, method="full"))
         with pytest.raises(ConfigurationError, match="auxiliary"):

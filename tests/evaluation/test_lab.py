@@ -298,7 +298,7 @@ class TestMethodsThatFail:
 
     @pytest.mark.parametrize("error", [ConfigurationError("it does not fit."), RuntimeError("a bug")])
     def test_an_error_in_the_middle_stops_the_run_and_costs_no_question(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+        self, config: EngineConfig, tmp_path: Path, error: Exception
     ) -> None:
         def fail(self: Direct, request: Any, scores: Any) -> Any:
             if len(request.layout.chunks) == 2:
@@ -560,9 +560,7 @@ class TestResume:
             ("items.jsonl", "{}\n", "line 1 of .* is not an answer of a comparison"),
         ],
     )
-    def test_a_damaged_folder_is_told(
-        self, config: EngineConfig, tmp_path: Path, name: str, content: str, message: str
-    ) -> None:
+    def test_a_damaged_folder_is_told(self, tmp_path: Path, name: str, content: str, message: str) -> None:
         (folder := tmp_path / "run").mkdir()
         with open_journal(folder, {"dataset": "tiny"}, RECORDS):
             pass

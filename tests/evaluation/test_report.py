@@ -28,12 +28,12 @@ RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2",
 QUESTIONS = [Record(f"q{n}", "", f"Who keeps lamp {n}?", ("Ada", "Ada Thornbury"), (), {}) for n in range(1, 6)]
 
 
-def item(label: str, number: int, f1: float, ttft_s: float, kl: float | None = None, answer: str = "Ada") -> ItemResult:
+def item(label: str, number: int, f1: float, ttft_s: float, kl: float | None = None) -> ItemResult:
     fidelity = {"answer_kl": kl, "first_token_kl": 2 * kl, "agreement": 1 - kl} if kl is not None else {}
     scores = {"f1": f1, "contains": float(f1 == 1)}
     ratio = {"full": 1.0, "direct": 0.0, "clip 0.2": 0.25, "clip 1": 1.0}[label]
     return ItemResult(
-        f"q{number}", label, answer, scores, fidelity, ratio, ratio, ratio, ttft_s, {"read": 0.25, "recompute": ttft_s}
+        f"q{number}", label, "Ada", scores, fidelity, ratio, ratio, ratio, ttft_s, {"read": 0.25, "recompute": ttft_s}
     )
 
 
@@ -290,7 +290,7 @@ class TestAgainst:
         gate = summarise(replace(comparison, items=items))["methods"]["clip 0.2"]["gate"]
         assert [each["full_prefills"] for each in gate] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
 
-    def test_no_gate_without_confidences(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+    def test_no_gate_without_confidences(self, summary: dict[str, Any]) -> None:
         assert all(row["gate"] == [] for row in summary["methods"].values())
         assert gate_table(summary)[1] == []
 
@@ -460,7 +460,7 @@ class TestPage:
         policy = next(found["content"] for tag, found in page.tags if tag == "meta" and "content" in found)
         assert policy is not None and policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
 
-    def test_escapes_everything(self, comparison: Comparison) -> None:
+    def test_escapes_everything(self) -> None:
         bad = '<script>alert("1")</script><img src=x onerror=y>'
         run = Run(bad, bad, 0.5)
         hostile = Comparison(

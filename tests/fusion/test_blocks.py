@@ -57,9 +57,9 @@ def assert_right(hit: Match, ids: Sequence[int]) -> None:
         assert torch.equal(got.keys, right.keys) and torch.equal(got.values, right.values)
 
 
-def found(cache: PrefixCache, ids: Sequence[int], at_most: int | None = None) -> int:
+def found(cache: PrefixCache, ids: Sequence[int]) -> int:
     """Tokens that a match finds, after a look at their KV."""
-    with cache.match(ids, at_most=at_most) as hit:
+    with cache.match(ids) as hit:
         assert_right(hit, ids)
         return hit.num_tokens
 
@@ -106,12 +106,6 @@ class TestMatch:
         put(cache, [5, 6])
         assert found(cache, [5, 6, 3, 4]) == 2
         assert found(cache, [3, 4]) == 0
-
-    @pytest.mark.parametrize(("at_most", "expected"), [(-1, 0), (0, 0), (3, 2), (4, 4), (5, 4), (99, 6), (None, 6)])
-    def test_at_most(self, at_most: int | None, expected: int) -> None:
-        cache = room(99)
-        put(cache, [1, 2, 3, 4, 5, 6])
-        assert found(cache, [1, 2, 3, 4, 5, 6], at_most) == expected
 
     def test_only_new_blocks_are_stored(self) -> None:
         cache = room(99)
@@ -359,12 +353,11 @@ class Reference:
         """Blocks that take room: those stored and those still held after a clear."""
         return len(self.blocks) + sum(block.refs > 0 for block in self.cleared)
 
-    def starts(self, ids: Sequence[int], at_most: int | None = None) -> list[tuple[int, ...]]:
-        limit = len(ids) if at_most is None else min(len(ids), at_most)
-        return [tuple(ids[:stop]) for stop in range(SIZE, limit + 1, SIZE)]
+    def starts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(ids[:stop]) for stop in range(SIZE, len(ids) + 1, SIZE)]
 
-    def hold(self, ids: Sequence[int], at_most: int | None = None) -> list[Whole]:
-        held = [self.blocks[s] for s in takewhile(self.blocks.__contains__, self.starts(ids, at_most))]
+    def hold(self, ids: Sequence[int]) -> list[Whole]:
+        held = [self.blocks[s] for s in takewhile(self.blocks.__contains__, self.starts(ids))]
         for block in held:
             block.refs += 1
         return held
@@ -400,8 +393,8 @@ ids = st.lists(st.integers(0, 1), max_size=9)
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("insert"), ids),
-        st.tuples(st.just("match"), ids, st.none() | st.integers(0, 9)),
-        st.tuples(st.just("hold"), ids, st.none() | st.integers(0, 9)),
+        st.tuples(st.just("match"), ids),
+        st.tuples(st.just("hold"), ids),
         st.tuples(st.just("release"), st.integers(0, 3)),
         st.tuples(st.just("clear")),
     ),
@@ -412,7 +405,7 @@ operations = st.lists(
 class TestRandomTraces:
     @settings(max_examples=300, deadline=None)
     @given(max_blocks=st.integers(0, 7), spare=st.integers(0, BLOCK_BYTES - 1), trace=operations)
-    @example(3, 0, [("insert", [0] * 6), ("hold", [0] * 6, None), ("insert", [1] * 4), ("release", 0), ("insert", [1])])
+    @example(3, 0, [("insert", [0] * 6), ("hold", [0] * 6), ("insert", [1] * 4), ("release", 0), ("insert", [1])])
     def test_equal_to_brute_force(self, max_blocks: int, spare: int, trace: list[Any]) -> None:
         """Same hits, blocks, holders and evictions; no child without its parent; the limit never exceeded."""
         cache = PrefixCache(max_blocks * BLOCK_BYTES + spare, block_tokens=SIZE)
@@ -433,7 +426,7 @@ class TestRandomTraces:
             elif name == "release" and held:
                 let_go(arguments[0] % len(held))
             elif name in ("match", "hold"):
-                hit = cache.match(arguments[0], at_most=arguments[1])
+                hit = cache.match(*arguments)
                 held.append((hit, reference.hold(*arguments)))
                 assert hit.num_tokens == SIZE * len(held[-1][1])
                 if name == "match":
@@ -501,7 +494,7 @@ class TestWithModel:
     def answered(runtime: Any, cache: PrefixCache, ids: torch.Tensor) -> tuple[int, FusedCache, torch.Tensor]:
         """Tokens reused, the prompt's cache and its last logits."""
         fused = runtime.new_cache(len(ids))
-        with cache.match(ids.tolist(), at_most=len(ids) - 1) as hit:
+        with cache.match(ids.tolist()[:-1]) as hit:
             hit.write_to(fused)
         logits = runtime.extend(fused, ids[hit.num_tokens :], hit.num_tokens)
         assert logits is not None
@@ -529,7 +522,7 @@ class TestWithModel:
         expected = reference_logits(primary, second)
         reused, _, logits = self.answered(runtime, cache, second)
         assert gap(logits, expected) < EXACT
-        chains = [cache.match(ids.tolist(), at_most=reused)._blocks or () for ids in (first, first.flip(0))]
+        chains = [cache.match(ids.tolist()[:reused])._blocks or () for ids in (first, first.flip(0))]
         one, other = (chain[-1] for chain in chains)
         one.kv, other.kv = other.kv, one.kv
         assert gap(self.answered(runtime, cache, second)[2], expected) > BROKEN

@@ -120,7 +120,7 @@ class TestIndependence:
             left, right = (engine.parts.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
 
-    def test_scores_of_the_other_chunks_in_the_pass(self, primary: str, tiny_models: dict[str, str]) -> None:
+    def test_scores_of_the_other_chunks_in_the_pass(self, primary: str) -> None:
         """A chunk is scored alike alone and beside others, in any order, whatever the auxiliary's architecture."""
         runtime = load_model(primary)
         prefix = runtime.encode(runtime.tokenize("Read.").ids)

@@ -184,7 +184,7 @@ class TestDelays:
         for method in ("cacheclip", "direct", "cacheblend"):
             assert_same(slow.ask(method), in_memory(models)(method))
 
-    def test_layers_run_before_the_last_one_is_read(self, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_layers_run_before_the_last_one_is_read(self, slow: Slow) -> None:
         """The last layer of the primary is read only when its first one has run."""
         slow.ask()
         last = self.last_layer_of(slow, slow.keys("primary")[-1])
@@ -275,7 +275,7 @@ class TestFailures:
     @pytest.mark.parametrize("layer", [0, -1])
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "ape", "cacheblend"])
     def test_a_damaged_chunk_becomes_text(
-        self, slow: Slow, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str,
+        self, slow: Slow, caplog: pytest.LogCaptureFixture, method: str,
         number: int, layer: int,
     ) -> None:  # fmt: skip
         """As if it had been known before anything was computed; a damage of the last layer is found late."""

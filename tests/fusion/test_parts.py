@@ -212,7 +212,7 @@ class TestKV:
         assert gap(prefilled(engine, self.PROMPT, "full").logits, expected) < EXACT
 
     @torch.inference_mode()
-    def test_direct_reuse_reads_the_parts_own_kv(self, engine: CacheClipEngine, kind: str) -> None:
+    def test_direct_reuse_reads_the_parts_own_kv(self, engine: CacheClipEngine) -> None:
         found = prefilled(engine, self.PROMPT, "direct")
         caches, layout = engine.parts.caches_after_prefix, found.layout
 

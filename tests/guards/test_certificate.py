@@ -61,7 +61,7 @@ def make(tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
     return build
 
 
-def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **changes: Any) -> Certificate:
+def certificate_for(engine: CacheClipEngine, **changes: Any) -> Certificate:
     verdicts = {0.0: "not faithful", 0.1: "not faithful", 0.2: "faithful", 0.5: "exact"}
     gates = {0.1: LOW_GATE, 0.2: GATE}
     rows = [
@@ -70,7 +70,7 @@ def certificate_for(engine: CacheClipEngine, method: str = "cacheclip", **change
     made = Certificate(
         primary="p",
         auxiliary="a",
-        identity=engine.parts.certificates.identity(preset(method)),
+        identity=engine.parts.certificates.identity(preset("cacheclip")),
         verdict="faithful",
         ratio=0.2,
         exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},

@@ -128,7 +128,7 @@ class TestModels:
         assert one.auxiliary_sha256 is one.auxiliary_tokenizer_sha256 is None
         assert changed(one, other) == set()
 
-    def test_head_sets(self, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_head_sets(self, make: Make) -> None:
         engine = make()
         before = identity(engine)
         sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)

@@ -50,22 +50,17 @@ class TestCacheClip:
             budget = round(0.2 * len(span.tokens))
             assert torch.equal(*(Windows(8).take([scores], budget)[0] for scores in (ours, theirs)))
 
-    @pytest.mark.parametrize("heads", ["mean", "max"])
-    def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any, heads: str) -> None:
-        """A question token hands out one, whoever else it looks at; of several, the largest add up to no more."""
+    def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any) -> None:
+        """A question token hands out one, whoever else it looks at."""
         case = case_of("llama")
         auxiliary = case.engine.parts.auxiliary_caches
         runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
-        most = len(question) * (1 if heads == "mean" else runtime.model.config.num_attention_heads)
         for pooled in (False, True):
-            options = {"heads": heads, "pooled": pooled, "layers": range(runtime.num_layers)}
-            largest = score_chunks(runtime, auxiliary.prefix, kv, question, queries="max", **options)
-            mean = score_chunks(runtime, auxiliary.prefix, kv, question, **options)
-            for scores, others in zip(largest, mean, strict=True):
-                assert bool((scores >= others - 1e-6).all()) and float(scores.sum()) <= most + 1e-5
-                assert float(others.sum()) <= most / len(question) + 1e-5
+            options = {"pooled": pooled, "layers": range(runtime.num_layers)}
+            for scores in score_chunks(runtime, auxiliary.prefix, kv, question, **options):
+                assert bool((scores >= 0).all()) and float(scores.sum()) <= 1 + 1e-5
 
     @plain
     def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:

@@ -265,7 +265,7 @@ class TestRopesThatDependOnLength:
             engine.precompute([" ".join(chunks * 4)])
 
 
-def test_every_supported_architecture_has_a_row_in_the_matrix(tmp_path: Path) -> None:
+def test_every_supported_architecture_has_a_row_in_the_matrix() -> None:
     rows = {"gemma3_text" if s["architecture"] == "gemma3_text" else s["architecture"] for s in TINY_MODELS.values()}
     assert rows == set(SUPPORTED)
 

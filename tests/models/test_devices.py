@@ -114,7 +114,7 @@ class TestDeviceMap:
 
 
 class TestAuxiliaryDevice:
-    def test_is_loaded_there(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_loaded_there(self, tiny_models: dict[str, str]) -> None:
         """A primary spread by accelerate beside an auxiliary on the CPU."""
         engine = CacheClipEngine(
             primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device="auto", auxiliary_device="cpu"

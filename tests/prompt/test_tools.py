@@ -170,14 +170,14 @@ class TestPrompt:
             control = "".join(segment.text for segment in segments if segment.control)
             assert text not in control and json.dumps(text)[1:-1] not in control.replace("'", "")
 
-    def test_the_name_of_an_answering_tool_is_that_of_the_call(self, runtime: ModelRuntime, index: TextIndex) -> None:
+    def test_the_name_of_an_answering_tool_is_that_of_the_call(self, index: TextIndex) -> None:
         """Hermes' template writes it, and frameworks leave it out."""
         answered = {"role": "tool", "tool_call_id": "abc123def", "content": "x"}
         write = lambda messages, **_: " ".join(f"{m['content']}{m.get('tool_calls')}{m.get('name')}" for m in messages)  # noqa: E731
         segments = segment_chat([user("y"), calling(), answered], write, index)
         assert segments[-1].text.endswith("Nonesearch")
 
-    def test_ids_that_a_template_refuses_are_made_short(self, runtime: ModelRuntime, index: TextIndex) -> None:
+    def test_ids_that_a_template_refuses_are_made_short(self, index: TextIndex) -> None:
         """Histories of other models go on: the same ids become the same short ids, in the call and in its result."""
 
         def render(messages: Any, tools: Any = None) -> str:
@@ -199,7 +199,7 @@ class TestPrompt:
         first, second, *others = written(None, None)
         assert others == [first, second] and first != second
 
-    def test_ids_that_a_template_takes_are_left(self, runtime: ModelRuntime, index: TextIndex) -> None:
+    def test_ids_that_a_template_takes_are_left(self, index: TextIndex) -> None:
         messages = [user("y"), calling(), {**result("x"), "tool_call_id": "call_0123456789"}]
         messages[1]["tool_calls"][0]["id"] = "call_0123456789"
         write = lambda messages, **_: "".join(f"{m['content']}{m.get('tool_calls')}" for m in messages)  # noqa: E731

@@ -287,7 +287,7 @@ class TestEncodingElsewhere:
         assert engine.precompute(many) == 0
         assert engine.primary.reuse_tokens == 512
 
-    def test_one_chunk_that_fails(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+    def test_one_chunk_that_fails(self, tiny_models: dict[str, str]) -> None:
         elsewhere = Elsewhere(tiny_models["llama"], fails="lighthouse")
         engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, load_primary=elsewhere)
         failing = [chunk for chunk in CHUNKS if "lighthouse" in chunk]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.auxiliary import score_chunks
+from tests.fusion.cases import reference_model
 
 PREFIX = "You answer questions about lighthouses."
-
-
-@cache
-def eager(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
 def slow_score(folder: str, prefix: list[int], chunk: list[int], question: list[int]) -> torch.Tensor:
     """Last layer's attention, mean over heads and question rows, the chunk's columns."""
-    output = eager(folder)(input_ids=torch.tensor([[*prefix, *chunk, *question]]), output_attentions=True)
+    output = reference_model(folder)(input_ids=torch.tensor([[*prefix, *chunk, *question]]), output_attentions=True)
     attention = output.attentions[-1][0]  # (num_heads, num_tokens, num_tokens)
     columns = slice(len(prefix), len(prefix) + len(chunk))
     return attention[:, -len(question) :, columns].mean(dim=(0, 1))
@@ -70,7 +63,7 @@ def test_twin_another_layer_is_not_equal(scored: Scored, folder: str) -> None:
     ids = scored.chunk_ids[0]
     sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
     with torch.inference_mode():
-        attention = eager(folder)(input_ids=sequence, output_attentions=True).attentions[0][0]
+        attention = reference_model(folder)(input_ids=sequence, output_attentions=True).attentions[0][0]
     start = len(scored.prefix_ids)
     first_layer = attention[:, -len(scored.question_ids) :, start : start + len(ids)].mean(dim=(0, 1))
     assert float((scored.scores(0)[0] - first_layer).abs().max()) > 1e-3

@@ -32,7 +32,8 @@ from cacheclip_rag.selection.heads import (
 )
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS
-from tests.selection.test_auxiliary_scores import Scored, eager
+from tests.fusion.cases import reference_model
+from tests.selection.test_auxiliary_scores import Scored
 
 SHA = "a" * 64
 
@@ -62,12 +63,12 @@ class TestScores:
     def test_every_head_of_the_last_layer_is_the_untuned_model(self, scored: Scored) -> None:
         runtime = scored.runtime
         uniform = HeadSet.of_layers(SHA, "last", runtime.num_layers, runtime.model.config.num_attention_heads)
-        for ours, untuned in zip(scores(scored, uniform), scores(scored, "mean", pooled=True), strict=True):
+        for ours, untuned in zip(scores(scored, uniform), scores(scored, None, pooled=True), strict=True):
             torch.testing.assert_close(ours, untuned, atol=1e-6, rtol=0)
 
     def test_heads_are_those_of_plain_transformers(self, scored: Scored, folder: str) -> None:
         """Of one chunk, where a pooled softmax is eager attention over the chunk's columns alone."""
-        model, heads = eager(folder), some_heads(scored.runtime)
+        model, heads = reference_model(folder), some_heads(scored.runtime)
         for number, ids in enumerate(scored.chunk_ids):
             sequence = torch.tensor([[*scored.prefix_ids, *ids, *scored.question_ids]])
             start = len(scored.prefix_ids)
@@ -88,7 +89,7 @@ class TestScores:
 
     @pytest.mark.parametrize("heads", ["mean", "set"])
     def test_sinks_score_nothing_and_leave_the_rest_to_others(self, scored: Scored, heads: str) -> None:
-        asked: Any = some_heads(scored.runtime) if heads == "set" else "mean"
+        asked = some_heads(scored.runtime) if heads == "set" else None
         without, with_sinks = (scores(scored, asked, sinks=sinks) for sinks in (0, 3))
         assert all(not score[:3].any() and bool((score[3:] > 0).all()) for score in with_sinks)
         left = [score[3:] for score in without]

@@ -19,10 +19,10 @@ from tests.conftest import CHUNKS, QUESTION, lose
 class Asked:
     """A scorer whose looks are recorded."""
 
-    def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, heads: Any = None) -> None:
+    def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.caches = CacheClipEngine(config).parts.auxiliary_caches
         self.runtime = self.caches.runtime
-        self.scorer = AuxiliaryScorer(self.caches, heads(self.runtime) if heads else None)
+        self.scorer = AuxiliaryScorer(self.caches, None)
         self.looks: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
         original = module.score_chunks
 

@@ -182,7 +182,7 @@ class TestOtherWeights:
         assert shipped_set(load_model(other)) is not None
 
     def test_a_head_set_of_ones_own_keeps_its_weights(
-        self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
+        self, heads: HeadSet, other: Path, tiny_models: dict[str, str]
     ) -> None:
         runtime = load_model(other)
         with pytest.raises(ModelError, match="made for an auxiliary model with digest"):

@@ -46,13 +46,11 @@ def is_intact(store: TenantStore, number: int, tokens: int = TOKENS) -> bool:
     return got is not None and torch.equal(got.tensor(), kv(number, tokens))
 
 
-def frame(number: int, tokens: int = TOKENS, namespace: str = "t") -> bytearray:
+def frame(number: int, tokens: int = TOKENS) -> bytearray:
     """The payload of such an entry."""
     text = f"text {number}"
-    name = key(number, namespace)
-    return encode(
-        kv(number, tokens), "float32", name, namespace=namespace, digest=text_digest(text), text=text_row(text)
-    )
+    entry = kv(number, tokens)
+    return encode(entry, "float32", key(number), namespace="t", digest=text_digest(text), text=text_row(text))
 
 
 def size(tokens: int = TOKENS) -> int:

@@ -166,7 +166,7 @@ class TestTiers(BackendConformance):
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         TestDiskBackend().write_raw(_disk(backend), key, data)
 
-    def test_reading_promotes_to_faster_tiers_alone(self, tmp_path: Path) -> None:
+    def test_reading_promotes_to_faster_tiers_alone(self) -> None:
         first, second, last = MemoryBackend(), MemoryBackend(), MemoryBackend()
         tiers = Tiers([first, second, last])
         second.put(sample_key(1), sample_payload(1))

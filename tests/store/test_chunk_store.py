@@ -396,7 +396,7 @@ class TestTenants:
         put(TenantStore(store, "u"), 1, 2)
         assert TenantStore(store, "t").stats().entries == 8 and is_intact(TenantStore(store, "u"), 1)
 
-    def test_dropping_a_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
+    def test_dropping_a_tenant(self, both: tuple[TenantStore, TenantStore]) -> None:
         ours, theirs = both
         for tenant in both:
             put(tenant, 1, 2)

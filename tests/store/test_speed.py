@@ -43,9 +43,9 @@ def slow(backend: Backend, megabytes_per_s: float = 1.0, before: Before | None =
     return ThrottledBackend(backend, bytes_per_s=megabytes_per_s * MEGABYTE, before_read=before)
 
 
-def store_of(folder: Path, *backends: Backend, max_bytes: int | None = None) -> ChunkStore:
+def store_of(folder: Path, *backends: Backend) -> ChunkStore:
     """A store with two entries, in all tiers."""
-    store = ChunkStore(Catalog(folder), Tiers(backends), max_bytes)
+    store = ChunkStore(Catalog(folder), Tiers(backends))
     put(TenantStore(store, "t"), 1, 2)
     return store
 

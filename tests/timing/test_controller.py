@@ -626,8 +626,8 @@ class TestEngine:
 
     PROMPT = "\n\n".join(texts(4)) + "\n\nWho kept lamp 3?"
 
-    def profiled(self, engine: CacheClipEngine, profile: Profile = PROFILE) -> CacheClipEngine:
-        engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
+    def profiled(self, engine: CacheClipEngine) -> CacheClipEngine:
+        engine.parts.controllers.use_profile(engine.make_method(None, "auto"), PROFILE)
         return engine
 
     def test_without_a_profile_it_is_the_methods_ratio(self, make: Made, caplog: pytest.LogCaptureFixture) -> None:

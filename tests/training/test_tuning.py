@@ -10,7 +10,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.lab.training.families import Sample, synthetic_samples
 from cacheclip_rag.lab.training.features import Seen, spread_over
-from cacheclip_rag.lab.training.targets import attended_and_stale, attended_when_stale, chosen_by
+from cacheclip_rag.lab.training.targets import attended_and_stale, attended_when_stale
 from cacheclip_rag.lab.training.tuning import SINKS, fitted, loss_of, spaced, target_scale
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
@@ -67,19 +67,6 @@ class TestTargets:
         assert not engine.is_stored(chunks[0])
         own = attended_when_stale(engine, sample, vary(preset("query_attention"), {"scorer": {"layers": "upper"}}))
         assert own.shape == found.shape and bool((own >= 0).all()) and not torch.allclose(own / own.sum(), found)
-
-    def test_what_a_method_recomputes_of_a_sample(self, tiny_models: dict[str, str]) -> None:
-        engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
-        [sample] = synthetic_samples("test", 1, chunk_words=30)
-        engine.precompute(sample.chunks[:2])
-        chosen = chosen_by(engine, sample, preset("epic"), 0.25)
-        assert [engine.is_stored(chunk) for chunk in sample.chunks] == [True, True, False, False]
-        total = sum(len(mask) for mask, _ in chosen)
-        assert sum(int(mask.sum()) for mask, _ in chosen) == round(0.25 * total)
-        for chunk, (mask, offsets) in zip(sample.chunks, chosen, strict=True):
-            assert len(mask) == len(offsets) and offsets[-1][1] == len(chunk)
-            count = int(mask.sum())
-            assert bool(mask[:count].all()), "EPIC takes first tokens"
 
     def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))

@@ -179,7 +179,7 @@ class TestFailures:
         found = fused.llm.generate([{"prompt_token_ids": list(planned.token_ids)}], [params], use_tqdm=False)[0]
         return tuple(found.outputs[0].token_ids), (found.kv_transfer_params or {}).get("cacheclip", {})
 
-    def test_an_entry_is_gone(self, fused: FusedLLM, setting: Setting, plain: Any, tmp_path: Path) -> None:
+    def test_an_entry_is_gone(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
         planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
         key = planned.fusion.pieces[2].key
         payload = Path(setting.store) / "kv" / key[:2] / f"{key}.kv"

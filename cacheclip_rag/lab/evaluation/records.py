@@ -20,7 +20,6 @@ from ...base.checks import check_choice
 from ...base.errors import ConfigurationError
 
 __all__ = [
-    "HALVES",
     "RecordChunk",
     "Record",
     "RecordFile",

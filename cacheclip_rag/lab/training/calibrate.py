@@ -262,9 +262,9 @@ def in_turn(numbers: Sequence[int], num_synthetic: int, count: int) -> list[int]
     return [n for _, n in sorted(((rank + 0.5) / len(kind), n) for kind in kinds for rank, n in enumerate(kind))]
 
 
-def is_combined(heads: HeadSet, sinks: int) -> bool:
-    """Whether :func:`combined` can compute the scores of these heads from attention recorded with ``sinks`` sinks."""
-    return heads.sinks == sinks
+def is_combined(heads: HeadSet) -> bool:
+    """Whether :func:`combined` can compute the scores of these heads from recorded attention."""
+    return heads.sinks == SINKS
 
 
 def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, HeadSet]:
@@ -277,7 +277,7 @@ def _sets(auxiliary: ModelRuntime, ranking: Sequence[HeadRank]) -> dict[str, Hea
         best = sorted((each.layer, each.head) for each in ranking[:size])
         sets[f"best {size}"] = HeadSet(sha256, tuple(best), torch.full((size,), 1.0 / size), sinks=SINKS)
     shipped = shipped_set(auxiliary)
-    if shipped is not None and is_combined(shipped, SINKS):
+    if shipped is not None and is_combined(shipped):
         sets[SHIPPED] = shipped
     return sets
 

@@ -171,10 +171,10 @@ class _World:
         text = self.pick(self.texts["facts"][name]).format(thing=thing, value=value)
         return _Sentence(text[0].upper() + text[1:], value if is_evidence else None, is_evidence)
 
-    def life(self, person: str, *asked: str, birth_year: str | None = None) -> tuple[list[_Sentence], dict[str, str]]:
+    def life(self, person: str, *asked: str) -> tuple[list[_Sentence], dict[str, str]]:
         """Facts of a life in random order, with those in ``asked`` marked as evidence; and the values of the facts."""
         known = {
-            "birth year": birth_year or self.year(),
+            "birth year": self.year(),
             "birthplace": self.town(),
             "profession": self.pick(self.texts["jobs"]),
             "school": self.town(),

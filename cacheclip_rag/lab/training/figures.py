@@ -82,7 +82,7 @@ def figures_of(
     sets: dict[str, HeadSet | Method] = {UNTUNED: _last_layer(runtime)}
     sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
     sets[TUNED] = heads
-    scored = {name: each for name, each in sets.items() if isinstance(each, HeadSet) and is_combined(each, SINKS)}
+    scored = {name: each for name, each in sets.items() if isinstance(each, HeadSet) and is_combined(each)}
     layers = sorted({layer for each in scored.values() for layer in each.layers})
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in scored}
     if num_prompts:

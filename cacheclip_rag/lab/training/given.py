@@ -28,21 +28,12 @@ from ..models import transformers_model
 from .families import FAMILIES, Sample, Span
 from .folder import Kept, engine_inputs, resumable
 
-__all__ = [
-    "Candidates",
-    "UserSamples",
-    "data_of",
-    "given_samples",
-    "passages_of",
-    "sample_of_record",
-    "samples_of_documents",
-    "sentence_spans",
-    "told_apart",
-]
+__all__ = ["Candidates", "UserSamples", "data_of", "given_samples", "passages_of", "sample_of_record"]
 
 logger = logging.getLogger(__name__)
 
 _PASSAGE_TOKENS = 128
+_NUM_CHUNKS = 4
 _MIN_SENTENCE_WORDS = 6
 _QUESTION_TOKENS = 40
 _ASKING = "You write questions about texts."
@@ -106,7 +97,6 @@ def given_samples(
     paths: Sequence[str | Path],
     *,
     limit: int = 40,
-    num_chunks: int = 4,
     seed: int = 0,
     folder: Path | None = None,
 ) -> UserSamples:
@@ -146,7 +136,7 @@ def given_samples(
     left = limit - num_taken
     kept = Kept(folder, engine_inputs(engine)) if folder else None
     with resumable(folder) if folder else nullcontext():
-        found += samples_of_documents(engine, candidates, limit=left, num_chunks=num_chunks, seed=seed, kept=kept)
+        found += samples_of_documents(engine, candidates, limit=left, seed=seed, kept=kept)
     if not found:
         raise ConfigurationError(
             f"no evidence in {', '.join(map(str, paths))}: a record's answer must be in one of its chunks word for "
@@ -255,10 +245,9 @@ def samples_of_documents(
     engine: CacheClipEngine,
     candidates: Candidates,
     *,
-    limit: int = 40,
-    num_chunks: int = 4,
-    seed: int = 0,
-    kept: Kept | None = None,
+    limit: int,
+    seed: int,
+    kept: Kept | None,
 ) -> list[Sample]:
     """Questions about sentences of documents, written by the engine's primary. The other chunks are other passages.
 
@@ -288,7 +277,7 @@ def samples_of_documents(
                 refused += 1
                 continue
             others = [n for n in range(len(passages)) if n != number]
-            order = [number, *rng.sample(others, min(num_chunks - 1, len(others)))]
+            order = [number, *rng.sample(others, min(_NUM_CHUNKS - 1, len(others)))]
             rng.shuffle(order)
             span = (order.index(number), start, end)
             chunks = tuple(passages[n] for n in order)

@@ -8,15 +8,11 @@ from ..evaluation.questions import ask
 from ..evaluation.records import Record, RecordChunk
 from .families import Sample
 
-__all__ = ["record_of", "segments_of"]
-
-
-def record_of(sample: Sample, number: int = 0) -> Record:
-    """The sample as a record for the laboratory."""
-    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
-    return Record(f"{sample.family}/{number}", sample.family, sample.question, (sample.answer,), chunks, {})
+__all__ = ["segments_of"]
 
 
 def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
     """The segments of the sample's prompt."""
-    return ask(engine, record_of(sample)).segments
+    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
+    record = Record(f"{sample.family}/0", sample.family, sample.question, (sample.answer,), chunks, {})
+    return ask(engine, record).segments

@@ -1,5 +1,4 @@
-"""Training targets of an auxiliary model: tokens that are attended to and stale in the primary. And the tokens that a
-method chooses."""
+"""Training targets of an auxiliary model: tokens that are attended to and stale in the primary."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from .features import Offsets, spread_over
 from .folder import Kept
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "chosen_by", "targets_of"]
+__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "targets_of"]
 
 _RATIO = 0.5
 """Any ratio except 0 and 1, at which methods score nothing."""
@@ -80,7 +79,7 @@ def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method)
 def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor | None:
     """``(num_tokens,)``: a method's scores, mapped to the auxiliary's tokens; None if it scores nothing."""
     assert engine.config.store is None, "training needs an engine in memory, not a user's store"
-    by_text = _recorded(engine, sample, method, _RATIO, scores=True)
+    by_text = _recorded(engine, sample, method)
     if not by_text:
         return None
     parts = []
@@ -94,27 +93,12 @@ def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Ten
     return torch.cat(parts)
 
 
-def chosen_by(
-    engine: CacheClipEngine, sample: Sample, method: Method, ratio: float
-) -> list[tuple[torch.Tensor, Offsets]]:
-    """Per chunk the tokens that a method recomputes, ``(num_tokens,)`` bool of the primary's tokens, and the tokens'
-    character offsets. Exact chunks, and chunks computed with the prompt, count as recomputed."""
-    by_text = _recorded(engine, sample, method, ratio, scores=False)
-    found = []
-    for chunk in sample.chunks:
-        offsets = engine.primary.tokenize(chunk).offsets
-        found.append(by_text.get(chunk, (torch.ones(len(offsets), dtype=torch.bool), offsets)))
-    return found
-
-
-def _recorded(
-    engine: CacheClipEngine, sample: Sample, method: Method, ratio: float, *, scores: bool
-) -> dict[str, tuple[torch.Tensor, Offsets]]:
-    """By chunk text, a method's scores or masks, and the offsets of the chunk's tokens; empty if there is nothing to
-    choose. A token that differs in the prompt has score 0, and counts as recomputed. The recompute itself is skipped.
-    Chunks that were not stored before are released."""
+def _recorded(engine: CacheClipEngine, sample: Sample, method: Method) -> dict[str, tuple[torch.Tensor, Offsets]]:
+    """By chunk text, a method's scores, and the offsets of the chunk's tokens; empty if there is nothing to choose. A
+    token that differs in the prompt has score 0. The recompute itself is skipped. Chunks that were not stored before
+    are released."""
     assert isinstance(method, Recompute), "the method must score tokens"
-    recording = _Recording(method.at(ratio), scores, name=method.name)
+    recording = _Recording(method.at(_RATIO), name=method.name)
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
     engine.precompute(sample.chunks, method=recording)
     engine.prefixes.clear()
@@ -127,24 +111,22 @@ def _recorded(
     found: dict[str, tuple[torch.Tensor, Offsets]] = {}
     for chunk, parts in recording.found.items():
         offsets = engine.primary.tokenize(chunk).offsets
-        values = torch.full((len(offsets),), 0.0 if scores else True, dtype=torch.float32 if scores else torch.bool)
+        values = torch.zeros(len(offsets))
         for first, part in parts:
-            values[first : first + part.shape[-1]] = part.to(values.dtype)
+            values[first : first + part.shape[-1]] = part.float()
         found[chunk] = (values, offsets)
     return found
 
 
 class _Recorded(Exception):
-    """Ends a prefill after the scores or masks are recorded; not an error."""
+    """Ends a prefill after the scores are recorded; not an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recording(Method):
-    """Records the scores or masks of another method, and ends the prefill."""
+    """Records the scores of another method, and ends the prefill."""
 
     inner: Recompute
-    scores: bool
-    """True: record scores; False: record masks."""
     found: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict, compare=False)
     """By chunk text: the first token of each part in the prompt, and what was recorded of the part."""
 
@@ -164,9 +146,9 @@ class _Recording(Method):
         return self.inner.score(view)
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.scores and not self.inner.budget.is_open(view):
+        if not self.inner.budget.is_open(view):
             raise _Recorded
-        kept = self.inner.scorer.late(view, scores) if self.scores else self.inner.select(view, scores)
+        kept = self.inner.scorer.late(view, scores)
         for span, tensor in zip(view.spans, kept, strict=True):
             self.found.setdefault(span.whole, []).append((span.first, tensor))
         raise _Recorded

@@ -252,8 +252,6 @@ class AttentionPlan:
     position_embeddings: Sequence[Tables | None] | None = None
     """Per layer cos and sin of the rows, as the model's own rotary module would give them, ``(1, num_rows,
     rotary_dim)``; None: the module makes them."""
-    kv_rows: int = 0
-    """Rows whose KV of this layer was computed before, apart from the layer's output."""
 
 
 def causal_plan(

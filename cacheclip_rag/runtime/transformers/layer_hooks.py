@@ -69,5 +69,4 @@ def _enter_last(
     rows = torch.arange(num_rows - needed, num_rows)
     positions = slots - last.keys.start
     block = Block.of(slice(0, needed), last.keys, positions, hidden.device, last.geometry)
-    of_needed = AttentionPlan([block], kv_rows=num_rows)
-    return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_plan": of_needed}
+    return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_plan": AttentionPlan([block])}

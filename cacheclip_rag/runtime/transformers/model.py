@@ -275,26 +275,16 @@ class ModelRuntime(TextModel):
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         return cos[0], sin[0]
 
-    def fill(self, cache: FusedCache, kv: KV, *, slot: int, position: int, num_layers: int | None = None) -> None:
-        """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on.
-
-        Args:
-            num_layers: write the first layers only, if no others will run; default all.
-        """
+    def fill(self, cache: FusedCache, kv: KV, *, slot: int, position: int) -> None:
+        """Write stored ``kv`` into ``cache`` from ``slot`` on, with keys rotated to positions from ``position`` on."""
         if not kv.shape[3]:
             return  # an empty shared prefix: some rotary modules fail without a largest position
         tables = self.rotary_tables(torch.arange(position, position + kv.shape[3]))
-        for number, (layer, of_layer) in enumerate(list(zip(cache.layers, tables, strict=True))[:num_layers]):
+        for number, (layer, of_layer) in enumerate(zip(cache.layers, tables, strict=True)):
             keys, values, scale = layer_of(kv, number, layer.device)
             layer.write(slot, rotate(keys, of_layer), values, scale)
 
-    def fill_all(
-        self,
-        cache: FusedCache,
-        pieces: Iterable[tuple[int, KV]],
-        *,
-        num_layers: int | None = None,
-    ) -> None:
+    def fill_all(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
         """Write many pieces of stored KV, each from its slot on, at the positions of the cache's geometry. The same as
         :meth:`fill` for each of them, but the number of tensor operations does not depend on the number of pieces.
 
@@ -302,10 +292,9 @@ class ModelRuntime(TextModel):
 
         Args:
             pieces: slot of the first token, and KV; in order of slots, without overlap.
-            num_layers: as in :meth:`fill`.
         """
         write = self.filling(cache, pieces)
-        for number in range(self.num_layers)[:num_layers]:
+        for number in range(self.num_layers):
             write(number)
 
     def filling(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> Callable[[int], None]:

@@ -124,13 +124,12 @@ class PrefixCache:
         self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
         self._lock = threading.Lock()
 
-    def match(self, ids: Sequence[int], *, at_most: int | None = None) -> Match:
+    def match(self, ids: Sequence[int]) -> Match:
         """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
 
-        Args:
-            at_most: most tokens to match. A caller that needs logits must leave the last token to be computed.
+        A caller that needs logits leaves out the last token, which must be computed.
         """
-        chain = self._chain(tuple(ids if at_most is None else ids[: max(0, at_most)]))
+        chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
             num_tokens = len(found) * self._block_tokens

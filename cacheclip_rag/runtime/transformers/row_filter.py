@@ -54,7 +54,6 @@ class RowFilter(ABC):
             first = old.blocks[0]
             assert isinstance(first, Block), "rows are removed from causal plans only"
             self._plan = causal_plan(slots, first.positions.device, self.cache.geometry)
-            self._plan.row_filter, self._plan.layer_starts = self, old.layer_starts
             self._plan.last_rows = old.last_rows
         if self._plan is None:
             return hidden, kwargs

@@ -155,7 +155,6 @@ class TextModel(Runtime):
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        add_generation_prompt: bool = True,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
@@ -169,7 +168,7 @@ class TextModel(Runtime):
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=True,
                     chat_template=template,
                     tools=definitions,
                 )
