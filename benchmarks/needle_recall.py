@@ -24,8 +24,7 @@ from cacheclip_rag.lab.training.families import Sample, Span, synthetic_samples
 from cacheclip_rag.lab.training.given import sample_of_record
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.lab.variants import read_variants
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.testing.methods import Observed
 
 RULER = ("niah_multivalue", "niah_multiquery")
