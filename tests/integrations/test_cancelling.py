@@ -11,6 +11,7 @@ from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 
+from cacheclip_rag.answering.turns import turns_of
 from tests.integrations.fakes import fake_models
 
 
@@ -37,7 +38,7 @@ async def completions(model: Any) -> None:
 )
 async def test_it_leaves_the_queue(kind: Any, ask: Callable[[Any], Awaitable[Any]]) -> None:
     model = kind(**fake_models(), max_tokens=2)
-    turns = model.engine._answering.turns
+    turns = turns_of(model.engine.primary)
     runtime: Any = model.engine.primary
 
     async def until(waiting: int) -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from langchain_cacheclip import ChatCacheClip
 
+from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.serving.app import Limits
@@ -38,7 +39,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def prompts_of(served: Served) -> Any:
-    return served.engine._answering.turns
+    return turns_of(served.engine.primary)
 
 
 class TestQueue:
