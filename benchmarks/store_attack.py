@@ -655,7 +655,7 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
     }
     for number, (name, (texts, prompt)) in enumerate(cases.items()):
         store = ChunkStore.open(folder / str(number))
-        index = TenantStore(store, "t").texts
+        index = TenantStore(store, "t").index
         index.add([*texts, *honest])
         control = len(index.find(" ".join(honest[:8])))
         result.control(control)

@@ -488,7 +488,7 @@ class TestPartsOfTexts:
 
     def found(self, folder: Path) -> list[bool]:
         """Which texts are found in part."""
-        texts = TenantStore(ChunkStore.open(folder), "t").texts
+        texts = TenantStore(ChunkStore.open(folder), "t").index
         return [[match.of for match in texts.find(f"It says: {text[9:150]}!")] == [text] for text in self.TEXTS]
 
     @staticmethod
@@ -500,7 +500,7 @@ class TestPartsOfTexts:
     def test_a_deleted_catalog_loses_them(self, folder: Path) -> None:
         (folder / "catalog.sqlite3").unlink()
         assert repair(folder).found_whole_only == 2
-        texts = TenantStore(ChunkStore.open(folder), "t").texts
+        texts = TenantStore(ChunkStore.open(folder), "t").index
         assert [texts.find(text) for text in self.TEXTS] == [[TextMatch(0, len(text))] for text in self.TEXTS]
         assert self.found(folder) == [False, False]
         texts.add(self.TEXTS[:1])
