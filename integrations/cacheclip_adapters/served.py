@@ -102,7 +102,8 @@ class ServedFields(ModelFields):
             return options
         # at their defaults, the server's settings hold
         unset = [name for name in ("method", "finish") if given.get(name) is None and not self._is_set(name)]
-        return replace(options, **dict.fromkeys(unset))
+        nothing: dict[str, Any] = dict.fromkeys(unset)
+        return replace(options, **nothing)
 
     def _is_set(self, name: str) -> bool:
         """Whether a field has another value than its default."""
