@@ -25,14 +25,6 @@ __all__ = ["app", "main"]
 class _Commands(TyperGroup):
     """Commands of which what is gone is refused with what to use instead."""
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
-                refuse_removed([error.option_name], OPTIONS)  # type: ignore[attr-defined]
-            raise
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         refuse_removed(args[:1], OPTIONS)
         return super().resolve_command(ctx, args)
