@@ -67,7 +67,7 @@ class Answering:
         options, runtime = request.options, sources.primary.runtime
         schema = options.params.json_schema
         constraint = runtime.constrain(schema) if schema else None
-        text_of = runtime.decode_calls if options.tools else None
+        text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
         clock, turns = PhaseClock(), turns_of(runtime)
         with turns.prompt():  # until the first token is there
             plan, prefilled = self._prefill(request, sources, clock, self.observers)

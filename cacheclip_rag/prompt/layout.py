@@ -89,6 +89,8 @@ class Layout:
     exact."""
     num_cached: int = 0
     """Leading tokens taken from the prefix cache, which are exact. If not 0, they exceed the shared prefix."""
+    generation_prompt: str | None = None
+    """What the chat template wrote before the answer; None if the prompt does not end with text of a template."""
 
     @property
     def num_exact(self) -> int:
@@ -157,7 +159,9 @@ def lay_out(
     # at least one token must be computed: its logits give the first new token
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
     num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
-    return Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    end = segments[-1].text if segments and segments[-1].control else None
+    opens_with_prefix = num_prefix == len(prefix_ids)
+    return Layout(tuple(ids), tuple(spans), num_prefix, opens_with_prefix, generation_prompt=end)
 
 
 def _groups(segments: Sequence[Segment], isolated: bool) -> Iterator[list[Segment]]:

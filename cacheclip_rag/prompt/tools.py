@@ -1,4 +1,4 @@
-"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.answering.calls`.
+"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.prompt.calls`.
 
 Definitions and calls have the format of OpenAI's API, which chat templates read too::
 

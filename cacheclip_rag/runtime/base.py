@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CALL_MARKERS",
     "DTYPES",
+    "REASONING_MARKERS",
     "Constraint",
     "Message",
     "Runtime",
@@ -41,6 +42,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 """What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
 lacks."""
+
+REASONING_MARKERS = (
+    ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<seed:think>", "</seed:think>"),
+)
+"""What models write before and after reasoning. Special tokens in some tokenizers, too."""
 
 Message = dict[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``, and a tool's
@@ -105,6 +113,8 @@ class Runtime(ABC):
     can_extend: bool = False
     """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
     needs this; without it, answers are not verified."""
+    marks_reasoning: bool = False
+    """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     context_tokens: int
@@ -169,8 +179,8 @@ class Runtime(ABC):
         """Text of token ids, without special tokens."""
 
     def decode_calls(self, ids: Sequence[int]) -> str:
-        """Like :meth:`decode_ids`, with the special tokens that mark calls of tools
-        (:data:`CALL_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
+        """Like :meth:`decode_ids`, with the special tokens that mark calls of tools and reasoning
+        (:data:`CALL_MARKERS`, :data:`REASONING_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
         return self.decode_ids(ids)
 
     def constrain(self, json_schema: str) -> Constraint:
