@@ -66,9 +66,9 @@ class ReasoningReader:
         lead = ""
         if self._opening:
             self._held = self._held.lstrip()
-            if self._held.startswith(self._opening):  # written once more, after the template's
+            while self._held.startswith(self._opening):  # written once more, after the template's
                 self._held = self._held.removeprefix(self._opening).lstrip()
-            elif not last and self._opening.startswith(self._held):
+            if not last and self._opening.startswith(self._held):
                 return "", False
             if self._held:
                 lead, self._opening = "\n\n" if self._has_reasoned else "", ""

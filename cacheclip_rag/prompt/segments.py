@@ -6,7 +6,6 @@ tokenised as a whole (:mod:`cacheclip_rag.prompt.layout`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
+from .contents import escaped, find_contents
 from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
 
@@ -131,9 +131,11 @@ def segment_chat(
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
-    The template is rendered with a sentinel in place of each content, and split there. So the template cannot change
-    contents, and no content can imitate the template. White space around a content does pass through the template,
-    because some templates strip it. Contents in ``verbatim`` are not searched for chunks.
+    The template is rendered with a sentinel in place of each content, and split there, so that no content can imitate
+    the template. White space around a content does pass through the template, because some templates strip it. Some
+    templates look at contents, and leave the reasoning of earlier answers out: what they make of the real contents is
+    the prompt, if contents and template can be told apart in it (:mod:`~cacheclip_rag.prompt.contents`). Contents in
+    ``verbatim`` are not searched for chunks.
 
     Templates write arguments of calls and definitions of tools as JSON. Strings in them are marked, pass through the
     template, and become fresh text that is no control text. Calls that the template does not write become text of
@@ -161,10 +163,12 @@ def segment_chat(
     # a template may ask whether a message with calls has a content, and may drop the content
     calling = {number for number, message in enumerate(messages) if "tool_calls" in message}
     marked = ["" if n in calling and not cores[n] else text for n, text in enumerate(marked)]
-    shown = [{**marks.calls(message), "content": text} for message, text in zip(messages, marked, strict=True)]
+    real = [marks.fields(message) for message in messages]
+    shown = [{**message, "content": text} for message, text in zip(real, marked, strict=True)]
     rendered = render(shown)
     if tools:
-        without, rendered = rendered, render(shown, tools=[marks.definition(tool) for tool in tools])
+        render = partial(render, tools=[marks.definition(tool) for tool in tools])
+        without, rendered = rendered, render(shown)
         if rendered == without:
             raise ConfigurationError(
                 "this model's chat template does not use tools, so the model cannot be told of them. Use a model that "
@@ -179,19 +183,30 @@ def segment_chat(
             f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
             "(usually system, user, assistant, in alternation), or pass the prompt as one string."
         )
-    segments: list[Segment] = []
-    for position, (number, escape) in enumerate(zip(numbers, escapes, strict=True)):
+    # a backslash for JSON, three for JSON in JSON
+    times = [max(0, len(escape).bit_length() - 1) for escape in escapes]
+    written: list[tuple[str, bool]] = []
+    for position, number in enumerate(numbers):
         text, (lead, trail) = cores[number], around[number]
-        for _ in range(len(escape).bit_length() - 1):  # a backslash for JSON, three for JSON in JSON
-            text = json.dumps(text, ensure_ascii=False)[1:-1]
+        text = escaped(text, times[position])
         if lead and pieces[position].endswith(lead):
             pieces[position], text = pieces[position].removesuffix(lead), lead + text
         if trail and pieces[position + 1].startswith(trail):
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
-        segments += _template_segments(pieces[position], marks)
-        whole = messages[number]["content"] in verbatim
-        segments.extend([Fresh(text)] if whole else segment_text(text, index, documents, parts=parts))
-    segments += _template_segments(pieces[-1], marks)
+        written += [(pieces[position], False), (text, True)]
+    written.append((pieces[-1], False))
+    rendered = render(real)
+    if "".join(text for text, _ in written) != rendered:
+        written = find_contents(render, real, rendered, dict(zip(numbers, times, strict=True))) or written
+    own = [text.strip() for text in verbatim]
+    segments: list[Segment] = []
+    for text, is_content in written:
+        if not is_content:
+            segments += [Fresh(piece, control=control) for piece, control in marks.split(text)]
+        elif text.strip() in own:
+            segments.append(Fresh(text))
+        else:
+            segments += segment_text(text, index, documents, parts=parts)
     return [segment for segment in segments if segment.text]
 
 
@@ -204,11 +219,6 @@ def _calls_for(render: Callable[..., str], messages: list[Message], marks: Marks
         messages = with_short_ids(messages)
         written = render([marks.renamed(message) for message in messages])
     return messages if marks.nonce in written else [calls_as_text(message) for message in messages]
-
-
-def _template_segments(text: str, marks: Marks) -> list[Segment]:
-    """Segments of text that the template wrote: control text, except for what was marked."""
-    return [Fresh(piece, control=control) for piece, control in marks.split(text)]
 
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -231,7 +241,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(message, dict):
             raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
+        if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
             content = ""
         if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise ConfigurationError(
@@ -251,8 +261,10 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 f"{', '.join(map(repr, others))}. Write what the model should read into the content."
             )
         fields = {name: message[name] for name in known[2:] if message.get(name)}
-        for name in fields.keys() - {"tool_calls"}:
+        for name in fields.keys() & {"tool_call_id", "name"}:
             check_name(f"{name} of a message", fields[name])
+        if not isinstance(fields.get("reasoning_content", ""), str):
+            raise ConfigurationError(f"reasoning_content must be a string, got {type(fields['reasoning_content'])}.")
         if "tool_calls" in fields:
             fields["tool_calls"] = check_calls(fields["tool_calls"])
             names |= {call["id"]: call["function"]["name"] for call in fields["tool_calls"] if "id" in call}
@@ -262,7 +274,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return checked
 
 
-_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+_FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
 """Fields that a message may have beside role and content, by role."""
 
 

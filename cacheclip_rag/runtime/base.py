@@ -51,8 +51,8 @@ REASONING_MARKERS = (
 """What models write before and after reasoning. Special tokens in some tokenizers, too."""
 
 Message = dict[str, Any]
-"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``, and a tool's
-message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
+"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``
+and ``reasoning_content``, and a tool's message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
 
 
 @dataclass(frozen=True)
