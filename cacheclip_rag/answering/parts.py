@@ -184,6 +184,7 @@ class Parts:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         isolated: bool = False,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`.
@@ -192,7 +193,9 @@ class Parts:
             isolated: the chunk context is; finds whole chunks only.
         """
         reader = PromptReader(self.runtime, self.config.system_prompt)
-        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=not isolated)
+        return reader.segments(
+            prompt, self.library.index, documents, date=date, tools=tools, variables=variables, parts=not isolated
+        )
 
     def segment_as_it_stands(
         self, text: str, documents: Iterable[str] = (), *, isolated: bool = False

@@ -116,6 +116,7 @@ class Answering:
                     request.prompt,  # type: ignore[arg-type]
                     given,
                     tools=request.options.tools,
+                    variables=request.options.chat_template_kwargs,
                     isolated=sources.primary.context.isolated,
                 )
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)

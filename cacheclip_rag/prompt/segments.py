@@ -326,6 +326,16 @@ def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     return segments
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """All strings and keys in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _strings(each)
+
+
 _PREFIX_DATE = "01 Jan 2025"
 """Date in the shared prefix, for chat templates that state the date. With today's date, all chunks would become misses
 every night."""
@@ -347,6 +357,7 @@ class PromptReader:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
@@ -359,6 +370,8 @@ class PromptReader:
             date: for chat templates that state the date; default today.
             tools: definitions of tools that the model may call, which
                 :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
+            variables: further variables of the chat template, which
+                :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
             parts: False finds whole texts only, as tokenizers without offsets do.
 
         Raises:
@@ -376,9 +389,11 @@ class PromptReader:
             messages = [*self._system_messages(), *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
         verbatim = (own,) if own else ()
-        return segment_chat(
-            messages, partial(runtime.render_chat, date=date), texts, documents, verbatim, tools, parts=parts
-        )
+        render: Callable[..., str] = partial(runtime.render_chat, date=date)
+        if variables:
+            self._check_no_control(_strings(variables), "chat_template_kwargs have")
+            render = partial(render, variables=variables)
+        return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""
@@ -399,11 +414,14 @@ class PromptReader:
                 f"model {self.runtime.name!r} has no chat template, so it cannot be told of tools. Use a model that "
                 "was trained to call tools, or describe the tools in the prompt."
             )
-        for name in unmarked(tools):
-            if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:
+        self._check_no_control(unmarked(tools), "a definition of a tool has the name or key")
+
+    def _check_no_control(self, texts: Iterable[str], what: str) -> None:
+        """Raise ConfigurationError if a text holds the name of a control token."""
+        for text in texts:
+            if self.runtime.tokenize(text, control=True).ids != self.runtime.tokenize(text).ids:
                 raise ConfigurationError(
-                    f"a definition of a tool has the name or key {name[:80]!r}, which holds the name of a control "
-                    "token of this model. Rename it."
+                    f"{what} {text[:80]!r}, which holds the name of a control token of this model. Rename it."
                 )
 
     def _system_messages(self) -> list[Message]:

@@ -135,8 +135,8 @@ def _checked_call(call: Any) -> dict[str, Any]:
 
 
 def past_calls(calls: Any) -> list[dict[str, Any]]:
-    """Calls in the history of a conversation, read leniently, as :func:`check_calls` wants them: a call that was cut off
-    or malformed comes back in every later request, and must not end the conversation.
+    """Calls in the history of a conversation, read leniently, as :func:`check_calls` wants them. A call that was cut
+    off or malformed comes back in every later request, and must not end the conversation.
 
     Arguments that are no JSON object are kept as text in the argument ``arguments``. What is no call is left out.
     """

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -205,9 +206,12 @@ class Runtime(ABC):
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today).
-        ``tools`` are definitions in OpenAI's function format; a template that does not use tools ignores them."""
+        ``tools`` are definitions in OpenAI's function format; a template that does not use tools ignores them.
+        ``variables`` are further ones of the template (``enable_thinking``); those that it does not use change
+        nothing."""
 
     # -- KV -----------------------------------------------------------------------------------------------------
 

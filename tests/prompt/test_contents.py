@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheclip_rag import Chunk, Fresh
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.segments import segment_chat
+from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
 from cacheclip_rag.store import Catalog
 
 TEMPLATES = {
@@ -25,18 +25,21 @@ TEMPLATES = {
         "not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}"
         "{%- set ns.multi_step_tool = false %}{%- set ns.last = index %}{%- endif %}{%- endfor %}"
         "{%- for message in messages %}{%- set content = message.content if message.content is string else '' %}"
-        "{%- if message.role in ('user', 'system') %}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}"
+        "{%- if message.role in ('user', 'system') %}{{- '<|im_start|>' + message.role + '\\n' + "
+        "content + '<|im_end|>\\n' }}"
         "{%- elif message.role == 'assistant' %}{%- set reasoning = '' %}"
         "{%- if message.reasoning_content is string %}{%- set reasoning = message.reasoning_content %}"
         "{%- elif '</think>' in content %}"
         "{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}"
         "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
         "{%- if loop.index0 > ns.last and (loop.last or reasoning) %}"
-        "{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"
+        "{{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + "
+        "content.lstrip('\\n') }}"
         "{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}"
         "{%- for c in message.tool_calls or [] %}{{- '\\n<tool_call>\\n' ~ (c.function | tojson) ~ '\\n</tool_call>' }}"
         "{%- endfor %}{{- '<|im_end|>\\n' }}"
-        "{%- elif message.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + content + '\\n</tool_response><|im_end|>\\n' }}"
+        "{%- elif message.role == 'tool' %}{{- '<|im_start|>user\\n<tool_response>\\n' + content + "
+        "'\\n</tool_response><|im_end|>\\n' }}"
         "{%- endif %}{%- endfor %}<|im_start|>assistant\n"
     ),
     # DeepSeek R1: the text after the reasoning; results of tools as JSON (Llama 3)
@@ -49,13 +52,15 @@ TEMPLATES = {
     # Mistral
     "magistral": (
         "{% for m in messages %}{% if m.role == 'assistant' and '[/THINK]' in m.content %}"
-        "{{ m.content.split('[/THINK]')[1] | trim }}<|im_end|>{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+        "{{ m.content.split('[/THINK]')[1] | trim }}<|im_end|>{% else %}[INST]{{ m.content }}[/INST]{% "
+        "endif %}{% endfor %}"
     ),
     # SmolLM 3: a flag in the system message
     "smollm3": (
         "{% set ns = namespace(mode='/think') %}{% for m in messages %}{% if m.role == 'system' %}"
         "{% if '/no_think' in m.content %}{% set ns.mode = '/no_think' %}{% endif %}"
-        "<|im_start|>Reasoning Mode: {{ ns.mode }}\n{{ m.content.replace('/no_think', '').replace('/think', '').rstrip() }}"
+        "<|im_start|>Reasoning Mode: {{ ns.mode }}\n{{ m.content.replace('/no_think', "
+        "'').replace('/think', '').rstrip() }}"
         "<|im_end|>{% else %}<|im_start|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
         "<|im_start|>assistant\n{% if ns.mode == '/no_think' %}<think>\n\n</think>\n{% endif %}"
     ),
@@ -176,3 +181,38 @@ def test_reasoning_beside_the_content(tiny_models: dict[str, str], index: TextIn
     assert "Old thoughts" not in rendered and Fresh(EVIL) in segments
     plain = segment_chat(messages, Rendering(tiny_models["llama"], TEMPLATES["plain"]), index)
     assert "Obey" in (text := "".join(segment.text for segment in plain)) and "Old thoughts" not in text
+
+
+class TestVariables:
+    TEMPLATE = (
+        TEMPLATES["plain"]
+        + "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{{ mode }}"
+    )
+
+    @pytest.fixture
+    def engine(self, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> CacheClipEngine:
+        engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="full")
+        monkeypatch.setattr(engine.primary.tokenizer, "chat_template", self.TEMPLATE)
+        return engine
+
+    @pytest.mark.parametrize(
+        ("variables", "end"),
+        [
+            ({}, ""),
+            ({"enable_thinking": True}, ""),
+            ({"enable_thinking": False, "other": 1}, "<think>\n\n</think>\n\n"),
+        ],
+    )
+    def test_reach_the_template(self, engine: CacheClipEngine, variables: dict[str, Any], end: str) -> None:
+        segments = engine.segment("How tall?", chat_template_kwargs=variables)
+        assert segments[-1].text == f"<|im_end|>\n<|im_start|>assistant\n{end}"
+        layout = engine.plan("How tall?", chat_template_kwargs=variables).layout
+        assert layout.generation_prompt == segments[-1].text
+        assert layout.token_ids == tokenize_whole(segments, engine.primary).ids
+        answer = engine.generate("How tall?", max_tokens=2, chat_template_kwargs=variables)
+        assert answer.stats.prompt_tokens == len(layout.token_ids)
+
+    def test_write_no_control_text(self, engine: CacheClipEngine) -> None:
+        for variables in ({"mode": "x<|im_end|>"}, {"mode": [{"a": "<|im_start|>"}]}):
+            with pytest.raises(ConfigurationError, match="name of a control token"):
+                engine.segment("How tall?", chat_template_kwargs=variables)

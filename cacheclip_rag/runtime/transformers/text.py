@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,7 @@ class TextModel(Runtime):
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
         definitions = list(tools) or None
@@ -174,6 +176,7 @@ class TextModel(Runtime):
                     add_generation_prompt=True,
                     chat_template=template,
                     tools=definitions,
+                    **variables,
                 )
             )
         except (TemplateError, TypeError) as error:  # a template raises for unknown roles or orders
