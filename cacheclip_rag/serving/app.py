@@ -179,6 +179,7 @@ class App:
         card = self._ready()
         body = parse(kind, read_json(await read_body(request, self.limits.body_bytes, self.limits.request_s)))
         self._check_model(body.model)
+        self._counters.ignored.update(body.ignored)
         tenant = caller.tenant(body.field.tenant)
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
         options = body.field.call_options().with_options({**defaults, **body.sampling()})
