@@ -235,9 +235,7 @@ class _StreamReading:
             ) from error
         ids = (_UNKNOWN_ID,) * int(self._usage.get("completion_tokens") or 0)
         reason = "length" if self._reason == "length" else "stop"
-        return Answer(
-            "".join(self._texts), ids, reason, stats, tool_calls=calls, reasoning="".join(self._reasoning)
-        )
+        return Answer("".join(self._texts), ids, reason, stats, tool_calls=calls, reasoning="".join(self._reasoning))
 
 
 @dataclass(slots=True)

@@ -193,9 +193,6 @@ class ModelFields(EngineFields):
     """The answer is JSON that follows this JSON schema, a dict or JSON text. Needs the extra ``structured``; not with
     ``finish``."""
 
-    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
-    """Variables of the chat template, such as ``{"enable_thinking": False}``."""
-
     def _check(self) -> None:
         super()._check()
         self._call_options({})
@@ -207,7 +204,7 @@ class ModelFields(EngineFields):
             ConfigurationError: an unknown option, or a value out of range.
         """
         given = with_tool_choice(given)
-        own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL, "chat_template_kwargs")}
+        own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
         called = given.get("method")
         if called is not None and not isinstance(called, str):
             own |= {"recompute_ratio": None, "max_ttft_s": None}  # an instance has its own ratio

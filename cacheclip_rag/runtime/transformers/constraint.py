@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +21,9 @@ from ...base.errors import ConfigurationError, MissingExtraError, ModelError
 
 __all__ = ["Grammars", "SchemaConstraint", "closed"]
 
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python and chat templates write it, on one line: a model could write white space without end."""
+_WRITING = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t]{1,2}|\r?\n[ \t]{0,40}"}
+"""White space where JSON may hold it: a space or two, or a line's end and its indentation. Models write lists over
+several lines, and do not end them on one. Without a limit, a model could write white space for ever."""
 
 
 class Grammars:
@@ -50,9 +51,7 @@ class Grammars:
         grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise ConfigurationError(
-                f"json_schema cannot be followed: {matcher.get_error().splitlines()[0]}. Change this part of it."
-            )
+            raise ConfigurationError(_refusal(vocabulary, closed(json.loads(json_schema)), matcher.get_error()))
         return SchemaConstraint(matcher)
 
     @cached_property
@@ -69,6 +68,45 @@ class Grammars:
         return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
 
 
+def _refusal(vocabulary: Any, schema: Any, error: str) -> str:
+    """Why a schema cannot be followed, with the innermost part of it that is refused alone, too."""
+    from llguidance import LLMatcher
+
+    shared = {name: schema[name] for name in _SHARED if isinstance(schema, dict) and name in schema}
+
+    def error_of(part: Any) -> str:
+        grammar = LLMatcher.grammar_from_json_schema(
+            {**shared, **part} if part is not schema else part, defaults=_WRITING
+        )
+        return str(LLMatcher(vocabulary, grammar, log_level=0).get_error())
+
+    path, part, tried = "", schema, 0
+    found = True
+    while found:
+        found = False
+        for step, each in _parts_of(part):
+            tried += 1
+            if tried <= _MOST_TRIED and isinstance(each, dict) and (own := error_of(each)):
+                path, part, error, found = f"{path}/{step}", each, own, True
+                break
+    what = " ".join(line.strip() for line in error.splitlines())
+    where = f"at {path[1:]!r} ({json.dumps(part, ensure_ascii=False)[:200]})" if path else "as a whole"
+    return f"json_schema cannot be followed {where}: {what}. Change this part of it."
+
+
+def _parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas that a schema names, each with its place."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _NOT_CLOSED - {"allOf"}:
+            continue
+        if isinstance(value, dict) and key in _OF_SCHEMAS:
+            yield from ((f"{key}/{name}", each) for name, each in value.items())
+        elif isinstance(value, dict):
+            yield key, value
+        elif isinstance(value, list):
+            yield from ((f"{key}/{number}", each) for number, each in enumerate(value))
+
+
 def closed(schema: Any) -> Any:
     """The schema without further properties in objects that name some, unless it says something about them."""
     if isinstance(schema, list):
@@ -83,6 +121,11 @@ def closed(schema: Any) -> Any:
 
 _NOT_CLOSED = frozenset({"allOf", "enum", "const", "default", "examples"})
 """Parts of one object, of which each may name properties of its own; and values that are no schemas."""
+_SHARED = ("$defs", "definitions")
+_OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", *_SHARED})
+"""Keys whose values are schemas by name."""
+_MOST_TRIED = 200
+"""Parts of a schema that are compiled to find the one that is refused."""
 _OPENING = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref"})
 
 
