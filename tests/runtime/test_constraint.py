@@ -42,10 +42,9 @@ def taken(grammars: Grammars, text: str) -> str:
 def test_json_may_be_written_in_any_way(grammars: Grammars, indent: Any, separators: Any) -> None:
     text = json.dumps({"items": ["a", "b c", ""]}, indent=indent, separators=separators)
     assert taken(grammars, text) == text
-    assert taken(grammars, text.replace("\n", "\r\n")) == text.replace("\n", "\r\n")
 
 
-@pytest.mark.parametrize("blank", [" ", "\t", "\n", "\r\n", " \n", "\n "])
+@pytest.mark.parametrize("blank", [" ", "\n", " \n", "\n ", "\n\t"])
 @pytest.mark.parametrize("place", ['{X"items": []}', '{"items":X[]}', '{"items": [X]}', '{"items": ["a"X, "b"]}'])
 def test_a_run_of_white_space_ends(grammars: Grammars, blank: str, place: str) -> None:
     text = place.replace("X", blank * 200)
