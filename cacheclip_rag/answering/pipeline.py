@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
 from ..prompt.segments import as_segments, given_texts
-from ..timing.controller import Controller
+from ..timing.controller import Controller, Work
 from .calls import parameters_of, read_calls
 from .decoding import decode
 from .gate import Gate
@@ -119,10 +119,11 @@ class Answering:
                     isolated=sources.primary.context.isolated,
                 )
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
-            controller = self._controller(request)
-            if controller is None or not plan.reused:
-                return plan
             known = sources.known_tokens(plan)
+            plan = _least_computed(plan, known, sources.continued_tokens(plan))
+            controller = self._controller(request)
+            if controller is None or not plan.reused or plan.continues or plan.bypass is not None:
+                return plan
             reading = controller.profile.reading(plan, sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
 
@@ -153,6 +154,20 @@ class Answering:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
+
+
+def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
+    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, else the recompute after
+    ``continued`` approximate ones."""
+    if not plan.reused:
+        return plan
+    ratio = plan.method.nominal_ratio
+    work = Work.of(plan, known)
+    plain, fused = work.plain()[0], work.fused(ratio)[0]
+    shorter = Work.of(plan, continued).fused(ratio)[0] if continued > known else fused
+    if plain < fused and plain <= shorter:
+        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+    return replace(plan, continues=shorter < fused)
 
 
 def _question(request: Request) -> str | None:

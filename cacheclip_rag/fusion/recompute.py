@@ -30,6 +30,7 @@ from ..prompt.segments import Fresh
 from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
@@ -51,9 +52,13 @@ def fuse(
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
-        match = sources.match(plan, usable=geometry is None)
+        match: Match | ContinuedMatch
+        if plan.continues and geometry is None:
+            match = sources.continued_match(plan)
+        else:
+            match = sources.match(plan, usable=geometry is None)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
+        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
         pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
         return pass_.run(match)
 
@@ -116,7 +121,7 @@ class _FusedPass:
     geometry: Geometry | None
     trace: bool
 
-    def run(self, match: Match) -> Fused | None:
+    def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
         texts = list(dict.fromkeys(span.whole for span in unread))
@@ -126,7 +131,7 @@ class _FusedPass:
                 with clock.phase("read"):
                     reading.start()
             with clock.phase("select"):
-                scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
+                scorable = [span for span in unread if not plan.layout.is_exact(span)]
                 view = PromptView(**self._seen(plan.reused, scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
@@ -135,7 +140,7 @@ class _FusedPass:
             with reading.again() as reading, suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
 
-    def _assemble_and_recompute(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+    def _assemble_and_recompute(self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
         text.
 
@@ -181,6 +186,9 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        if isinstance(match, ContinuedMatch):
+            found.stale[: layout.num_cached] |= match.stale[: layout.num_cached]
+            found = replace(found, turns=match.turns)
         busy_s = reads.reading.busy_s()
         clock.reading_s += busy_s
         if began:
@@ -249,7 +257,8 @@ class _FusedPass:
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
+        stale = _stale(scorable, rows, layout.num_tokens)
+        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
     def _seen(
         self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
@@ -259,7 +268,9 @@ class _FusedPass:
         return {
             "layout": layout,
             "spans": scorable,
-            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "num_chunk_tokens": sum(
+                len(span.tokens) for span in reused if not (layout.is_continued and layout.is_cached(span))
+            ),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
             "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
@@ -319,6 +330,15 @@ def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     return found
 
 
+def _stale(spans: Sequence[Span], rows: torch.Tensor, num_tokens: int) -> np.ndarray[Any, Any]:
+    """Which tokens of a prompt keep their stored KV: those of ``spans`` that are no ``rows``."""
+    stale = np.zeros(num_tokens, np.bool_)
+    for span in spans:
+        stale[span.start : span.stop] = True
+    stale[rows.numpy()] = False
+    return stale
+
+
 def _trace(
     plan: Plan,
     scorable: Sequence[Span],
@@ -351,7 +371,7 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
         Strictly increasing int64 positions.
     """
     active = np.ones(layout.num_tokens, np.bool_)
-    active[: layout.num_exact] = False
+    active[: layout.num_known] = False
     for span in reused:
         active[span.start : span.stop] = False
     chosen = [*selected]

@@ -69,7 +69,11 @@ class Plan:
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
     bypass: str | None = None
-    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
+    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough, or computes less.
+    Else None."""
+    continues: bool = False
+    """Whether the prompt continues the KV of an earlier fused prompt, which is approximate: chunks in it are neither
+    read nor recomputed."""
     prediction: Prediction | None = None
     """Set if the recompute ratio was chosen by predicted time."""
 
@@ -120,7 +124,7 @@ class Plan:
             "predicted_ttft_s": None if self.prediction is None else self.prediction.seconds,
             "predicted_plain_ttft_s": None if self.prediction is None else self.prediction.plain_s,
             "prompt_tokens": self.layout.num_tokens,
-            "prefix_tokens": self.layout.num_exact,
+            "prefix_tokens": self.layout.num_known,
             "chunk_tokens": self.chunk_tokens,
             "budget_tokens": self.budget_tokens,
             "token_ids": list(self.layout.token_ids),
