@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
 from ..prompt.segments import as_segments, given_texts
-from ..timing.controller import Controller, Work
+from ..timing.controller import Controller
 from .calls import parameters_of, read_calls
 from .decoding import decode
 from .gate import Gate
@@ -36,6 +36,10 @@ from .verification import Verification
 from .writer import ChunkWriter
 
 __all__ = ["Answering"]
+
+_ROWS_FOR_EXACT_KV = 64
+"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
+over a single row: the weights are read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Answering:
         constraint = runtime.constrain(schema) if schema else None
         text_of = runtime.decode_calls if options.tools else None
         clock, turns = PhaseClock(), turns_of(runtime)
-        with turns.prompt():  # until the first token is there
+        with turns.prompt():  # until the first text is there: most first tokens have one
             plan, prefilled = self._prefill(request, sources, clock, self.observers)
             verification = _verification(request, plan.method, sources, prefilled)
             # finish completes the exact KV in any case, so that it needs no gate
@@ -157,17 +161,15 @@ class Answering:
 
 
 def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
-    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, else the recompute after
-    ``continued`` approximate ones."""
+    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
+    ``continued`` approximate ones. Exact KV is worth a few rows."""
     if not plan.reused:
         return plan
-    ratio = plan.method.nominal_ratio
-    work = Work.of(plan, known)
-    plain, fused = work.plain()[0], work.fused(ratio)[0]
-    shorter = Work.of(plan, continued).fused(ratio)[0] if continued > known else fused
-    if plain < fused and plain <= shorter:
+    plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
+    shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
+    if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
-    return replace(plan, continues=shorter < fused)
+    return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)
 
 
 def _question(request: Request) -> str | None:

@@ -165,9 +165,9 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     is_exact = _is_exact(fused, sources)
     continuing = None
-    if not is_exact and fused.first_computed is not None and sources.shares_prefixes(plan):
+    if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
         continuing = Continuing(sources, plan.method, fused.stale, fused.turns + 1)
-    if plan.layout.is_continued:
+    if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax())
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
     return Prefilled(

@@ -53,7 +53,7 @@ class FusionStats:
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     continued_tokens: int = 0
-    """Leading prompt tokens whose KV was left by an earlier prompt and its answer, and is approximate. ``prefix_tokens``
+    """Leading prompt tokens whose KV an earlier prompt and its answer left, and which is approximate. ``prefix_tokens``
     and ``chunk_tokens`` include them."""
     continued_turns: int = 0
     """Earlier answers, one after the other, whose KV the prompt continues."""

@@ -25,8 +25,7 @@ from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.plan import Plan
 from ..plan.sources import Sources
-from ..prompt.layout import Layout, Span, question_slots
-from ..prompt.segments import Fresh
+from ..prompt.layout import Layout, Span, question_slots, question_text
 from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
@@ -140,7 +139,9 @@ class _FusedPass:
             with reading.again() as reading, suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
 
-    def _assemble_and_recompute(self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+    def _assemble_and_recompute(
+        self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]
+    ) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
         text.
 
@@ -186,8 +187,8 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
-        if isinstance(match, ContinuedMatch):
-            found.stale[: layout.num_cached] |= match.stale[: layout.num_cached]
+        if isinstance(match, ContinuedMatch) and found.stale is not None:
+            found.stale[: layout.num_cached] = match.stale[: layout.num_cached]
             found = replace(found, turns=match.turns)
         busy_s = reads.reading.busy_s()
         clock.reading_s += busy_s
@@ -257,7 +258,7 @@ class _FusedPass:
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        stale = _stale(scorable, rows, layout.num_tokens)
+        stale = None if cache.geometry is not None else _stale(scorable, rows, layout.num_tokens)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
     def _seen(
@@ -283,7 +284,7 @@ class _FusedPass:
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
         return auxiliary.score(
-            spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, when_read
+            spans, self.plan.question or question_text(self.plan.layout), scorer, self.clock, when_read
         )
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
@@ -311,14 +312,6 @@ class _Reads:
     numbers: Mapping[str, int]
     """By text, the number of its KV in ``reading``."""
     reading: ReadAhead
-
-
-def _question_in(layout: Layout) -> str:
-    """The user's text after the last chunk; if there is none, the text before the first chunk."""
-    chunks = layout.chunks
-    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
-    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
-    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
 
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:

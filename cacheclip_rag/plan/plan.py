@@ -102,6 +102,16 @@ class Plan:
         """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
 
+    def computed_after(self, known: int, *, is_continued: bool = False) -> int:
+        """Number of prompt tokens that are computed if earlier prompts left the KV of ``known`` leading tokens: fresh
+        tokens, and as many of the reused chunks as the ratio allows."""
+        layout = self.layout.cached_until(known, self.reused, is_continued=is_continued)
+        unread = [span for span in self.reused if not layout.is_cached(span)]
+        stale = sum(len(span.tokens) for span in unread if not layout.is_exact(span))
+        reused = sum(len(span.tokens) for span in unread)
+        budget = round(self.method.nominal_ratio * (reused if is_continued else self.chunk_tokens))
+        return layout.num_tokens - layout.num_known - reused + min(stale, budget)
+
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""
         keys = dict(zip(self.reused, self.keys, strict=False))

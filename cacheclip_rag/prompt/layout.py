@@ -29,6 +29,7 @@ __all__ = [
     "check_length",
     "lay_out",
     "question_slots",
+    "question_text",
 ]
 
 LEAST_PART = 32
@@ -330,8 +331,18 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
     )
 
 
+def question_text(layout: Layout) -> str:
+    """The text that the auxiliary model reads as the question if none is given: the user's text after the last chunk;
+    if there is none, the text before the first one. The primary's rows cannot: see :func:`question_slots`."""
+    chunks = layout.chunks
+    own = [span for span in layout.spans if isinstance(span.segment, Fresh) and not span.segment.control]
+    after = "".join(span.segment.text for span in own if span.start >= chunks[-1].stop).strip()
+    return after or "".join(span.segment.text for span in own if span.stop <= chunks[0].start).strip()
+
+
 def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
-    """Slots of the question's tokens, at least one.
+    """Slots of the question's tokens, at least one. They come after the chunks, because the primary's rows attend to
+    what is before them only.
 
     The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
     else the prompt's last token. Text of the chat template does not belong to the question.
