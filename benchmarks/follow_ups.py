@@ -28,12 +28,15 @@ from typing import Any
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.lab.evaluation.questions import INSTRUCTION, ask
+from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, read_records
-from cacheclip_rag.lab.evaluation.scores import contains, token_f1
-from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap
+from cacheclip_rag.lab.evaluation.scores import METRICS
+from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
 
+INSTRUCTION = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+)
 WAYS = ("full", "prefix", "fresh", "continued")
 
 
@@ -70,8 +73,8 @@ def answers(engine: CacheClipEngine, records: Sequence[Record], method: Any) -> 
                 {
                     "text": answer.text,
                     "first": answer.token_ids[0],
-                    "f1": token_f1(each.judged(answer.text), each.record.answers),
-                    "contains": contains(each.judged(answer.text), each.record.answers),
+                    "f1": METRICS["f1"](each.judged(answer.text), each.record.answers),
+                    "contains": METRICS["contains"](each.judged(answer.text), each.record.answers),
                     "ttft_s": answer.stats.ttft_s,
                     "continued": answer.stats.continued_tokens,
                     "computed": answer.stats.fresh_tokens + answer.stats.recomputed_tokens,
@@ -99,11 +102,9 @@ def table(items: Sequence[dict[str, list[dict[str, Any]]]], turns: int) -> Itera
                 f"  {mean['computed']:8.0f}  {seconds:15.2f} s  {seconds / exact:11.2f}"
             )
     for score in ("f1", "contains"):
-        later = [
-            item["continued"][turn][score] - item["fresh"][turn][score] for item in items for turn in range(1, turns)
-        ]
-        low, high = paired_bootstrap(later)
-        yield f"{score} of continued minus fresh, later turns: {statistics.fmean(later):+.3f} [{low:+.3f}, {high:+.3f}]"
+        later = [(item["continued"][turn], item["fresh"][turn]) for item in items for turn in range(1, turns)]
+        continued, fresh = ([row[score] for row in rows] for rows in zip(*later, strict=True))
+        yield f"{score} of continued over fresh, later turns, with its 95 % interval: {paired_ratio(continued, fresh)}"
 
 
 def main() -> None:

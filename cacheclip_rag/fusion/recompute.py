@@ -58,7 +58,8 @@ def fuse(
             match = sources.match(plan, usable=geometry is None)
     with match:
         layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
-        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
+        stale = match.stale[: layout.num_cached] if isinstance(match, ContinuedMatch) else None
+        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 
 
@@ -119,6 +120,8 @@ class _FusedPass:
     clock: PhaseClock
     geometry: Geometry | None
     trace: bool
+    stale: np.ndarray[Any, Any] | None = None
+    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
     def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -130,7 +133,7 @@ class _FusedPass:
                 with clock.phase("read"):
                     reading.start()
             with clock.phase("select"):
-                scorable = [span for span in unread if not plan.layout.is_exact(span)]
+                scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
                 view = PromptView(**self._seen(plan.reused, scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
@@ -187,8 +190,7 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
-        if isinstance(match, ContinuedMatch) and found.stale is not None:
-            found.stale[: layout.num_cached] = match.stale[: layout.num_cached]
+        if isinstance(match, ContinuedMatch):
             found = replace(found, turns=match.turns)
         busy_s = reads.reading.busy_s()
         clock.reading_s += busy_s
@@ -258,7 +260,7 @@ class _FusedPass:
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        stale = None if cache.geometry is not None else _stale(scorable, rows, layout.num_tokens)
+        stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
     def _seen(
@@ -269,13 +271,31 @@ class _FusedPass:
         return {
             "layout": layout,
             "spans": scorable,
-            "num_chunk_tokens": sum(
-                len(span.tokens) for span in reused if not (layout.is_continued and layout.is_cached(span))
-            ),
+            "num_chunk_tokens": self.plan.charged_tokens(reused),
+            "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
             "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
         }
+
+    def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
+        stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
+        for span in spans:
+            stale[span.start : span.stop] = True
+        if self.stale is not None:
+            stale[: len(self.stale)] = self.stale
+        stale[rows.numpy()] = False
+        return stale
+
+    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Per span the tokens whose KV is a chunk's as it was stored."""
+        assert self.stale is not None
+        known = torch.from_numpy(self.stale)
+        return [
+            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
+            for span in spans
+        ]
 
     def _auxiliary_scores(
         self, spans: Sequence[Span], scorer: AuxiliaryAttention, when_read: Callable[[], None] | None
@@ -321,15 +341,6 @@ def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
     found: list[int] = numbers[inside].tolist()
     return found
-
-
-def _stale(spans: Sequence[Span], rows: torch.Tensor, num_tokens: int) -> np.ndarray[Any, Any]:
-    """Which tokens of a prompt keep their stored KV: those of ``spans`` that are no ``rows``."""
-    stale = np.zeros(num_tokens, np.bool_)
-    for span in spans:
-        stale[span.start : span.stop] = True
-    stale[rows.numpy()] = False
-    return stale
 
 
 def _trace(

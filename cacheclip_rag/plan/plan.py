@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Prediction", "Reading"]
 
+FOLLOW_UP_SHARE = 0.5
+"""Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
+the tokens that no question has recomputed yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -107,10 +111,17 @@ class Plan:
         tokens, and as many of the reused chunks as the ratio allows."""
         layout = self.layout.cached_until(known, self.reused, is_continued=is_continued)
         unread = [span for span in self.reused if not layout.is_cached(span)]
-        stale = sum(len(span.tokens) for span in unread if not layout.is_exact(span))
-        reused = sum(len(span.tokens) for span in unread)
-        budget = round(self.method.nominal_ratio * (reused if is_continued else self.chunk_tokens))
-        return layout.num_tokens - layout.num_known - reused + min(stale, budget)
+        of_any = self.reused if is_continued else unread
+        stale = sum(len(span.tokens) for span in of_any if not layout.is_exact(span))
+        budget = round(self.method.nominal_ratio * replace(self, layout=layout).charged_tokens(self.reused))
+        unread_tokens = sum(len(span.tokens) for span in unread)
+        return layout.num_tokens - layout.num_known - unread_tokens + min(stale, budget)
+
+    def charged_tokens(self, spans: Sequence[Span]) -> int:
+        """Chunk tokens of which the ratio is a share: all, and of those in continued KV :data:`FOLLOW_UP_SHARE`."""
+        layout = self.layout
+        continued = sum(len(span.tokens) for span in spans if layout.is_continued and layout.is_cached(span))
+        return sum(len(span.tokens) for span in spans) - continued + round(FOLLOW_UP_SHARE * continued)
 
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""
