@@ -34,4 +34,3 @@ def python_environment(**more: str) -> dict[str, str]:
 def own_folder() -> Path:
     """A folder in which a process may run for long: it belongs to this user, and nobody puts code into it."""
     return make_private_folder(cache_home().absolute(), "run")
-

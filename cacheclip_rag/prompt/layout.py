@@ -288,11 +288,10 @@ def _equal_runs(
             low += 1
 
 
-def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:
-    """Raise PromptTooLongError if the bytes of the prompt prove that it does not fit the model's context. Such prompts
-    are not tokenised, which takes a second for a megabyte."""
+def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
+    """Raise PromptTooLongError if the bytes of a prompt's texts prove that it does not fit the model's context. Such
+    prompts are neither searched nor tokenised, which takes seconds for a megabyte."""
     room = runtime.context_tokens - 1
-    texts = [segment.text for segment in segments if not segment.control]
     if sum(map(len, texts)) <= room:
         return
     least = sum(map(runtime.least_tokens, texts))
