@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 from ..fusion.answer import Answer, Event
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
-from .bodies import check_host, read_body
+from .bodies import Bodies, check_host
+from .bounds import LARGE_BODY, check_counts
 from .counters import Counters
 from .errors import RequestError, error_body, error_of
 from .queue import Queue
@@ -32,8 +33,12 @@ __all__ = ["App", "Limits"]
 
 logger = logging.getLogger(__name__)
 
+_SEND_S = 30.0
+"""Seconds in which a client must take what it is sent."""
 _PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
+_MOST_LARGE = 256
+"""Large bodies of one client that wait to be read."""
 _PING = b": waiting\n\n"
 _ENDED = b"data: [DONE]\n\n"
 
@@ -45,7 +50,7 @@ class Limits:
     running: int = 4
     """Most answers at once. Each holds the KV of its prompt."""
     waiting: int = 64
-    """Most questions that wait for them; more are refused (429)."""
+    """Most questions of one tenant that wait for them; more are refused (429)."""
     request_s: float = 600.0
     """Seconds for one request, waiting included."""
     body_bytes: int = 2**23
@@ -78,7 +83,11 @@ class App:
     """Set when no new question is taken."""
 
     def __post_init__(self) -> None:
-        self._queue = Queue(self.limits.running, self.limits.waiting)
+        tenants = {self.access.tenant, *(name for names in self.access.tenants.values() for name in names)}
+        self._queue = Queue(self.limits.running, self.limits.waiting, is_shared=len(tenants) > 1)
+        self._large = Queue(1, _MOST_LARGE)
+        """Large bodies, which are read one by one."""
+        self._bodies = Bodies(self.limits.body_bytes)
         self._created = int(time.time())
         self._counters = Counters()
         paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
@@ -177,14 +186,25 @@ class App:
     async def _answer(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
         card = self._ready()
-        body = parse(kind, read_json(await read_body(request, self.limits.body_bytes, self.limits.request_s)))
+        came = await self._bodies.read(request, caller.tenants[0])
+        if len(came) < LARGE_BODY:
+            body, question = self._read(came, kind, caller, card)
+        else:
+            async with self._large.place(caller.tenants[0]):
+                body, question = await asyncio.to_thread(self._read, came, kind, caller, card)
+        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+
+    def _read(self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard) -> tuple[Body, ServedQuestion]:
+        """A body and its question, checked."""
+        given = read_json(came)
+        check_counts(given, card.context_tokens)
+        body = parse(kind, given)
         self._check_model(body.model)
         tenant = caller.tenant(body.field.tenant)
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
         options = body.field.call_options().with_options({**defaults, **body.sampling()})
         least = body.field.min_confidence
-        question = ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
-        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+        return body, ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
@@ -212,7 +232,7 @@ class App:
 
     async def events(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
-        async with self._queue.place() as waited_s, aclosing(self.backend.answer(question)) as events:
+        async with self._queue.place(question.tenant) as waited_s, aclosing(self.backend.answer(question)) as events:
             async for event in events:
                 yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
@@ -261,6 +281,7 @@ class _AnswerResponse(Response):
         """Whether the end of the response was sent, or is being sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = _in_time(send)
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
         pinging = asyncio.create_task(self._ping(send))
@@ -288,6 +309,10 @@ class _AnswerResponse(Response):
                         self._has_ended = True
                         self.done(200, event.answer)
                     await give(event, scope, receive, send)
+        except ClientDisconnect:
+            self._has_ended = True
+            self._app.count_disconnect()
+            self.done(499)
         except Exception as error:
             await self._refuse(error, scope, receive, send)
 
@@ -335,6 +360,19 @@ class _AnswerResponse(Response):
         else:
             await _json(error_body(found), found.headers, found.status)(scope, receive, send)
         self.done(found.status)
+
+
+def _in_time(send: Send) -> Send:
+    """Sends as long as the client takes what it is sent: who reads nothing must not keep a place."""
+
+    async def sent(message: Any) -> None:
+        try:
+            async with asyncio.timeout(_SEND_S):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    return sent
 
 
 async def _left(receive: Receive) -> None:

@@ -13,6 +13,7 @@ from ..base.errors import CacheClipError, ConfigurationError
 from ..frontend.tools import forced_tool, with_tool_choice
 from ..prompt.tools import check_calls, check_tools
 from ..runtime.base import Message
+from .bounds import check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -282,6 +283,7 @@ class CompletionBody(Body):
 
 def read_json(body: bytes) -> dict[str, Any]:
     """A request's body. Raises RequestError unless it is a JSON object whose texts can be written as UTF-8."""
+    check_size(body)
     try:
         found = json.loads(body, parse_constant=_no_number)
         if b"\\u" in body:
@@ -292,6 +294,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON: {str(error)[:200]}.") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
+    check_values(found)
     return found
 
 

@@ -16,6 +16,7 @@ from ..base.errors import ConfigurationError
 from .access import Access
 from .app import App, Limits
 from .backend import ServingBackend
+from .connections import Connection, allow_many_files
 
 __all__ = ["Server", "address_of", "check_reachable", "served_name"]
 
@@ -76,6 +77,7 @@ class Server:
             ws="none",
             timeout_graceful_shutdown=round(limits.request_s) + 1,
             h11_max_incomplete_event_size=2**16,
+            http=Connection,
         )
         self._host, self._port, self._config = host, port, config
         self._uvicorn = _Uvicorn(config, self._stopping)
@@ -89,6 +91,7 @@ class Server:
             ConfigurationError: the address is taken.
             The errors of the backend's start.
         """
+        allow_many_files()
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]
         self.address = address_of(self._host, port)

@@ -140,9 +140,13 @@ def launch(
 
 def _from_any_folder(config: EngineConfig) -> EngineConfig:
     """The settings with models' folders that hold in every folder, because vLLM runs in one of its own."""
-    names = {name: getattr(config, name) for name in ("primary", "auxiliary")}
-    folders = {name: Path(each).expanduser() for name, each in names.items() if each is not None}
-    return replace(config, **{name: str(each.absolute()) for name, each in folders.items() if each.is_dir()})
+
+    def moved(name: str) -> str:
+        folder = Path(name).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else name
+
+    auxiliary = None if config.auxiliary is None else moved(config.auxiliary)
+    return replace(config, primary=moved(config.primary), auxiliary=auxiliary)
 
 
 def _become(program: Command) -> NoReturn:
