@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..base.errors import ModelError
 from ..chunks.caches import ChunkCaches
@@ -18,7 +21,7 @@ from ..finding.texts import GivenTexts
 from ..guards.certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
-from ..models.load import check_name, load_any
+from ..models.load import check_name, load_any, unload_models
 from ..models.memory import free_bytes
 from ..plan.sources import Sources
 from ..prompt.layout import check_least_length
@@ -131,6 +134,21 @@ class Parts:
         if self._tenant is not None:
             self._tenant.close()
         self.prefix_cache.clear()
+
+    def unload(self) -> None:
+        """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""
+        with self._lock:
+            loaded = [caches.runtime for caches in self._caches.values()]
+            self._caches.clear()
+            self._sources.clear()
+            vars(self).pop("runtime", None)
+        self.certificates.forget()
+        self.controllers.forget()
+        unload_models(loaded)
+        del loaded
+        gc.collect()  # hooks and modules refer to one another
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     # -- models -------------------------------------------------------------------------------------------------
 

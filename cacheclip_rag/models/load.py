@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -227,10 +227,12 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     _factories[scheme] = factory
 
 
-def unload_models() -> None:
-    """Drop all loaded models. Their memory is freed when no engine uses them."""
+def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:
+    """Drop loaded models: these, or all. Their memory is freed when no engine uses them."""
+    wanted = None if runtimes is None else set(map(id, runtimes))
     with _registry_lock:
-        _registry.clear()
+        for key in [key for key, runtime in _registry.items() if wanted is None or id(runtime) in wanted]:
+            del _registry[key]
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
