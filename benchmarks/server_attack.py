@@ -76,6 +76,11 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "large documents": lambda: chat(
         *["x " * 40] * 30, cacheclip={"documents": [f"{n} words " * 400 for n in range(1500)]}
     ),
+    "alike": lambda: chat(*[f"{ALIKE} {n}" for n in range(200)], cacheclip=documents(2000, ALIKE + " No. {}")),
+    "most messages": lambda: chat(*["a"] * 4000),
+    "most documents": lambda: chat(*[f"{ALIKE} {n}" for n in range(60)], cacheclip=documents(4000, "{} of {} " * 10)),
+    "most tools": lambda: chat(tools=[tool(n) for n in range(1000)]),
+    "most calls": lambda: chat(*[{"role": "assistant", "content": "", "tool_calls": [CALL] * 4}] * 300),
     "text": lambda: chat("The harbour master counts ships. " * 240_000),
     "spaces": lambda: chat(" " * 7_900_000),
     "one letter": lambda: chat("a" * 7_900_000),

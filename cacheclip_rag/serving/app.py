@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -68,6 +70,8 @@ class App:
     limits: Limits = field(default_factory=Limits)
     any_host: bool = True
     """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
+    origins: tuple[str, ...] = ()
+    """Web pages that may ask through a browser, see :func:`~cacheclip_rag.serving.access.check_origins`."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None
@@ -98,9 +102,18 @@ class App:
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
         ]
+        exposed = ["retry-after", "x-request-id"]
+        pages = Middleware(
+            CORSMiddleware,
+            allow_origins=self.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
         self.asgi = Starlette(
             routes=[Route(path, self._guarded(path, handle), methods=[method]) for method, path, handle in paths],
             exception_handlers={HTTPException: _not_found},
+            middleware=[pages] if self.origins else [],
             lifespan=self._lifespan,
         )
 

@@ -6,14 +6,14 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from ..base.errors import ConfigurationError
-from .access import Access
+from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
 from .connections import Connection, allow_many_files
@@ -37,6 +37,7 @@ class Server:
         limits: Limits | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
+        origins: Sequence[str] = (),
         temperature: float = 1.0,
         max_tokens: int | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
@@ -45,6 +46,7 @@ class Server:
         Args:
             name: served name of the model.
             port: 0 takes a free one.
+            origins: web pages that may ask through a browser.
             temperature: of requests that state none; 1 is OpenAI's.
             max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
             on_ready: called with the address when the model is loaded.
@@ -53,6 +55,7 @@ class Server:
             ConfigurationError: other machines could reach the address, and no API key is set.
         """
         check_reachable(host, access)
+        check_origins(origins, access)
         limits = limits or Limits()
         self._failure: Exception | None = None
         self.app = App(
@@ -61,6 +64,7 @@ class Server:
             access,
             limits,
             any_host=not access.is_open,
+            origins=tuple(origins),
             temperature=temperature,
             max_tokens=max_tokens,
             on_ready=lambda: on_ready(self.address),

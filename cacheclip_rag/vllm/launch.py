@@ -20,6 +20,7 @@ from ..base.errors import ConfigurationError
 from ..base.python import own_folder, python_command, python_environment
 from ..config import EngineConfig
 from ..models.load import resolve
+from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
 from .offline import engine_options, worker_of
@@ -87,6 +88,7 @@ def launch(
     port: int = 8000,
     api_key: str | None = None,
     tenants: Path | None = None,
+    origins: Sequence[str] = (),
     body_bytes: int = 2**23,
     as_json: bool = False,
 ) -> NoReturn:
@@ -127,6 +129,9 @@ def launch(
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
     )
     check_reachable(host, settings.access)
+    check_origins(origins, settings.access)
+    if origins or settings.access.is_open:  # vLLM allows every web page by default
+        flags = ["--allowed-origins", json.dumps([*origins]), *flags]
     planner = Planner(config)
     settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
     planner.serve(settings.served)
