@@ -297,12 +297,12 @@ def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
     least = sum(map(runtime.least_tokens, texts))
     if least > room:
         raise PromptTooLongError(
-            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit model "
-            f"{runtime.name!r}: shorten it, or use a model with a longer context."
+            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit the "
+            f"model: shorten it, or use a model with a longer context."
         )
 
 
-def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+def check_length(layout: Layout, context_tokens: int) -> None:
     """Raise PromptTooLongError unless the prompt and one new token fit the model's context."""
     room = context_tokens - 1  # one token must be generated
     excess = layout.num_tokens - room
@@ -319,8 +319,8 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
         else "shorten the question or split the text"
     )
     raise PromptTooLongError(
-        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-        f"{model!r}: {advice}, or use a model with a longer context."
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit the model: "
+        f"{advice}, or use a model with a longer context."
     )
 
 

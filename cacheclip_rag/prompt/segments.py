@@ -385,8 +385,8 @@ class PromptReader:
         and keys as control text."""
         if not self.runtime.has_chat_template:
             raise ConfigurationError(
-                f"model {self.runtime.name!r} has no chat template, so it cannot be told of tools. Use a model that "
-                "was trained to call tools, or describe the tools in the prompt."
+                "this model has no chat template, so it cannot be told of tools. Use a model that was trained to call "
+                "tools, or describe the tools in the prompt."
             )
         for name in unmarked(tools):
             if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:
