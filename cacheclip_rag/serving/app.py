@@ -274,7 +274,8 @@ class _Done:
             tokens = (
                 f", {stats.prompt_tokens} prompt tokens ({stats.reused_tokens} reused), {len(answer.token_ids)} new"
             )
-        logger.info("%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
+        level = logging.DEBUG if self.path == "/health" and status == 200 else logging.INFO  # probes come every second
+        logger.log(level, "%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
 
 
 class _AnswerResponse(Response):

@@ -112,6 +112,11 @@ class _Message(_ContentPart):
         return message
 
 
+def _no_limit(value: Any) -> Any:
+    """-1 is what llama.cpp's clients send for no limit."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
 class _StreamOptions(_ContentPart):
     include_usage: bool | None = None
 
@@ -125,7 +130,7 @@ class Body(_ContentPart):
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cacheclip: CacheClipField | None = None
@@ -177,7 +182,7 @@ class ChatBody(Body):
     """Body of a request to ``/v1/chat/completions``."""
 
     messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

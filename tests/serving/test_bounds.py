@@ -133,3 +133,34 @@ def test_it_is_answered(served: Served, config: EngineConfig) -> None:
     assert (first["hits"], first["misses"]) == (0, 2)
     assert second["hits"] == 2
     assert replace(config) == config
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_minus_one_is_no_limit(name: str) -> None:
+    for given, expected in ((-1, None), (None, None), (7, 7)):
+        body = parse(ChatBody, {"messages": [user()], name: given})
+        assert body.sampling().get("max_tokens") == expected
+    for wrong in (-2, 0, 2**31):
+        with pytest.raises(RequestError, match=name):
+            parse(ChatBody, {"messages": [user()], name: wrong})
+
+
+LOOP = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+SCHEMAS: dict[str, Any] = {
+    "a reference to itself": {"$ref": "#"},
+    "a reference loop": LOOP,
+    "a loop that is required": {"type": "object", "properties": {"a": LOOP["$defs"]["a"]}, "required": ["a"], **LOOP},  # type: ignore[index]
+    "no such reference": {"$ref": "#/no/such"},
+    "no reference": {"$ref": 5},
+    "another machine's": {"$ref": "http://localhost/schema"},
+    "no type": {"type": 5},
+    "no pattern": {"type": "string", "pattern": "("},
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schemas_that_cannot_be_followed(served: Served, name: str) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMAS[name]}}
+    for stream in (False, True):
+        answer = served.chat(response_format=wanted, stream=stream, max_tokens=2)
+        assert answer.status_code == 400, answer.text
