@@ -77,7 +77,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
         *["x " * 40] * 30, cacheclip={"documents": [f"{n} words " * 400 for n in range(1500)]}
     ),
     "alike": lambda: chat(*[f"{ALIKE} {n}" for n in range(200)], cacheclip=documents(2000, ALIKE + " No. {}")),
-    "most messages": lambda: chat(*["a"] * 4000),
+    "most messages": lambda: chat(*["a"] * 2000),
     "most documents": lambda: chat(*[f"{ALIKE} {n}" for n in range(60)], cacheclip=documents(4000, "{} of {} " * 10)),
     "most tools": lambda: chat(tools=[tool(n) for n in range(1000)]),
     "most calls": lambda: chat(*[{"role": "assistant", "content": "", "tool_calls": [CALL] * 4}] * 300),

@@ -18,8 +18,8 @@ MOST_VALUES = 200_000
 """Most values in a body: numbers, texts, lists, objects."""
 MOST_DEPTH = 100
 """Most lists and objects inside one another."""
-MOST_MESSAGES = 4096
-MOST_CALLS = 4096
+MOST_MESSAGES = 2048
+MOST_CALLS = 2048
 """Calls in all messages."""
 MOST_TOOLS = 1024
 MOST_DOCUMENTS = 4096
