@@ -257,10 +257,16 @@ class CacheClipEngine:
         return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
-        """Close file handles; the engine may be used again afterwards. Weights stay loaded."""
+        """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`."""
         for observer in self.observers:
             observer.close()
         self.parts.close()
+
+    def unload(self) -> None:
+        """:meth:`close`, and free the memory of the weights and of the prefix cache. The next answer loads them again.
+        Other engines that have loaded the same weights keep them until they are unloaded too."""
+        self.close()
+        self.parts.unload()
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
         """Wait for the observers' background work; False after ``timeout_s`` seconds."""

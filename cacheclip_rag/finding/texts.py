@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,12 +28,12 @@ from ..base.database import Database
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..base.outage import OutageWarning
-from .common_parts import TextMatch
+from .common_parts import Compared, TextMatch
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex
 from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
 
-__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
+__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "GivenTexts", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ _MOST_SLICES = 1 << 22
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
+_MOST_NEAR = 1 << 13
+"""Most pairs of a message and a given text that are compared for one request."""
 _BLOCK, _LONGEST_BLOCK = 1 << 11, 1 << 14
 """Slices compared at once: few after a match, which may cover what comes next; never more than fit in a processor's
 cache."""
@@ -107,6 +109,41 @@ def text_row(text: str) -> TextRow | None:
     return TextRow(text_digest(text), reach, int(hashes[start]), start, len(text), ending, whole)
 
 
+class GivenTexts:
+    """Documents of one request, whose messages are searched one by one. Each document is hashed once, and searched for
+    only in messages that hold an anchor of it."""
+
+    def __init__(self, texts: Iterable[str], is_wanted: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            texts: normalised.
+            is_wanted: called before each search; raises if nobody waits for the request any more.
+        """
+        self.texts = list(dict.fromkeys(texts))
+        self._is_wanted = is_wanted
+        self._room = _MOST_NEAR
+        # one table of anchors for texts as a whole, one for parts of them
+        rows = [(row.anchor, number) for number, text in enumerate(self.texts) for row in _rows_of([text])]
+        anchors = [(number, Compared(text).anchors[0]) for number, text in enumerate(self.texts)]
+        of_parts = [np.stack([found, np.full(len(found), number)], 1) for number, found in anchors]
+        self._of_wholes = np.array(rows, np.int64).reshape(-1, 2)
+        self._of_parts = np.concatenate([np.empty((0, 2), np.int64), *of_parts])
+
+    def near(self, prompt: str, hashes: Column) -> list[str]:
+        """The texts that may stand in ``prompt``, as a whole or in part; ``hashes`` are those of its windows."""
+        self._is_wanted()
+        if not self.texts or not len(hashes):
+            return []
+        wanted = ((self._of_wholes, hashes), (self._of_parts, Compared(prompt).anchors[0]))
+        numbers = [table[np.isin(table[:, 0], found), 1] for table, found in wanted]
+        near = np.unique(np.concatenate(numbers)).tolist()
+        if len(near) > self._room:
+            logger.warning("too many documents look like too many messages; some are computed as fresh text")
+        near = near[: max(0, self._room)]
+        self._room -= len(near)
+        return [self.texts[number] for number in near]
+
+
 class TextIndex:
     """Texts of one namespace, shared by processes through the store's catalog. Keeps nothing in memory."""
 
@@ -153,7 +190,7 @@ class TextIndex:
         """Whether the text of a row was added and not removed since."""
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
-    def find(self, prompt: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[TextMatch]:
+    def find(self, prompt: str, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
         overlapping, in order.
 
@@ -163,10 +200,14 @@ class TextIndex:
         Args:
             parts: False finds whole texts only, see :meth:`find_whole`.
         """
+        places = _places_in(prompt)
+        if isinstance(documents, GivenTexts):
+            documents = documents.near(prompt, places.hashes)
         documents = list(dict.fromkeys(documents))
+        if not len(places.hashes):
+            return []  # too short for any
         if not parts:
             return self.find_whole(prompt, documents)
-        places = _places_in(prompt)
         whole = self._stored_whole(prompt, places)
         found = {prompt[match.start : match.stop] for match in whole}
         others = [text for text in documents if text not in found]

@@ -38,10 +38,10 @@ def make_plan(
     """
     runtime = sources.primary.runtime
     context = sources.primary.context
-    check_least_length(segments, runtime)
+    check_least_length([segment.text for segment in segments if not segment.control], runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
     layout = replace(layout, exact_after_prefix=context.is_exact_after_prefix)
-    check_length(layout, runtime.context_tokens, runtime.name)
+    check_length(layout, runtime.context_tokens)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:

@@ -294,22 +294,21 @@ def _equal_runs(
             low += 1
 
 
-def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:
-    """Raise PromptTooLongError if the bytes of the prompt prove that it does not fit the model's context. Such prompts
-    are not tokenised, which takes a second for a megabyte."""
+def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
+    """Raise PromptTooLongError if the bytes of a prompt's texts prove that it does not fit the model's context. Such
+    prompts are neither searched nor tokenised, which takes seconds for a megabyte."""
     room = runtime.context_tokens - 1
-    texts = [segment.text for segment in segments if not segment.control]
     if sum(map(len, texts)) <= room:
         return
     least = sum(map(runtime.least_tokens, texts))
     if least > room:
         raise PromptTooLongError(
-            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit model "
-            f"{runtime.name!r}: shorten it, or use a model with a longer context."
+            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit the "
+            f"model: shorten it, or use a model with a longer context."
         )
 
 
-def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+def check_length(layout: Layout, context_tokens: int) -> None:
     """Raise PromptTooLongError unless the prompt and one new token fit the model's context."""
     room = context_tokens - 1  # one token must be generated
     excess = layout.num_tokens - room
@@ -326,8 +325,8 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
         else "shorten the question or split the text"
     )
     raise PromptTooLongError(
-        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-        f"{model!r}: {advice}, or use a model with a longer context."
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit the model: "
+        f"{advice}, or use a model with a longer context."
     )
 
 
