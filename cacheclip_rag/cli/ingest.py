@@ -92,7 +92,8 @@ def ingest(
         print_json({"store": store, **report.to_dict()})
     else:
         _print_report(report, limit)
-    if report.failed or report.evicted or (strict and report.notes):
+    is_nothing = not report.documents and not report.removed
+    if report.failed or report.evicted or is_nothing or (strict and report.notes):
         raise typer.Exit(1)
 
 

@@ -185,7 +185,7 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
         notes += found.notes
     found = cleaned(found)
     if not found.strip():
-        error = EmptyFileError if not data.strip() else DocumentError
+        error = DocumentError if suffix in HTML_SUFFIXES or notes else EmptyFileError
         raise error(" ".join([f"{path} is empty.", *notes, *found.notes]))
     found = DocumentText(found, [*notes, *found.notes])
     for note in found.notes:

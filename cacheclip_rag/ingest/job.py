@@ -219,7 +219,6 @@ def plan(
         skipped=survey.skipped,
         notes=survey.notes,
     )
-    found.removed = sum(1 for _ in _gone(library, survey))
 
     def texts() -> Iterator[str]:
         for item, passages in _passages(survey, engine, settings):
@@ -229,6 +228,7 @@ def plan(
             yield from passages
 
     price(engine, texts(), found)
+    found.removed = sum(1 for _ in _gone(library, survey))
     return found
 
 
@@ -276,6 +276,7 @@ def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySetting
             text = read_document(item.path, item.digest)
         except EmptyFileError as error:
             _reporter(survey.skipped)(item.path, str(error))
+            survey.files.remove(item.path)  # what it held before is gone
             continue
         except DocumentError as error:
             _reporter(survey.failed)(item.path, str(error))

@@ -206,13 +206,19 @@ class _Page(HTMLParser):
         elif tag == "li":
             self.pieces.append("\n- ")
         elif tag == "tr":
-            self.pieces.append("\n|")
-            self._cells = 0
+            self._end_row()
         elif tag in ("td", "th"):
+            self.pieces.append(" | " if self._cells else "\n| ")
             self._cells += 1
         elif tag in self._BLOCKS:
             self.pieces.append("\n\n")
             self._rows = 0 if tag == "table" else self._rows
+
+    def _end_row(self) -> None:
+        if self._cells:
+            self._rows += 1
+            self.pieces.append(f" |\n|{'---|' * self._cells}" if self._rows == 1 else " |")
+        self._cells = 0
 
     def handle_endtag(self, tag: str) -> None:
         seen = not self._unseen
@@ -221,20 +227,16 @@ class _Page(HTMLParser):
                 pass
         if not seen:
             return
-        if tag in ("td", "th"):
-            self.pieces.append(" |")
-        elif tag == "tr":
-            self._rows += 1
-            if self._rows == 1 and self._cells:
-                self.pieces.append(f"\n|{'---|' * self._cells}")
-        elif tag in self._BLOCKS or re.fullmatch("h[1-6]", tag):
+        if tag in ("tr", "table"):
+            self._end_row()
+        if tag in self._BLOCKS or re.fullmatch("h[1-6]", tag):
             self.pieces.append("\n\n")
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1][0] == "title":
             self.title += data
         elif not self._unseen:
-            self.pieces.append(data if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
+            self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
 
 
 def html_text(source: str) -> DocumentText:
@@ -242,7 +244,8 @@ def html_text(source: str) -> DocumentText:
     page = _Page()
     page.feed(source)
     page.close()
-    text = re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", "".join(page.pieces)))).strip()
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", "".join(page.pieces))))
+    text = text.strip().replace("\0", " ")  # of code, whose spaces stay
     notes = []
     if page.pictures:
         notes.append(f"{page.pictures} picture(s) are not read; the text has what the page says in their place.")

@@ -21,8 +21,11 @@ LANGUAGES = {
     "Korean": "항구의 등대는 천팔백사십칠년에 세워졌다. 등대지기는 두 명의 조수와 살았다.",
     "Japanese": "ガスは、バルブで止める。東京タワーは高さ333メートルの電波塔です。",
     "Hindi": "दीपस्तंभ का निर्माण 1847 में हुआ था, और उसका दीपक तेल से जलता था।",
-    "Hebrew": "\u05d1\u05bc\u05b0\u05e8\u05b5\u05d0\u05e9\u05b4\u05c1\u05d9\u05ea " * 3,
-    "emoji": "The boiler \U0001f525 of hall 4 was inspected ✅, its valve \U0001f6e0 was not; \U0001d7ed\U0001d7ee parts.",
+    "Hebrew": "\u05d1\u05bc\u05b0\u05e8\u05b5\u05d0\u05e9\u05b4\u05c1\u05d9\u05ea \u05d1\u05bc\u05b8\u05e8\u05b8\u05d0 "
+    "\u05d0\u05b1\u05dc\u05b9\u05d4\u05b4\u05d9\u05dd \u05d0\u05b5\u05ea "
+    "\u05d4\u05b7\u05e9\u05bc\u05c1\u05b8\u05de\u05b7\u05d9\u05b4\u05dd "
+    "\u05d5\u05b0\u05d0\u05b5\u05ea \u05d4\u05b8\u05d0\u05b8\u05e8\u05b6\u05e5",
+    "emoji": "The boiler \U0001f525 of hall 4 was inspected ✅, its valve not; \U0001d7ed\U0001d7ee parts.",
     "signs": "A ﬁne of 5 \u212b and 7 \u2126 (ＦＵＬＬ width, non\u2011breaking) … Ⅷ of the rules.",
 }
 
