@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,11 @@ PYPDF = "pypdf (needed for PDF files)"
 
 _LITTLE = 100
 """Most characters of a page that is probably a picture with a stamp or a number, if a picture covers it."""
-_LARGE = 500_000
-"""Least pixels of a picture that covers a page."""
+_SMALL, _LARGE = 100_000, 500_000
+"""Least pixels of a picture that may hold text, and of one that covers a page."""
+_PRIVATE = re.compile(r"[\ue000-\uf8ff]")
+_MOST_PRIVATE = 0.05
+"""Largest share of signs that only the file's fonts know, such as bullets."""
 _COMMENTS = ("/FreeText", "/Text", "/Highlight", "/Underline", "/StrikeOut", "/Stamp")
 _MOST_DEPTH = 4
 """Most pictures within pictures that are looked through."""
@@ -44,13 +48,13 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{path} is encrypted. Save it without a password.")
-        empty, scanned = [], []
+        empty, scanned, pictured = [], [], []  # type: list[int], list[int], list[int]
         for number, page in enumerate(reader.pages, 1):
             text = page.extract_text().strip()
             if not text:
                 empty.append(number)
-            elif len(text) < _LITTLE and _largest_picture(page.get("/Resources")) >= _LARGE:
-                scanned.append(number)
+            elif (pixels := _largest_picture(page.get("/Resources"))) >= _SMALL:
+                (scanned if len(text) < _LITTLE and pixels >= _LARGE else pictured).append(number)
             pages.append("\n\n".join(filter(None, [text, *_written_on(page)])))
         attached = len(reader.attachments)
     except DocumentError:
@@ -70,10 +74,15 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         )
     if attached:
         notes.append(f"{attached} file(s) attached to it are not read.")
-    text = "\n\n".join(filter(None, pages))
-    if unknown := text.count("\0"):
-        notes.append(f"{unknown} signs have no letter in the file's fonts and were replaced by '\ufffd'.")
-    return DocumentText(text.replace("\0", "\ufffd"), notes)
+    if pictured:
+        notes.append(f"{_pages(pictured)} of {len(pages)} with pictures, in which no text is read.")
+    text = "\n\n".join(filter(None, pages)).replace("\0", "\ufffd")  # signs without a letter in the file's fonts
+    private = len(_PRIVATE.findall(text))
+    if private > _MOST_PRIVATE * len(text):
+        notes.append(
+            f"{private} of {len(text)} signs have a letter in the file's fonts only; if it is unreadable, run OCR."
+        )
+    return DocumentText(text, notes)
 
 
 def _pages(numbers: list[int]) -> str:

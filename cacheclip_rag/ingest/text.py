@@ -106,6 +106,8 @@ def _utf_16_without_mark(data: bytes) -> str | None:
 
 def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecodeError) -> str:
     wrong = f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason})."
+    if encoding != "utf-8":
+        return f"{wrong} Its first bytes say so, so it is damaged: save it again as UTF-8."
     try:
         data.decode("cp1252")
     except UnicodeDecodeError:
@@ -124,8 +126,8 @@ def cleaned(text: str) -> DocumentText:
     if any("\ud800" <= character <= "\udfff" for character in text):
         # the halves of a character that belong together become one
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        if lone := text.count("\ufffd"):
-            notes.append(f"{lone} characters are not valid and were replaced by '\ufffd'.")
+    if damaged := text.count("\ufffd"):
+        notes.append(f"{damaged} characters are damaged or have no known letter, and stand as '\ufffd'.")
     left_out: dict[str, list[int]] = {}
 
     def without_data(match: re.Match[str]) -> str:

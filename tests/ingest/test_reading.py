@@ -85,6 +85,12 @@ class TestEncodings:
             subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
             assert [read_document(path) for path in tmp_path.glob("*-utf8.txt")] == [said]
 
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+    def test_damaged_after_its_mark(self, tmp_path: Path, encoding: str) -> None:
+        with pytest.raises(DocumentError, match="is damaged") as error:
+            read(tmp_path, "a.txt", SAID.encode(encoding)[:-1])
+        assert "1252" not in str(error.value)
+
     def test_no_advice_where_windows_1252_cannot_be(self, tmp_path: Path) -> None:
         with pytest.raises(DocumentError, match="Find its encoding") as error:
             read(tmp_path, "a.txt", "\u65e5\u672c\u8a9e\u306e\u6587\u66f8".encode("shift-jis") + b"\x81")
@@ -183,11 +189,14 @@ class TestPdf:
             "pages 2, 4-6 of 7 without text; if scanned, run OCR first.",
         )
 
-    @pytest.mark.parametrize(("side", "words", "noted"), [(2000, 3, True), (100, 3, False), (2000, 60, False)])
-    def test_a_scan_with_a_stamp(self, tmp_path: Path, side: int, words: int, noted: bool) -> None:
+    @pytest.mark.parametrize(
+        ("side", "words", "noted"), [(2000, 3, "hardly any text"), (100, 3, ""), (2000, 60, "pictures, in which")]
+    )
+    def test_pictures(self, tmp_path: Path, side: int, words: int, noted: str) -> None:
         data = with_parts(pdf("One.", "word " * words), lambda writer: picture(writer, 1, side))
         text = read(tmp_path, "a.pdf", data)
-        assert ("page 2 of 2 with a picture and hardly any text" in " ".join(text.notes)) == noted
+        assert len(text.notes) == bool(noted)
+        assert all("page 2 of 2 with" in note and noted in note for note in text.notes)
 
     def test_what_people_wrote_on_it(self, tmp_path: Path) -> None:
         def change(writer: PdfWriter) -> None:
@@ -200,6 +209,17 @@ class TestPdf:
         assert read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change)) == (
             "Lease.\n\ntenant: Piet Oduya\n\nDeposit was paid."
         )
+
+    def test_signs_that_are_no_letters(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for said, noted in (
+            ("F\0 3 applies", "1 characters"),
+            ("\ue001\ue002\ue003 a", "3 of 5 signs"),
+            ("\uf0b7 " + "a" * 90, ""),
+        ):
+            monkeypatch.setattr("pypdf.PageObject.extract_text", lambda page, said=said: said)
+            text = read(tmp_path, "a.pdf", pdf("One."))
+            assert text == said.replace("\0", "\ufffd") and len(text.notes) == bool(noted)
+            assert noted in " ".join(text.notes)
 
     def test_attached_files_are_noted(self, tmp_path: Path) -> None:
         data = with_parts(pdf("Lease."), lambda writer: writer.add_attachment("a.txt", b"secret"))
