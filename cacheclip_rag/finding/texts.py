@@ -28,10 +28,10 @@ from ..base.database import Database
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..base.outage import OutageWarning
-from .common_parts import Compared, TextMatch
+from .common_parts import WINDOW, Compared, TextMatch, ranges, smallest, window_hashes
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex
-from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
+from .folding import Column, code_points
 
 __all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "GivenTexts", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
@@ -268,7 +268,7 @@ class _Places(NamedTuple):
 
     hashes: Column
     smallest: dict[int, Column]
-    """By reach, see :func:`~cacheclip_rag.finding.winnowing.smallest`."""
+    """By reach, see :func:`~cacheclip_rag.finding.common_parts.smallest`."""
 
 
 def _places_in(prompt: str) -> _Places:
@@ -334,7 +334,8 @@ class _Rows:
     """Which slices of a prompt may be texts. Many texts of one key and length cost one comparison."""
 
     keys: Column
-    """int64: each key once, in order."""
+    """int64: each key once, in order. A key is one number for reach, anchor and start (``anchor + start + reach *
+    REACH``). Equal keys of different anchors only cost a comparison."""
     first: Column
     """First length of each key."""
     counts: Column
@@ -349,30 +350,13 @@ class _Rows:
     def of(cls, rows: list[TextRow]) -> _Rows:
         numbers = np.array([row[1:] for row in rows], np.int64).reshape(-1, 6)
         reaches, anchors, starts, lengths, _, wholes = numbers.T
-        keys = _keys(reaches, anchors, starts)
+        keys = anchors + starts + reaches * REACH
         order = np.lexsort((lengths, keys))
         keys, lengths = keys[order], lengths[order]
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = (keys[1:] != keys[:-1]) | (lengths[1:] != lengths[:-1])
         keys, first, counts = np.unique(keys[is_first], return_index=True, return_counts=True)
         return cls(keys, first, counts, lengths[is_first], np.unique(wholes), frozenset(row.digest for row in rows))
-
-    def at(self, keys: Column) -> tuple[Column, Column]:
-        """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
-        numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        known = np.flatnonzero(self.keys[numbers] == keys)
-        return known, numbers[known]
-
-    def have(self, hashes: Column) -> Column:
-        """Which of ``hashes`` are those of texts."""
-        places = np.minimum(np.searchsorted(self.wholes, hashes), len(self.wholes) - 1)
-        return np.flatnonzero(self.wholes[places] == hashes)
-
-
-def _keys(reaches: Column | int, anchors: Column, starts: Column) -> Column:
-    """One number for reach, anchor and start. Equal keys of different anchors only cost a comparison."""
-    keys: Column = anchors + (starts + reaches * REACH)
-    return keys
 
 
 class _Search:
@@ -384,7 +368,7 @@ class _Search:
         self._compared = self._wrong = 0
 
     def matches(self, places: dict[int, Column]) -> list[TextMatch]:
-        """Matches from left to right. ``places``: see :func:`~cacheclip_rag.finding.winnowing.smallest`."""
+        """Matches from left to right. ``places``: see :func:`~cacheclip_rag.finding.common_parts.smallest`."""
         found: list[TextMatch] = []
         if not len(self._rows.keys) or not places:
             return found
@@ -412,12 +396,13 @@ class _Search:
 
     def _candidates(self, places: dict[int, Column]) -> tuple[Column, Column]:
         """Where texts may start, in order, and the numbers of their keys."""
-        found = [
-            self._rows.at(_keys(reach, self._hashes[smallest], smallest - np.arange(len(smallest))))
-            for reach, smallest in places.items()
-        ]
-        starts = np.concatenate([starts for starts, _ in found])
-        numbers = np.concatenate([numbers for _, numbers in found])
+        found = []
+        for reach, least in places.items():
+            keys = self._hashes[least] + least - np.arange(len(least)) + reach * REACH
+            numbers = np.minimum(np.searchsorted(self._rows.keys, keys), len(self._rows.keys) - 1)
+            known = np.flatnonzero(self._rows.keys[numbers] == keys)
+            found.append((known, numbers[known]))
+        starts, numbers = map(np.concatenate, zip(*found, strict=True))
         order = np.argsort(starts, kind="stable")
         return starts[order], numbers[order]
 
@@ -425,7 +410,8 @@ class _Search:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
         ends = self._rows.lengths[ranges(self._rows.first[numbers], counts)] + np.repeat(starts, counts)
-        fits = self._rows.have(self._sums.hashes(starts, counts, ends))
+        hashes, wholes = self._sums.hashes(starts, counts, ends), self._rows.wholes
+        fits = np.flatnonzero(wholes[np.minimum(np.searchsorted(wholes, hashes), len(wholes) - 1)] == hashes)
         fits = fits[ends[fits] <= len(self._prompt)]
         starts, stops = np.repeat(starts, counts)[fits], ends[fits]
         order = np.lexsort((-stops, starts))

@@ -87,6 +87,11 @@ def _overlaps(chunk: Chunk, text: str) -> bool:
 def _nothing_found(plan: Plan, sources: Sources) -> str:
     """Why nothing of a prompt is in the store for this plan."""
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
+    if not missing and plan.layout.altered:
+        return (
+            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, or with accents apart), "
+            "which has other tokens: write them as they were precomputed, or precompute them as the prompt has them"
+        )
     if not missing:
         return "no stored chunk found in the prompt"
     why = f"none of the prompt's {len(missing)} chunks is in the store"
