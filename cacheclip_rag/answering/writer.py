@@ -102,7 +102,7 @@ class ChunkWriter:
 
     def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
         """Store chunks that were missing. The answer is complete already, so a store error is only logged."""
-        if not chunks or self._parts.config.on_miss != "store":
+        if self._parts.config.on_miss != "store":
             return
         origins = _origins(documents)
         for chunk in chunks:
