@@ -15,6 +15,7 @@ from ..frontend.tools import forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls
 from ..runtime.base import Message
+from .bounds import check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -197,7 +198,13 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _no_limit(value: Any) -> Any:
+    """-1 is what llama.cpp's clients send for no limit."""
+    return None if value == -1 and not isinstance(value, bool) else _whole(value)
+
+
 WholeNumber = Annotated[int | None, BeforeValidator(_whole)]
+Limit = Annotated[int | None, BeforeValidator(_no_limit)]
 
 
 class _StreamOptions(_ContentPart):
@@ -213,7 +220,7 @@ class Body(_ContentPart):
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    max_tokens: WholeNumber = Field(default=None, ge=1)
+    max_tokens: Limit = Field(default=None, ge=1, lt=2**31)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cacheclip: CacheClipField | None = None
@@ -272,7 +279,7 @@ class ChatBody(Body):
     """Body of a request to ``/v1/chat/completions``."""
 
     messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: WholeNumber = Field(default=None, ge=1)
+    max_completion_tokens: Limit = Field(default=None, ge=1, lt=2**31)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -409,6 +416,7 @@ class CompletionBody(Body):
 
 def read_json(body: bytes) -> dict[str, Any]:
     """A request's body. Raises RequestError unless it is a JSON object whose texts can be written as UTF-8."""
+    check_size(body)
     try:
         found = json.loads(body, parse_constant=_no_number)
         if b"\\u" in body:
@@ -419,6 +427,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON: {str(error)[:200]}.") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
+    check_values(found)
     return found
 
 

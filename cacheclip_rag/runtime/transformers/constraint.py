@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.errors import ConfigurationError, MissingExtraError, ModelError
+from ...base.errors import ConfigurationError, MissingExtraError, ModelError, is_panic
 
 __all__ = ["Grammars", "SchemaConstraint", "closed"]
 
@@ -43,15 +43,14 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
         """
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
             vocabulary = self._vocabulary
-        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise ConfigurationError(_refusal(vocabulary, closed(json.loads(json_schema)), matcher.get_error()))
+        matcher, why = _compiled(vocabulary, json_schema)
+        if matcher is None:
+            raise ConfigurationError(_refusal(vocabulary, json_schema, why))
         return SchemaConstraint(matcher)
 
     @cached_property
@@ -68,43 +67,49 @@ class Grammars:
         return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
 
 
-def _refusal(vocabulary: Any, schema: Any, error: str) -> str:
-    """Why a schema cannot be followed, with the innermost part of it that is refused alone, too."""
+def _compiled(vocabulary: Any, json_schema: str) -> tuple[Any, str]:
+    """What follows a schema, or None and why there is nothing."""
     from llguidance import LLMatcher
 
-    shared = {name: schema[name] for name in _SHARED if isinstance(schema, dict) and name in schema}
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # references that only lead to themselves show here
+        why = matcher.get_error()
+    except BaseException as error:
+        if not (isinstance(error, ValueError | RecursionError | OverflowError) or is_panic(error)):
+            raise
+        why = str(error) or type(error).__name__
+    return (None, why) if why else (matcher, "")
 
-    def error_of(part: Any) -> str:
-        grammar = LLMatcher.grammar_from_json_schema(
-            {**shared, **part} if part is not schema else part, defaults=_WRITING
-        )
-        return str(LLMatcher(vocabulary, grammar, log_level=0).get_error())
 
-    path, part, tried = "", schema, 0
-    found = True
-    while found:
-        found = False
-        for step, each in _parts_of(part):
-            tried += 1
-            if tried <= _MOST_TRIED and isinstance(each, dict) and (own := error_of(each)):
-                path, part, error, found = f"{path}/{step}", each, own, True
-                break
-    what = " ".join(line.strip() for line in error.splitlines())
+def _refusal(vocabulary: Any, json_schema: str, why: str) -> str:
+    """Why a schema cannot be followed, with the innermost part of it that is refused by itself, too."""
+    path, tried = "", 0
+    part = json.loads(json_schema)
+    shared = {name: part[name] for name in _SHARED if name in part}
+    ahead = _parts_of(part)
+    while (found := next(ahead, None)) is not None and (tried := tried + 1) <= _MOST_TRIED:
+        step, each = found
+        matcher, own = _compiled(vocabulary, json.dumps({**shared, **each}))
+        if matcher is None:
+            path, part, why, ahead = f"{path}/{step}", each, own, _parts_of(each)
+    what = " ".join(line.strip() for line in why.splitlines())[:500]
     where = f"at {path[1:]!r} ({json.dumps(part, ensure_ascii=False)[:200]})" if path else "as a whole"
     return f"json_schema cannot be followed {where}: {what}. Change this part of it."
 
 
-def _parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas that a schema names, each with its place."""
-    for key, value in schema.items() if isinstance(schema, dict) else ():
+def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that a schema names, each with its place; those that others refer to first."""
+    for key, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
+        named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         if key in _NOT_CLOSED - {"allOf"}:
             continue
-        if isinstance(value, dict) and key in _OF_SCHEMAS:
-            yield from ((f"{key}/{name}", each) for name, each in value.items())
-        elif isinstance(value, dict):
+        if isinstance(value, dict) and key not in _OF_SCHEMAS:
             yield key, value
-        elif isinstance(value, list):
-            yield from ((f"{key}/{number}", each) for number, each in enumerate(value))
+        else:
+            yield from ((f"{key}/{name}", each) for name, each in named if isinstance(each, dict))
 
 
 def closed(schema: Any) -> Any:
