@@ -126,12 +126,19 @@ def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
     assert store.catalog.source_texts("t", "node") == [LONG.format(1)]
 
 
-def test_repair_evicts_down_to_the_limit(folder: Path) -> None:
+@pytest.mark.parametrize("of", ["store", "tenant"])
+def test_opening_evicts_down_to_the_limit(folder: Path, of: str) -> None:
+    """A process that was to lower it may have been killed before it evicted."""
     with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-        catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
+        if of == "store":
+            catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
+        else:
+            catalog.execute("UPDATE quotas SET bytes = ?", (4096,))
     catalog.close()
-    assert [line.split(":")[0] for line in verify(folder).problems] == ["limit"]
-    assert repair(folder).entries == 6 and verify(folder).is_clean
+    store = ChunkStore.open(folder)
+    assert store.stats().entries == 6 and totals_are_right(store)
+    assert store.catalog.tenants()["u"].entries == (3 if of == "store" else 1)
+    assert verify(folder).is_clean and repair(folder).entries == 6
 
 
 def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
