@@ -31,14 +31,14 @@ R = TypeVar("R")
 
 
 def _explained(care: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of the file system into StoreError."""
+    """Turn errors of the system into StoreError."""
 
     @functools.wraps(care)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         try:
             return care(*arguments, **options)
-        except OSError as error:
-            raise StoreError(f"the store cannot be changed: {error}. Check who may write to it.") from error
+        except (OSError, MemoryError) as error:
+            raise StoreError(f"the store cannot be changed: {error!r}. Check the disk, and who may write to it.") from error
 
     return run
 
@@ -304,7 +304,7 @@ def collect_garbage(folder: Path) -> dict[str, int]:
         left = [name for name in _left_behind(store) if last.writer_of(name) is not None]
         found["temporaries"] = last.remove_temporaries(left)
     present, failed = _listed(store)
-    for key in present:
+    for key in present if store.catalog.is_complete else ():  # else it does not know all payloads
         if store.catalog.is_announced(key):
             continue
         with store.catalog.database.transaction():  # so that nobody writes it meanwhile

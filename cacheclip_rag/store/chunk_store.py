@@ -309,15 +309,17 @@ class ChunkStore:
                 last.sweep(swept)
         except FormatError:
             raise
-        except (OSError, StoreError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             logger.debug("what killed processes left could not be removed: %s", error)
         return count
 
     def complete(self) -> int:
         """Record the payloads that a new or empty catalog does not know, because the old one was deleted or cut off;
         returns how many."""
+        if self._has_looked:
+            return 0
         is_empty = not self.catalog.total().entries and next(iter(self.tiers.list()), None) is not None
-        if not is_empty and (self._has_looked or self.catalog.is_complete):
+        if self.catalog.is_complete and not is_empty:
             return 0
         self._new_limit = self._given_limit
         count = damaged = unreadable = 0
@@ -335,7 +337,7 @@ class ChunkStore:
                     if entry is not None:
                         self.catalog.record(entry)
                         count += 1
-        except OSError:
+        except (OSError, MemoryError):
             unreadable += 1
         if count or damaged or unreadable:
             logger.warning(
@@ -353,9 +355,10 @@ class ChunkStore:
     def _replaced(self) -> None:
         """Record the payloads again after the catalog was deleted under this store."""
         logger.warning("the store's catalog was deleted or replaced; limits, sources, and texts without KV are lost")
+        self._has_looked = False
         try:
             self.complete()
-        except (OSError, StoreError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             logger.warning("the store's catalog could not be made anew: %s", error)
 
     def _settle_all(self, writers: set[str]) -> int:

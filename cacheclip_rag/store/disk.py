@@ -154,6 +154,9 @@ class DiskBackend(Backend):
             except OSError as error:
                 failed = error
                 continue
+            except MemoryError:
+                failed = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                continue
             yield from (key for key in map(_key_in, names) if key is not None and key.startswith(shard))
         if failed is not None:
             raise failed
