@@ -14,6 +14,7 @@ from itertools import chain
 import torch
 
 from ..base.clock import PhaseClock
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import ConfigurationError
 from ..base.sampling import is_greedy
 from ..fusion.answer import Event
@@ -63,14 +64,16 @@ class Answering:
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
-        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        with waiting_at_most(ANSWER_WAIT_S):
+            sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         options, runtime = request.options, sources.primary.runtime
         schema = options.params.json_schema
         constraint = runtime.constrain(schema) if schema else None
         text_of = runtime.decode_calls if options.tools else None
         clock, turns = PhaseClock(), turns_of(runtime)
         with turns.prompt():  # until the first token is there
-            plan, prefilled = self._prefill(request, sources, clock, self.observers)
+            with waiting_at_most(ANSWER_WAIT_S):
+                plan, prefilled = self._prefill(request, sources, clock, self.observers)
             verification = _verification(request, plan.method, sources, prefilled)
             # finish completes the exact KV in any case, so that it needs no gate
             beside = (

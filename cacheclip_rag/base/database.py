@@ -17,10 +17,12 @@ from urllib.parse import quote
 from .errors import CacheClipError, ConfigurationError, StoreError
 from .folder import is_file, open_folder, private_mode
 
-__all__ = ["Database", "FormatError", "is_busy", "may_be_whole", "waiting_at_most"]
+__all__ = ["ANSWER_WAIT_S", "Database", "FormatError", "is_busy", "may_be_whole", "waiting_at_most"]
 
 _BUSY_TIMEOUT_S = 30.0
 """Longest wait for other processes, unless :func:`waiting_at_most` says less."""
+ANSWER_WAIT_S = 0.2
+"""Longest wait of an answer for other processes: to load, to plan, and at its end."""
 _PAUSE_S = 0.005
 _LONGEST_S = 600.0
 """Longest time of one statement: a file that something else wrote may hold rows without end."""
@@ -67,14 +69,8 @@ def is_busy(error: BaseException) -> bool:
     return _code(error.__cause__ if isinstance(error, StoreError) else error) in _BUSY
 
 
-class _Patience:
-    """Seconds for which statements may still wait for other processes."""
-
-    def __init__(self, left_s: float) -> None:
-        self.left_s = left_s
-
-
-_patience: ContextVar[_Patience | None] = ContextVar("patience", default=None)
+_patience: ContextVar[list[float] | None] = ContextVar("patience", default=None)
+"""One number: seconds for which statements may still wait for other processes."""
 
 
 @contextmanager
@@ -82,7 +78,7 @@ def waiting_at_most(seconds: float) -> Iterator[None]:
     """In this block, statements wait ``seconds`` in all for other processes, and raise StoreError where they would wait
     longer: an answer waits for nobody's bookkeeping. A block around it that leaves less counts."""
     around = _patience.get()
-    token = _patience.set(_Patience(seconds) if around is None or seconds < around.left_s else around)
+    token = _patience.set([seconds] if around is None or seconds < around[0] else around)
     try:
         yield
     finally:
@@ -224,21 +220,18 @@ class Database:
         self._connection = None
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None and self._owner_pid == os.getpid():
-            if self._path is None or _identity(self._path) == self._identity:
-                return self._connection
+        is_open, identity = self._connection is not None and self._owner_pid == os.getpid(), None
+        if self._path is not None:
+            with suppress(OSError):
+                found = os.lstat(self._path)
+                identity = found.st_dev, found.st_ino
+        if self._connection is None or not is_open or identity != self._identity:
             self._disconnect()
-            self._connect_again()
-            if self.on_replaced is not None:
+            self._connection, self._owner_pid = self._connect(), os.getpid()
+            self._identity = _identity(self._path)
+            if is_open and self.on_replaced is not None:
                 self.on_replaced()
-        if self._connection is None or self._owner_pid != os.getpid():
-            self._connect_again()
-        assert self._connection is not None
         return self._connection
-
-    def _connect_again(self) -> None:
-        self._connection, self._owner_pid = self._connect(), os.getpid()
-        self._identity = _identity(self._path) if self._path is not None else None
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is None:
@@ -389,8 +382,8 @@ def _may_wait(error: BaseException, began: float) -> bool:
     patience = _patience.get()
     if patience is None:
         return time.monotonic() - began < _BUSY_TIMEOUT_S
-    patience.left_s -= _PAUSE_S
-    return patience.left_s >= 0
+    patience[0] -= _PAUSE_S
+    return patience[0] >= 0
 
 
 def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -401,7 +394,9 @@ def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
     return int(application), int(version)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | None) -> tuple[int, int] | None:
+    if path is None:
+        return None
     try:
         found = os.lstat(path)
     except OSError:

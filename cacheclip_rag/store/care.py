@@ -38,7 +38,7 @@ def _explained(care: Callable[P, R]) -> Callable[P, R]:
         try:
             return care(*arguments, **options)
         except (OSError, MemoryError) as error:
-            raise StoreError(f"the store cannot be changed: {error!r}. Check the disk, and who may write to it.") from error
+            raise StoreError(f"the store cannot be used: {error!r}. Check the disk, and who may use it.") from error
 
     return run
 
@@ -208,12 +208,18 @@ def _at_rest(store: ChunkStore) -> Iterator[None]:
 def _verify_totals(store: ChunkStore, report: VerifyReport) -> None:
     try:
         with _at_rest(store):
-            counted, total, limit = store.catalog.counted(), store.catalog.total(), store.catalog.limit
+            counted, tenants = store.catalog.counted(), store.catalog.tenants()
+            total, limit = store.catalog.total(), store.catalog.limit
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
         return
-    if counted != total:
-        report.problems.append(f"catalog: it counts {total.entries} entries and {total.bytes} bytes, not {counted}")
+    entries, size = (sum(getattr(each, name) for each in counted.values()) for name in ("entries", "bytes"))
+    if (entries, size) != (total.entries, total.bytes):
+        report.problems.append(
+            f"catalog: it counts {total.entries} entries and {total.bytes} bytes, not {entries} and {size}"
+        )
+    elif wrong := {*counted.items()} ^ {*tenants.items()}:
+        report.problems.append(f"catalog: what it counts is wrong for {len({name for name, _ in wrong})} tenants")
     if limit is not None and total.bytes > limit:
         report.problems.append(f"limit: {total.bytes} bytes are stored, the limit is {limit}")
 

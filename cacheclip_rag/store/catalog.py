@@ -75,6 +75,7 @@ _ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
 _SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
 _TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
 
+_COUNTED = "FROM (SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes)"
 _ABOVE_QUOTA = (
     "SELECT namespace FROM quotas JOIN totals USING (namespace) "
     "WHERE typeof(quotas.bytes) = 'integer' AND totals.bytes > quotas.bytes"
@@ -410,13 +411,13 @@ class Catalog:
         self.database.execute_many((f"DELETE FROM {table}", ()) for table in tables)
 
     def is_being_written(self, key: str) -> bool:
-        """Whether a process has announced to write a key."""
-        return bool(self.database.query("SELECT 1 FROM writes WHERE key = ?", (key,)))
+        """Whether a process has announced to write a key, be it for a tenant that was dropped meanwhile."""
+        return bool(self.database.query("SELECT 1 FROM writes WHERE key IN (?, ?)", (key, _DROPPED + key)))
 
     def is_announced(self, key: str) -> bool:
         """Whether a process has announced to write a key, or has recorded it."""
-        sql = "SELECT 1 FROM writes WHERE key = ? UNION ALL SELECT 1 FROM entries WHERE key = ?"
-        return bool(self.database.query(sql, (key, key)))
+        sql = "SELECT 1 FROM writes WHERE key IN (?, ?) UNION ALL SELECT 1 FROM entries WHERE key = ?"
+        return bool(self.database.query(sql, (key, _DROPPED + key, key)))
 
     def senseless(self) -> int:
         """Number of rows that no version of this package wrote."""
@@ -428,10 +429,10 @@ class Catalog:
         """Remove rows that no version of this package wrote; returns how many."""
         return self.database.execute_many((f"DELETE FROM {table} WHERE {no}", ()) for table, no in _SENSELESS.items())
 
-    def counted(self) -> Total:
-        """What the store holds, counted anew."""
-        sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
-        return Total(*self.database.query(sql)[0])
+    def counted(self) -> dict[str, Total]:
+        """What each tenant holds, counted anew."""
+        rows = self.database.query(f"SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
+        return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
     def num_found_whole_only(self, least: int) -> int:
         """Number of texts from ``least`` characters on that are found in prompts as a whole, but not in part: the
@@ -458,11 +459,7 @@ class Catalog:
         """Count all totals anew."""
         with self.database.transaction() as run:
             run("DELETE FROM totals")
-            run(
-                "INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) FROM "
-                "(SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes) "
-                "GROUP BY namespace"
-            )
+            run(f"INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
             run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (EVERYONE,))
 
     def salvage(self, path: Path) -> None:

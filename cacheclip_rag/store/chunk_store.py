@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..base.database import FormatError, is_busy, waiting_at_most
+from ..base.database import ANSWER_WAIT_S, FormatError, is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.folder import is_file
 from .backend import Backend
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 _HEAD_BYTES = 1 << 16
 """Enough for the header of a frame with 1,500 layers."""
 _MOST_HEADER_BYTES = 1 << 24
-_OPENING_WAIT_S = 0.25
-"""Longest wait for other processes to open a store: the first question may be waiting for it."""
 _SWEEP_S = 2.0
 """Longest sweep to open a store. The next process that opens it goes on."""
 _WAIT_S = 30.0
@@ -123,7 +121,7 @@ class ChunkStore:
         writer = Writer(folder)
         store = cls(Catalog(folder), Tiers([*memory, DiskBackend(folder, writer)]), max_bytes, writer)
         if os.path.lexists(folder / FILE_NAME) or os.path.lexists(folder / "kv"):
-            with waiting_at_most(_OPENING_WAIT_S):
+            with waiting_at_most(ANSWER_WAIT_S):  # the first question may be waiting for it
                 store.sweep(_SWEEP_S)
                 store._shrink_again()
         return store

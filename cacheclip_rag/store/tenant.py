@@ -315,6 +315,11 @@ class TenantStore:
         self.delete([key])  # an older version must not be read any more
         return False
 
+    def check_writable(self) -> None:
+        """Raise StoreError if nothing can be written now: another process uses the catalog, or it may only be read."""
+        with self.catalog.database.transaction():
+            pass
+
     def delete(self, keys: Iterable[str]) -> int:
         """Remove entries; returns how many existed. Keys of other tenants are left alone."""
         own = [key for key in keys if self._is_own(key)]

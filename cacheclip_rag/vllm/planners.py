@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
 from ..frontend.tools import uses_tools
 from ..fusion.wire import FusionPlan
@@ -124,7 +125,8 @@ class Planning:
 
     def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
         try:
-            self.planner(tenant).drop_unreadable(fusion)
+            with waiting_at_most(ANSWER_WAIT_S):
+                self.planner(tenant).drop_unreadable(fusion)
         except Exception as error:
             self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
@@ -141,8 +143,9 @@ class Planning:
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
         try:
-            planner = self.planner(tenant)
-            planned = self._planned(planner, asked, field, _method(planner, field))
+            with waiting_at_most(ANSWER_WAIT_S):
+                planner = self.planner(tenant)
+                planned = self._planned(planner, asked, field, _method(planner, field))
             reason = planned.reason
         except RequestError:
             raise

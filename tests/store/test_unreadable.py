@@ -1,4 +1,4 @@
-"""A disk that fails, no file handles, no memory, files of another user, of another version: nothing whole is deleted."""
+"""A failing disk, no file handles, no memory, files of another user or version: nothing whole is deleted."""
 
 from __future__ import annotations
 
@@ -62,17 +62,10 @@ def failing(call: str, error: Callable[[], BaseException], only: Callable[[Any],
             return original(path, *arguments, **options)
 
         patch.setattr(os, call, called)
-        for supported in (os.supports_dir_fd, os.supports_fd):
-            if original in supported:
-                patch.setattr(os, supported_name(supported), {*supported, called})
     try:
         yield failed
     finally:
         patch.undo()
-
-
-def supported_name(supported: set[Any]) -> str:
-    return "supports_dir_fd" if supported is os.supports_dir_fd else "supports_fd"
 
 
 CALLS = {
@@ -86,7 +79,8 @@ CALLS = {
 
 def ask(folder: Path) -> None:
     store = opened(folder)
-    assert [store.get(key(number)) for number in NUMBERS[:3]] == [None] * 3 or True
+    for number in NUMBERS:
+        store.get(key(number))
     store.close()
 
 
