@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from ..finding.texts import TextRow
 
@@ -321,7 +322,8 @@ class Frame:
             whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
             if not whole or frame.shape[1] != 2 or len(frame.checksums) != frame.shape[0]:
                 raise FrameError("its header contradicts itself")
-            if not frame.namespace.encode() or {*map(type, frame.checksums)} != {str}:
+            check_namespace(frame.namespace)
+            if {*map(type, frame.checksums)} != {str}:
                 raise FrameError("its header is not understood")
             if (frame.digest is not None and len(frame.digest) != 16) or (
                 frame.text is not None and frame.text.digest != frame.digest
