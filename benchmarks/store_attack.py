@@ -47,7 +47,7 @@ from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
-from cacheclip_rag.ingest.library import repair_library
+from cacheclip_rag.ingest.library import check_library, repair_library
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, TenantStore, chunk_key, decode, encode, repair, verify
@@ -932,6 +932,7 @@ def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
             result.expect(not changed | gone, f"{number} ({what}): {name} changed {sorted(changed | gone)} outside")
             found["uses"] += 1
         left = verify(scene.store)
+        left.problems += check_library(scene.store)
         result.expect(left.is_clean, f"{number} ({what}): verify finds after repair {_summary(left)}")
         engine = fake_engine(scene.store)
         engine.precompute(scene.texts)

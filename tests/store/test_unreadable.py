@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import errno
-import io
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore
 from cacheclip_rag.store.care import collect_garbage, repair, verify
-from tests.store.samples import is_intact, key, opened, path_of, put, run, totals_are_right
+from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
 
 NUMBERS = range(1, 7)
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -30,42 +27,6 @@ def folder(tmp_path: Path) -> Path:
     put(store, *NUMBERS)
     store.close()
     return tmp_path / "store"
-
-
-@contextmanager
-def failing(call: str, error: Callable[[], BaseException], only: Callable[[Any], bool]) -> Iterator[list[object]]:
-    """Calls of the system raise an error, of the files that ``only`` chooses by path, name or descriptor. Yields what
-    failed."""
-    failed: list[object] = []
-    patch = pytest.MonkeyPatch()
-
-    def fail(what: Any) -> None:
-        if only(what):
-            failed.append(what)
-            raise error()
-
-    if call == "read":
-
-        class Failing(io.FileIO):
-            def readinto(self, buffer: Any, /) -> int:
-                fail(os.readlink(f"/proc/self/fd/{self.fileno()}"))
-                return super().readinto(buffer)
-
-        patch.setattr("cacheclip_rag.store.disk.io.FileIO", Failing)
-        read = os.read
-        patch.setattr(os, "read", lambda file, size: (fail(os.readlink(f"/proc/self/fd/{file}")), read(file, size))[1])
-    else:
-        original = getattr(os, call)
-
-        def called(path: Any = ".", *arguments: Any, **options: Any) -> Any:
-            fail(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path))
-            return original(path, *arguments, **options)
-
-        patch.setattr(os, call, called)
-    try:
-        yield failed
-    finally:
-        patch.undo()
 
 
 CALLS = {
