@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.folder import open_folder
 from cacheclip_rag.ingest.library import Library, check_library, repair_library
-from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, encode
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode, encode
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
+from cacheclip_rag.testing import FakeRuntime
 from tests.store.samples import frame, is_intact, key, kv, opened, path_of, put
 
 PLACES = ["kv", "kv/ab", "tmp", "writers", "unknown", "chunks"]
@@ -313,6 +316,29 @@ class TestShapes:
             assert [*store.begin_each([key(1)], wanted)] == [None]
         assert store.get(key(1), shape=wanted[key(1)]) is None and not path_of(folder, 1).exists()
         assert store.get(key(2), shape=(2, 2, 2, 4, 4)) is not None
+
+    @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+    @pytest.mark.parametrize("of", ["shorter", "wider", "fewer layers"])
+    def test_an_engine_answers_as_without_it(self, tmp_path: Path, of: str, memory_bytes: int) -> None:
+        """No error of ours, and the right answer: the chunk is computed as fresh text and stored again."""
+        texts = [f"Page {n} says that the keeper wrote down the hour and the wind of day {n}." for n in range(3)]
+        register_runtime("fake", FakeRuntime)
+        settings: dict[str, Any] = {"primary": "fake:primary", "auxiliary": None, "method": "direct"}
+        engine = CacheClipEngine(**settings, store=tmp_path, memory_bytes=memory_bytes, prefix_cache_bytes=0)
+        engine.precompute(texts)
+        prompt = "\n\n".join(texts) + "\n\nWhat does the keeper write?"
+        expected = engine.generate(prompt)
+        assert expected.stats.hits == 3
+        engine.close()
+        path = next(path for path in tmp_path.glob("kv/*/*.kv") if decode(path.read_bytes(), path.stem).frame.digest)
+        kv = (stored := decode(path.read_bytes(), path.stem)).tensor()
+        other = {"shorter": kv[:, :, :, 1:], "wider": torch.cat([kv, kv], -1), "fewer layers": kv.repeat(2, 1, 1, 1, 1)}
+        header = {"namespace": "default", "digest": stored.frame.digest, "text": stored.frame.text}
+        path.write_bytes(encode(other[of], stored.codec, path.stem, **header))  # type: ignore[arg-type]
+        engine = CacheClipEngine(**settings, store=tmp_path, memory_bytes=memory_bytes, prefix_cache_bytes=0)
+        for hits in (2, 3):
+            answer = engine.generate(prompt)
+            assert (answer.text, answer.stats.hits) == (expected.text, hits)
 
     def test_no_memory_is_taken_for_what_the_model_cannot_have(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
