@@ -46,12 +46,22 @@ from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
-from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
-from cacheclip_rag.ingest.library import check_library, repair_library
+from cacheclip_rag.ingest import library as documents
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
-from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, TenantStore, chunk_key, decode, encode, repair, verify
-from cacheclip_rag.store.care import clear, collect_garbage
+from cacheclip_rag.store import (
+    Catalog,
+    ChunkStore,
+    ReadBuffer,
+    TenantStore,
+    chunk_key,
+    clear,
+    collect_garbage,
+    decode,
+    encode,
+    repair,
+    verify,
+)
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 
@@ -899,7 +909,17 @@ HOSTILE_SQL = (
     "UPDATE contents SET text = zeroblob(100000000) WHERE id = 1;",
 )
 """What somebody else may have written into a catalog."""
-LINKS = ("kv", "tmp", "writers", "unknown", "kv/*", f"{FILE_NAME}", f"{FILE_NAME}-wal", f"{FILE_NAME}.damaged", LIBRARY)
+LINKS = (
+    "kv",
+    "tmp",
+    "writers",
+    "unknown",
+    "kv/*",
+    f"{FILE_NAME}",
+    f"{FILE_NAME}-wal",
+    f"{FILE_NAME}.damaged",
+    documents.FILE_NAME,
+)
 """What may be a link, a pipe or a file."""
 
 
@@ -932,7 +952,7 @@ def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
             result.expect(not changed | gone, f"{number} ({what}): {name} changed {sorted(changed | gone)} outside")
             found["uses"] += 1
         left = verify(scene.store)
-        left.problems += check_library(scene.store)
+        left.problems += documents.check_library(scene.store)
         result.expect(left.is_clean, f"{number} ({what}): verify finds after repair {_summary(left)}")
         engine = fake_engine(scene.store)
         engine.precompute(scene.texts)
@@ -989,7 +1009,7 @@ _USES: dict[str, Callable[[Scene], object]] = {
     "verify": lambda scene: verify(scene.store),
     "gc": lambda scene: collect_garbage(scene.store),
     "documents": lambda scene: Library(scene.store).documents(),
-    "repair": lambda scene: (repair(scene.store), repair_library(scene.store)),
+    "repair": lambda scene: (repair(scene.store), documents.repair_library(scene.store)),
 }
 
 
@@ -1077,14 +1097,14 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
 
 
 class Stated(logging.Handler):
-    """Collects warnings of store, chunk caches and library."""
+    """Collects warnings of store, search, chunk caches and library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith(("cacheclip_rag.store", "cacheclip_rag.chunks", "cacheclip_rag.ingest")):
+        if record.name.startswith(tuple(f"cacheclip_rag.{room}" for room in ("store", "finding", "chunks", "ingest"))):
             self.lines.append(record.getMessage())
 
 
@@ -1455,7 +1475,7 @@ class _Case:
         documents of which passages are missing."""
         scene, damage = self.scene, self.scene.rng.choice(OF_CATALOG)
         where = f"damage {number} ({damage.__name__} of library)"
-        path = scene.store / LIBRARY
+        path = scene.store / documents.FILE_NAME
         library, is_open = Library(scene.store), scene.rng.random() < 0.5
         if is_open:
             where += ", open"
