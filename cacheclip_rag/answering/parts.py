@@ -147,8 +147,9 @@ class Parts:
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
-        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. A primary that is its own
-        auxiliary is loaded once more if this process has no weights of it: scores need them."""
+        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
+        computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
+        once more if this process has no weights of it: scores need them."""
         config = self.config
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None

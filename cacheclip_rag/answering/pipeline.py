@@ -38,6 +38,10 @@ from .writer import ChunkWriter
 
 __all__ = ["Answering"]
 
+_ROWS_FOR_EXACT_KV = 64
+"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
+over a single row: the weights are read once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answering:
@@ -71,7 +75,7 @@ class Answering:
         constraint = runtime.constrain(schema) if schema else None
         text_of = runtime.decode_calls if options.tools else None
         clock, turns = PhaseClock(), turns_of(runtime)
-        with turns.prompt():  # until the first token is there
+        with turns.prompt():  # until the first text is there: most first tokens have one
             with waiting_at_most(ANSWER_WAIT_S):
                 plan, prefilled = self._prefill(request, sources, clock, self.observers)
             verification = _verification(request, plan.method, sources, prefilled)
@@ -122,10 +126,11 @@ class Answering:
                     isolated=sources.primary.context.isolated,
                 )
             plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
-            controller = self._controller(request)
-            if controller is None or not plan.reused:
-                return plan
             known = sources.known_tokens(plan)
+            plan = _least_computed(plan, known, sources.continued_tokens(plan))
+            controller = self._controller(request)
+            if controller is None or not plan.reused or plan.continues or plan.bypass is not None:
+                return plan
             reading = controller.profile.reading(plan, sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
 
@@ -156,6 +161,18 @@ class Answering:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
+
+
+def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
+    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
+    ``continued`` approximate ones. Exact KV is worth a few rows."""
+    if not plan.reused:
+        return plan
+    plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
+    shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
+    if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
+        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+    return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)
 
 
 def _question(request: Request) -> str | None:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Sampler", "confidence", "room_for"]
 
-"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
-
 
 def confidence(logits: torch.Tensor) -> float:
     """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus

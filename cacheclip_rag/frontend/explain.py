@@ -155,7 +155,7 @@ def _obstacle(plan: Plan) -> str | None:
             "such as 'auto'."
         )
     if plan.bypass is not None:
-        return f"the text is stored, but not used: {plan.bypass} (recompute_ratio 'auto', max_ttft_s)."
+        return f"the text is stored, but not used: {plan.bypass}."
     return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None
 
 

@@ -52,6 +52,14 @@ class FusionStats:
     compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
+    continued_tokens: int = 0
+    """Leading prompt tokens whose KV an earlier prompt and its answer left, and which is approximate. ``prefix_tokens``
+    and ``chunk_tokens`` include them."""
+    continued_turns: int = 0
+    """Earlier answers, one after the other, whose KV the prompt continues."""
+    stale_from: int | None = None
+    """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored. Later
+    text, earlier answers too, is exact relative to that KV only."""
     missed_tokens: int = 0
     """Tokens of the chunks that were not found in the store."""
     unusable: int = 0
@@ -70,8 +78,8 @@ class FusionStats:
     """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
     misses and partial hits are those of the reusing pass, whose KV was thrown away."""
     bypassed: bool = False
-    """True: plain prefill although chunks are stored, because it was predicted to be soon enough. Hits, misses and
-    partial hits are those of the plan."""
+    """True: plain prefill although chunks are stored, because it computes less (the prefix cache holds so much of the
+    prompt) or was predicted to be soon enough. Hits, misses and partial hits are those of the plan."""
     predicted_ttft_s: float | None = None
     """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
     ``gated``, the prediction is of the reusing pass alone."""

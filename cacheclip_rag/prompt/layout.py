@@ -29,6 +29,7 @@ __all__ = [
     "check_length",
     "lay_out",
     "question_slots",
+    "question_text",
 ]
 
 LEAST_PART = 32
@@ -88,11 +89,13 @@ class Layout:
     """Whether chunk caches were computed right after the shared prefix. A chunk right after the prefix is then
     exact."""
     num_cached: int = 0
-    """Leading tokens taken from the prefix cache, which are exact. If not 0, they exceed the shared prefix."""
+    """Leading tokens whose KV earlier prompts left. If not 0, they exceed the shared prefix."""
+    is_continued: bool = False
+    """Whether these are continued KV, which is approximate; else they are from the prefix cache, which is exact."""
 
     @property
-    def num_exact(self) -> int:
-        """Leading tokens whose KV is available and equals plain prefill's. They are not computed again."""
+    def num_known(self) -> int:
+        """Leading tokens whose KV is available as a whole. They are not computed again."""
         return max(self.num_prefix, self.num_cached)
 
     @property
@@ -112,17 +115,20 @@ class Layout:
         """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
         prefix cache."""
         after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and ((after_prefix and not span.first) or self.is_cached(span))
+        return span.is_chunk and ((after_prefix and not span.first) or (self.is_cached(span) and not self.is_continued))
 
     def is_cached(self, span: Span) -> bool:
-        """Whether all KV of a segment comes from the prefix cache."""
+        """Whether all KV of a segment was left by earlier prompts."""
         return span.stop <= self.num_cached
 
-    def cached_until(self, num_tokens: int, reused: Sequence[Span]) -> Layout:
-        """This layout with ``num_tokens`` leading tokens from the prefix cache. If they end inside a reused chunk, they
-        are cut to the chunk's start. If the shared prefix has as many tokens, the prefix cache is not used."""
+    def cached_until(self, num_tokens: int, reused: Sequence[Span], *, is_continued: bool = False) -> Layout:
+        """This layout with ``num_tokens`` leading tokens from the prefix cache, or of continued KV. If they end inside
+        a reused chunk, they are cut to the chunk's start. If the shared prefix has as many tokens, they are not used.
+        """
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
-        return replace(self, num_cached=num_cached if num_cached > self.num_prefix else 0)
+        if num_cached <= self.num_prefix:
+            num_cached, is_continued = 0, False
+        return replace(self, num_cached=num_cached, is_continued=is_continued)
 
 
 def lay_out(
@@ -325,8 +331,18 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
     )
 
 
+def question_text(layout: Layout) -> str:
+    """The text that the auxiliary model reads as the question if none is given: the user's text after the last chunk;
+    if there is none, the text before the first one. The primary's rows cannot: see :func:`question_slots`."""
+    chunks = layout.chunks
+    own = [span for span in layout.spans if isinstance(span.segment, Fresh) and not span.segment.control]
+    after = "".join(span.segment.text for span in own if span.start >= chunks[-1].stop).strip()
+    return after or "".join(span.segment.text for span in own if span.stop <= chunks[0].start).strip()
+
+
 def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
-    """Slots of the question's tokens, at least one.
+    """Slots of the question's tokens, at least one. They come after the chunks, because the primary's rows attend to
+    what is before them only.
 
     The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
     else the prompt's last token. Text of the chat template does not belong to the question.

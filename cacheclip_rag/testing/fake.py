@@ -4,7 +4,7 @@ The fake fulfils everything that planner, store, adapters and observers rely on.
 answer is a function of all token ids of the prompt, so that answers with and without reuse are equal. Recomputed tokens
 are counted, not computed.
 
->>> from cacheclip_rag.models.load import register_runtime
+>>> from cacheclip_rag.models import register_runtime
 >>> register_runtime("fake", FakeRuntime)
 >>> CacheClipEngine(primary="fake:primary", auxiliary="fake:auxiliary")
 """

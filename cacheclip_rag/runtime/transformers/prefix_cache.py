@@ -23,6 +23,7 @@ import torch
 
 from ...base.errors import ConfigurationError
 from .cache import FusedCache
+from .continued import ContinuedCache
 
 __all__ = ["Match", "PrefixCache", "PrefixStats"]
 
@@ -41,6 +42,8 @@ class PrefixStats:
     lookup_tokens: int
     evictions: int
     """Blocks evicted to make room."""
+    continued_bytes: int
+    """Bytes of the approximate KV that shares ``max_bytes``."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -123,6 +126,9 @@ class PrefixCache:
         """Blocks without references, the next to be evicted first."""
         self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
         self._lock = threading.Lock()
+        self.continued = ContinuedCache(max_bytes // 2, self._claim)
+        """Approximate KV of earlier prompts, up to half of the bytes: a cache of its own, in which no :meth:`match` of
+        this one looks."""
 
     def match(self, ids: Sequence[int]) -> Match:
         """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
@@ -175,15 +181,26 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Sizes and counters."""
         with self._lock:
-            sizes = len(self._blocks), self._bytes, self._max_bytes
-            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions)
+            continued = self.continued.num_bytes
+            sizes = len(self._blocks), self._bytes - continued, self._max_bytes
+            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions, continued)
 
     def clear(self) -> None:
-        """Drop all blocks. Matches in use stay valid; their memory is freed when they are released."""
+        """Drop all blocks, and the continued KV. Matches in use stay valid; their memory is freed when they are
+        released."""
+        self.continued.clear()
         with self._lock:
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()
+
+    def _claim(self, num_bytes: int) -> bool:
+        """Take bytes for other KV, or give them back."""
+        with self._lock:
+            if num_bytes > 0 and not self._make_room(num_bytes):
+                return False
+            self._bytes += num_bytes
+            return True
 
     # -- the caller holds the lock, except for _release, which takes it ----------------------------------------------
 
