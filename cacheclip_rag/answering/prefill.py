@@ -227,8 +227,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     stats = replace(
         stats,
         method="prefix" if match.num_tokens else "full",
-        misses=len(occurrences(layout.chunks)),
-        missed_tokens=_chunk_tokens(layout.chunks),
+        misses=len(occurrences(layout.chunks)) + len(layout.altered),
+        missed_tokens=_chunk_tokens(layout.chunks) + sum(layout.altered.values()),
         fallback=plan.fallback,
     )
     logger.info("answered by plain prefill: %s", plan.fallback)
@@ -261,8 +261,8 @@ def stats_of(
         nominal_ratio=plan.method.nominal_ratio,
         hits=len(found),
         exact_tokens=_chunk_tokens(plan.exact),
-        misses=len(occurrences(plan.missing)),
-        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
+        misses=len(occurrences(plan.missing)) + len(layout.altered),
+        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens + sum(layout.altered.values()),
         phases_s=clock.seconds,
         left_to_read_s=clock.left_to_read_s,
         reading_s=clock.reading_s,

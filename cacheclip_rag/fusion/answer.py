@@ -41,7 +41,8 @@ class FusionStats:
     chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated`` or ``bypassed``, none was
     reused."""
     misses: int
-    """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
+    """Chunks of the prompt not found in the store, counted alike, and chunks of which half or more stands in the prompt
+    in a form that has other tokens (escaped, or with accents apart): computed as fresh text. With ``on_miss="store"``,
     those of which half or more stands in the prompt are stored after the answer."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`~cacheclip_rag.base.clock.PHASES`."""
@@ -61,7 +62,7 @@ class FusionStats:
     """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored. Later
     text, earlier answers too, is exact relative to that KV only."""
     missed_tokens: int = 0
-    """Tokens of the chunks that were not found in the store."""
+    """Tokens of the missed chunks."""
     unusable: int = 0
     """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context, or without
     the auxiliary model's KV that the method needs. ``fallback`` says which, if nothing was reused."""

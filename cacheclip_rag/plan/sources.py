@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Sources"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sources:
     """The parts of an engine that one method needs."""
 

@@ -8,14 +8,15 @@ can change), the token is fresh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..base.errors import PromptTooLongError
+from ..finding.folding import code_points, fold
 from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ class Layout:
     """Leading tokens whose KV earlier prompts left. If not 0, they exceed the shared prefix."""
     is_continued: bool = False
     """Whether these are continued KV, which is approximate; else they are from the prefix cache, which is exact."""
+    altered: Mapping[str, int] = field(default_factory=dict)
+    """Texts of which half or more stands in the prompt, but in another form (escaped, or with accents apart), so that
+    no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
 
     @property
     def num_known(self) -> int:
@@ -163,7 +167,23 @@ def lay_out(
     # at least one token must be computed: its logits give the first new token
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
     num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
-    return Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    layout = Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    placed = {span.whole for span in spans if span.is_chunk}
+    lost = [segment for segment in segments if isinstance(segment, Chunk) and segment.whole not in placed]
+    return replace(layout, altered=_altered(lost, tokenize_chunk)) if lost else layout
+
+
+def _altered(lost: Iterable[Chunk], tokenize_chunk: Callable[[str], TokenizedText]) -> dict[str, int]:
+    """See :attr:`Layout.altered`.
+
+    Args:
+        lost: segments of which no token is that of the chunk.
+    """
+    there: dict[str, int] = {}
+    for segment in lost:
+        there[segment.whole] = there.get(segment.whole, 0) + len(fold(segment.text)[0])
+    half = [text for text, count in there.items() if 2 * count >= len(fold(text)[0])]
+    return {text: num_tokens for text in half if (num_tokens := len(tokenize_chunk(text)))}
 
 
 def _groups(segments: Sequence[Segment], isolated: bool) -> Iterator[list[Segment]]:
@@ -253,7 +273,10 @@ def _runs(
         begin, end = int(edges[number]), int(edges[number + 1])
         source = tokenize_chunk(segment.whole)
         is_whole = segment.of is None
-        for start, stop, first in _equal_runs(tokens, begin, end, source, segment.at):
+        stretches = [(begin, end)] if is_whole else _alike(segment, begin, end)
+        for start, stop, first in (
+            run for a, b in stretches for run in _equal_runs(tokens, a, b, source, segment.at + a - begin)
+        ):
             is_all = is_whole and stop - start == len(source)
             if is_all or stop - start >= _LEAST_RUN:
                 found.append(_TokenRun(start, stop, first, segment, begin, len(source), is_all))
@@ -262,6 +285,17 @@ def _runs(
         if run.chunk.of is not None:
             parts[run.chunk.of] = parts.get(run.chunk.of, 0) + run.stop - run.start
     return [run for run in found if run.chunk.of is None or parts[run.chunk.of] >= LEAST_PART]
+
+
+def _alike(part: Chunk, begin: int, end: int) -> list[tuple[int, int]]:
+    """Characters ``[begin, end)`` of a text are a part of a chunk: where they are those of the chunk."""
+    stored = part.whole[part.at : part.at + len(part.text)]
+    if stored == part.text:
+        return [(begin, end)]
+    alike = np.zeros(len(stored) + 2, dtype=bool)
+    alike[1:-1] = code_points(stored) == code_points(part.text[: len(stored)])
+    edges = (np.flatnonzero(alike[1:] != alike[:-1]) + begin).tolist()
+    return [*zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _equal_runs(
@@ -294,22 +328,21 @@ def _equal_runs(
             low += 1
 
 
-def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:
-    """Raise PromptTooLongError if the bytes of the prompt prove that it does not fit the model's context. Such prompts
-    are not tokenised, which takes a second for a megabyte."""
+def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
+    """Raise PromptTooLongError if the bytes of a prompt's texts prove that it does not fit the model's context. Such
+    prompts are neither searched nor tokenised, which takes seconds for a megabyte."""
     room = runtime.context_tokens - 1
-    texts = [segment.text for segment in segments if not segment.control]
     if sum(map(len, texts)) <= room:
         return
     least = sum(map(runtime.least_tokens, texts))
     if least > room:
         raise PromptTooLongError(
-            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit model "
-            f"{runtime.name!r}: shorten it, or use a model with a longer context."
+            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit the "
+            f"model: shorten it, or use a model with a longer context."
         )
 
 
-def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+def check_length(layout: Layout, context_tokens: int) -> None:
     """Raise PromptTooLongError unless the prompt and one new token fit the model's context."""
     room = context_tokens - 1  # one token must be generated
     excess = layout.num_tokens - room
@@ -326,8 +359,8 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
         else "shorten the question or split the text"
     )
     raise PromptTooLongError(
-        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-        f"{model!r}: {advice}, or use a model with a longer context."
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit the model: "
+        f"{advice}, or use a model with a longer context."
     )
 
 

@@ -332,7 +332,10 @@ class Catalog:
         """
         with self.database.transaction() as run:
             found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
-            if found is None or not is_key(found[0]):
+            dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
+            # who wrote the key after the tenant was dropped keeps it
+            again = run("SELECT 1 FROM entries WHERE key = ?", (dropped,)).fetchone() is not None
+            if (found is None or not is_key(found[0])) and not again:
                 discard()
             elif (entry := measure()) is not None:
                 _record(run, entry)

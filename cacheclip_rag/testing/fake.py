@@ -24,6 +24,7 @@ import torch
 from ..base.errors import ConfigurationError
 from ..fusion.fused import Fused
 from ..runtime.base import Runtime, TokenizedText
+from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
@@ -88,6 +89,7 @@ class FakeRuntime(Runtime):
     # -- text ---------------------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        check_encodable(text)
         found = list(_TOKEN.finditer(text))
         ids = tuple(self._id_of(match[0]) for match in found)
         return TokenizedText(ids, tuple(match.span() for match in found))

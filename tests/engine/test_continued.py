@@ -239,6 +239,23 @@ class TestLimit:
         assert not engine.plan(rag(second, "Who?")).continues
 
 
+    def test_tenants_have_it_together(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="epic", recompute_ratio=0.4)
+        probe.precompute(passages)
+        probe.generate(rag(passages), SHORT)
+        one = probe.prefixes.stats.continued_bytes
+        first, second = (make(method="epic", namespace=name, prefix_cache_bytes=one * 5) for name in ("a", "b"))
+        first.precompute(passages)
+        for order in (passages, passages[::-1]):
+            first.generate(rag(order), SHORT)
+        second.prefixes.share_limit(first.prefixes)
+        second.precompute(passages)
+        for engine in (second, first, second):
+            engine.generate(rag(passages), SHORT)
+            assert all(each.prefixes.stats.continued_bytes <= one * 5 // 4 for each in (first, second))
+            assert engine.plan(rag(passages, "Who?")).continues
+
+
 class TestNeverInAnExactCache:
     @pytest.mark.parametrize("planted", [False, True])
     def test_plain_prefill_after_fused_answers(self, make: Make, passages: list[str], planted: bool) -> None:

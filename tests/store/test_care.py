@@ -394,6 +394,21 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
     assert clear(folder) == 5 and payload_files(folder) == []
 
 
+def test_what_is_written_after_its_tenant_was_dropped_outlives_an_older_write(folder: Path) -> None:
+    store, other = ChunkStore.open(folder), ChunkStore.open(folder)
+    writing = store.tiers.put
+
+    def dropped_and_written_meanwhile(name: str, data: Buffer) -> None:
+        other.drop_tenant("u")
+        put(TenantStore(other, "u"), 8)
+        writing(name, data)
+
+    store.tiers.put = dropped_and_written_meanwhile  # type: ignore[method-assign]
+    TenantStore(store, "u").put(key(8, "u"), kv(8), "bfloat16")
+    found = TenantStore(ChunkStore.open(folder), "u").get(key(8, "u"))
+    assert found is not None and found.codec == "bfloat16" and verify(folder).is_clean
+
+
 def test_a_read_does_not_wait_for_a_writer_to_correct_an_entry(folder: Path) -> None:
     """Another process is evicting: the payload is gone, the entry not yet."""
     store = opened(folder)

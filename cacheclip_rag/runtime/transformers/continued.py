@@ -75,12 +75,12 @@ class ContinuedCache:
     """KV of earlier prompts and their answers; the least recently used is evicted first. Safe to share between threads.
 
     Args:
-        max_bytes: of all KV.
+        max_bytes: says how many bytes all KV may have now.
         claim: takes bytes from a limit that others share, and returns whether there was room. A negative number gives
             them back.
     """
 
-    def __init__(self, max_bytes: int, claim: Callable[[int], bool]) -> None:
+    def __init__(self, max_bytes: Callable[[], int], claim: Callable[[int], bool]) -> None:
         self._max_bytes, self._claim = max_bytes, claim
         self._held: OrderedDict[_Conversation, None] = OrderedDict()
         self._bytes = 0
@@ -121,9 +121,8 @@ class ContinuedCache:
             near, length = self._nearest(method, wanted)
             if near is not None and 2 * length >= len(near.ids):
                 self._drop(near)
-            while self._held and self._bytes + num_bytes > self._max_bytes:
-                self._drop(next(iter(self._held)))
-            if num_bytes > self._max_bytes or not self._claim(num_bytes):
+            self._make_room(num_bytes)
+            if self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
                 return
             self._bytes += num_bytes
         try:
@@ -137,6 +136,11 @@ class ContinuedCache:
         marks[: len(stale)] = stale[:count]
         with self._lock:
             self._held[_Conversation(method, wanted, marks, turns, num_bytes, kv)] = None
+
+    def shrink(self) -> None:
+        """Drop KV that the limit has no room for any more."""
+        with self._lock:
+            self._make_room(0)
 
     def clear(self) -> None:
         """Drop all KV."""
@@ -153,6 +157,10 @@ class ContinuedCache:
             if conversation.method == method and (length := conversation.equal(ids)) > most:
                 nearest, most = conversation, length
         return nearest, most
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._held and self._bytes + num_bytes > self._max_bytes():
+            self._drop(next(iter(self._held)))
 
     def _drop(self, conversation: _Conversation) -> None:
         del self._held[conversation]
