@@ -335,7 +335,7 @@ class Catalog:
             dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
             # who wrote the key after the tenant was dropped keeps it
             again = run("SELECT 1 FROM entries WHERE key = ?", (dropped,)).fetchone() is not None
-            if (found is None or not is_key(found[0])) and not again:
+            if found is not None and not is_key(found[0]) and not again:
                 discard()
             elif (entry := measure()) is not None:
                 _record(run, entry)

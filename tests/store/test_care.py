@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.ingest.library import Library
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
@@ -392,6 +393,21 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
     ChunkStore.open(folder)
     assert not path_of(folder, 7, "u").exists() and verify(folder).is_clean
     assert clear(folder) == 5 and payload_files(folder) == []
+
+
+def test_a_text_that_is_stored_while_it_is_released_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(folder)
+    library = ChunkLibrary(store)
+    remove = store.index.remove
+
+    def stored_meanwhile(texts: list[str]) -> None:
+        opened(folder).put(key(1), kv(1), "float32", text=LONG.format(1))
+        remove(texts)
+
+    monkeypatch.setattr(store.index, "remove", stored_meanwhile)
+    assert library.release([LONG.format(1), LONG.format(2)]) == 2
+    assert is_intact(store, 1) and library.index.known(LONG.format(1)) and not library.index.known(LONG.format(2))
+    assert verify(folder).is_clean
 
 
 def test_what_is_written_after_its_tenant_was_dropped_outlives_an_older_write(folder: Path) -> None:
