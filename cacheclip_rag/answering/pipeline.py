@@ -116,7 +116,8 @@ class Answering:
                 for observer in self.observers:
                     observer.on_answer(answered)
             yield event
-        self.writer.store_missing(missing, options.documents, sources.primary.context)
+        if missing or self.writer.late:
+            self.writer.store_missing(missing, options.documents, sources.primary.context)
 
     def plan(
         self,

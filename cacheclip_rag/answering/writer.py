@@ -33,7 +33,7 @@ class ChunkWriter:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._late: dict[tuple[str, ChunkContext], list[tuple[str, str]]] = {}
+        self.late: dict[tuple[str, ChunkContext], list[tuple[str, str]]] = {}
         """Chunks that are to be stored after a later answer, with their sources and documents."""
 
     def precompute(
@@ -109,19 +109,19 @@ class ChunkWriter:
     def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
         """Store chunks that were missing. The answer is complete already, so a store error is only logged. Chunks that
         cannot be stored because another process uses the catalog are stored after a later answer."""
-        if self._parts.config.on_miss != "store" or not (chunks or self._late):
+        if self._parts.config.on_miss != "store":
             return
         origins = _origins(documents)
         late = {(chunk, context): origins.get(chunk, []) for chunk in chunks}
-        late |= {each: self._late.pop(each) for each in [*self._late]}
+        late |= {each: self.late.pop(each) for each in [*self.late]}
         with waiting_at_most(ANSWER_WAIT_S):
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
                     self._store_missing(chunk, behind, known)
                 except CacheClipError as error:
-                    if is_busy(error) and len(self._late) < _MOST_LATE:
-                        self._late[chunk, behind] = known
+                    if is_busy(error) and len(self.late) < _MOST_LATE:
+                        self.late[chunk, behind] = known
                     logger.warning("a chunk of this prompt could not be stored: %s", error)
 
     def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
-from ..runtime.transformers.row_filter import RowFilter
-from ..selection.scorers import AuxiliaryAttention
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .answer import Trace
@@ -41,8 +39,9 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
+    from ..selection.scoring import AuxiliaryScorer
 
-__all__ = ["choose_rows", "fuse", "plan_ahead", "recompute"]
+__all__ = ["choose_rows", "fuse", "plan_ahead"]
 
 
 def fuse(
@@ -250,7 +249,15 @@ class _FusedPass:
         starts: list[float] | None = [] if self.trace else None
         with clock.phase("recompute"):
             method.prepare(view, masks)
-            logits = recompute(runtime, cache, layout, rows, row_filter, starts, before_layer)
+            logits = runtime.run_slots(
+                cache,
+                layout.ids[rows],
+                rows,
+                row_filter=row_filter,
+                layer_starts=starts,
+                before_layer=before_layer,
+            )
+            assert logits is not None
             wait_for(logits)
         cache.tables = ()  # decoding goes on beyond the prompt
         if row_filter is not None:
@@ -267,7 +274,7 @@ class _FusedPass:
         self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout = self.plan.layout
+        layout, auxiliary = self.plan.layout, cast("AuxiliaryScorer", self.sources.auxiliary)
         return {
             "layout": layout,
             "spans": scorable,
@@ -275,7 +282,9 @@ class _FusedPass:
             "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
-            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
+            "auxiliary_scores": lambda scorer: auxiliary.score(
+                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
+            ),
         }
 
     def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -296,16 +305,6 @@ class _FusedPass:
             known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
             for span in spans
         ]
-
-    def _auxiliary_scores(
-        self, spans: Sequence[Span], scorer: AuxiliaryAttention, when_read: Callable[[], None] | None
-    ) -> list[torch.Tensor]:
-        """Scores of the auxiliary model for each span, in the primary's tokens."""
-        auxiliary = self.sources.auxiliary
-        assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return auxiliary.score(
-            spans, self.plan.question or question_text(self.plan.layout), scorer, self.clock, when_read
-        )
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -386,31 +385,3 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
             active[span.start : span.stop] |= mask
     active[-1] = True
     return torch.from_numpy(active.nonzero()[0])
-
-
-def recompute(
-    primary: ModelRuntime,
-    cache: FusedCache,
-    layout: Layout,
-    rows: torch.Tensor,
-    row_filter: RowFilter | None = None,
-    layer_starts: list[float] | None = None,
-    before_layer: Callable[[int], None] | None = None,
-) -> torch.Tensor:
-    """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
-
-    Args:
-        row_filter: removes rows between layers, for methods that select again during the pass.
-        layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
-        before_layer: called with each layer's number before it runs.
-    """
-    logits = primary.run_slots(
-        cache,
-        layout.ids[rows],
-        rows,
-        row_filter=row_filter,
-        layer_starts=layer_starts,
-        before_layer=before_layer,
-    )
-    assert logits is not None
-    return logits

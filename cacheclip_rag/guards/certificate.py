@@ -336,7 +336,7 @@ class CertificateGuard(Observer):
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if not plan.reused or plan.bypass is not None:
             return
-        method = _as_text(describe(plan.method))
+        method = repr(plan.method)
         covered = self._covered.get(method)
         if covered is not None and covered() is sources:
             return

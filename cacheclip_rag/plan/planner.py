@@ -40,7 +40,7 @@ def make_plan(
     context = sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
-    layout = replace(layout, exact_after_prefix=context.is_exact_after_prefix)
+    layout = replace(layout, exact_after_prefix=not context.isolated and not context.text)
     check_length(layout, runtime.context_tokens)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)

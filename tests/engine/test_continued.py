@@ -238,7 +238,6 @@ class TestLimit:
         assert engine.plan(rag(first, "Who?")).continues and engine.plan(rag(third, "Who?")).continues
         assert not engine.plan(rag(second, "Who?")).continues
 
-
     def test_tenants_have_it_together(self, make: Make, passages: list[str]) -> None:
         probe = make(method="epic", recompute_ratio=0.4)
         probe.precompute(passages)

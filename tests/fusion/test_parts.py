@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.fusion.recompute import choose_rows, recompute
+from cacheclip_rag.fusion.recompute import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
@@ -251,7 +251,8 @@ class TestKV:
                 first = max(0, min(span.first + shift, kv.shape[3] - len(span.tokens)))
                 pieces[span.start] = kv[:, :, :, first : first + len(span.tokens)]
             engine.primary.fill_all(cache, pieces.items())  # type: ignore[attr-defined]
-            return recompute(engine.primary, cache, layout, choose_rows(layout, layout.chunks, []))  # type: ignore[arg-type]
+            rows = choose_rows(layout, layout.chunks, [])
+            return engine.primary.run_slots(cache, layout.ids[rows], rows)  # type: ignore[attr-defined]
 
         assert gap(found.logits, by_hand(0)) < EXACT
         assert gap(found.logits, by_hand(-1)) > BROKEN, "KV of other tokens must show"
