@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..base.errors import ModelError
+
 if TYPE_CHECKING:
     from ..fusion.answer import Event
 
@@ -18,7 +20,17 @@ def final_events(events: Iterable[Event], *, one_call: bool = False) -> Iterator
 
     Events whose text is held back keep their place, with empty text: a cancelled consumer still stops before the next
     token.
+
+    Raises:
+        ModelError: for a ValueError or TypeError of a library below, which frameworks take for an unusable answer.
     """
+    try:
+        yield from _final(events, one_call)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"the model could not answer: {type(error).__name__}: {error}") from error
+
+
+def _final(events: Iterable[Event], one_call: bool) -> Iterator[Event]:
     held, sent, called = "", 0, 0
     for event in events:
         if event.revised_from is not None:

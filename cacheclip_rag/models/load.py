@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -41,6 +42,7 @@ __all__ = [
     "load_any",
     "load_model",
     "load_planning",
+    "load_tokenizer",
     "quantization_of",
     "register_runtime",
     "resolve",
@@ -162,6 +164,24 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
         if key not in _registry:
             _registry[key] = _load(folder, name, dtype, device)
         return _registry[key]
+
+
+def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], list[int]]:
+    """What turns a text into token ids as the model called ``name`` does, without special tokens. Loads no weights, but
+    for runtimes of other packages, which have the arguments of :func:`load_any`.
+
+    Raises:
+        The errors of :func:`resolve`, and ModelError for a missing or damaged tokenizer.
+    """
+    if name.partition(":")[0] in _factories:
+        runtime = load_any(name, dtype=dtype, device=device)
+        return lambda text: list(runtime.tokenize(text).ids)
+    return _encoder(resolve(name), name)
+
+
+@lru_cache(8)
+def _encoder(folder: Path, name: str) -> Callable[[str], list[int]]:
+    return partial(_load_tokenizer(folder, name).encode, add_special_tokens=False)
 
 
 def load_planning(

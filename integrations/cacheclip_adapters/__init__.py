@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .served import ServedFields
-from .settings import ALIASES, EngineFields, ModelFields
+from .settings import ALIASES, EngineFields, ModelFields, Tokenizer
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "Tokenizer"]

@@ -12,7 +12,7 @@ from pydantic import Field, SecretStr
 from cacheclip_rag.base.errors import ConfigurationError
 
 from .remote import RemoteEngine
-from .settings import ModelFields
+from .settings import ModelFields, Tokenizer
 
 if TYPE_CHECKING:
     from cacheclip_rag.answering.options import CallOptions
@@ -57,6 +57,20 @@ class ServedFields(ModelFields):
         """The primary's name; with ``base_url``, the served name, which is known after the first answer."""
         remote = self._remote()
         return self.primary if remote is None else remote.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """As without a server.
+
+        Raises:
+            ConfigurationError: ``base_url`` is set.
+        """
+        if self.base_url is not None:
+            raise ConfigurationError(
+                f"the model runs in the server at {self.base_url}, so its tokenizer is not known here. Use the same "
+                "model's: transformers.AutoTokenizer.from_pretrained(NAME)."
+            )
+        return super().tokenizer
 
     def _remote(self) -> RemoteEngine | None:
         """The server, if one answers."""

@@ -5,8 +5,8 @@ defaults. It needs pydantic, which both frameworks install.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheclip_rag.engine import CacheClipEngine, WarmUp
     from cacheclip_rag.timing.controller import Profile
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "Tokenizer"]
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -212,6 +212,12 @@ class ModelFields(EngineFields):
             own["recompute_ratio"] = None
         return CallOptions().with_options(own).with_options(given)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Token ids of a text in the primary's tokenizer, for frameworks that count: ``llm.tokenizer(text)``. It loads
+        no weights, keeps none, and can be pickled."""
+        return Tokenizer(self.primary, self.dtype, self.device)
+
     def profile_machine(self) -> Profile:
         """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and
         ``max_ttft_s``; see :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It blocks for minutes."""
@@ -220,6 +226,20 @@ class ModelFields(EngineFields):
     @staticmethod
     def _sampling_names() -> list[str]:
         return [field.name for field in fields_of(SamplingParams)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A model's tokenizer, loaded when it is first called."""
+
+    model: str
+    dtype: str
+    device: str
+
+    def __call__(self, text: str) -> list[int]:
+        from cacheclip_rag.models.load import load_tokenizer  # it loads torch
+
+        return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
 
 
 def _without_per_call(config: EngineConfig) -> EngineConfig:

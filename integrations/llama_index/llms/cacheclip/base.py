@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from cacheclip_rag.frontend.tools import can_constrain
 from cacheclip_rag.frontend.usage import telemetry, token_usage
 from cacheclip_rag.models.context import known_context, knows_tools
 
+from .counting import count_with
 from .events import CacheClipFusionEvent
 from .statistics import collector
 
@@ -58,7 +59,8 @@ Origins = Mapping[str, Sequence[tuple[str, str]]]
 __all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("cacheclip_rag.llama_index")
+"""Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""
 
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
 """Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
@@ -142,7 +144,10 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once."""
+        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once. From then on,
+        LlamaIndex counts tokens with this model's tokenizer, unless ``Settings.tokenizer`` was set."""
+        if self.base_url is None:
+            count_with(self.tokenizer)
         return _Metadata(
             context_window=self.context_window or self._known_context() or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
@@ -352,20 +357,22 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
         one_call = options.pop("parallel_tool_calls", None) is False
-        call = self._call_options(options)
+        with _failures_logged():
+            call = self._call_options(options)
         if call.question is None:
             call = replace(call, question=self._question)
         collect = collector()
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            stream = self._answering().stream(prompt, options=replace(call, documents=given))
-            for event in final_events(stream, one_call=one_call):
-                if event.answer is not None:
-                    if collect is not None:
-                        collect(event.answer.stats.to_dict())
-                    dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
-                yield event
+            with _failures_logged():
+                stream = self._answering().stream(prompt, options=replace(call, documents=given))
+                for event in final_events(stream, one_call=one_call):
+                    if event.answer is not None:
+                        if collect is not None:
+                            collect(event.answer.stats.to_dict())
+                        dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
+                    yield event
 
         return events
 
@@ -373,6 +380,16 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
         return CacheClipFusionEvent(model_name=self.model_name, node_ids=node_ids, stats=found, **named)
+
+
+@contextmanager
+def _failures_logged() -> Iterator[None]:
+    """Log what ends an answer: sub-question engines, extractors and agents' tools catch every error and go on."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("an answer failed: %s: %s", type(error).__name__, error)
+        raise
 
 
 class _Metadata(LLMMetadata):
