@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
+from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
 from .fingerprint import file_states, fingerprint
@@ -31,6 +33,7 @@ from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.planning import PlanningRuntime
@@ -39,6 +42,8 @@ __all__ = [
     "DEVICE_MAPS",
     "check_device",
     "check_name",
+    "choose_device",
+    "concrete",
     "load_any",
     "load_model",
     "load_planning",
@@ -57,7 +62,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Device maps: accelerate spreads the layers over all devices."""
 
 RuntimeFactory = Callable[..., "Runtime"]
@@ -233,6 +238,65 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return config.get("quantization_config") or config.get("compression_config") or read("hf_quant_config.json") or None
 
 
+def concrete(config: EngineConfig) -> EngineConfig:
+    """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
+    checkpoint. A model that is not on this machine is fetched if its dtype matters.
+
+    Raises:
+        The errors of :func:`resolve`, and ModelError for a damaged checkpoint.
+    """
+    if "auto" not in (config.device, config.dtype):
+        return config
+    device = choose_device(config.device)
+    dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
+    _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
+    return replace(config, device=device, dtype=dtype)
+
+
+def choose_device(device: str) -> str:
+    """``device``; for ``auto`` the best one of this machine."""
+    import torch
+
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and _works("mps") else "cpu"
+
+
+def _works(device: str) -> bool:
+    """Whether a device computes attention as it is done here."""
+    import torch
+
+    try:
+        rows = torch.ones(1, 2, 4, 8, device=device, dtype=torch.bfloat16)
+        return bool(torch.nn.functional.scaled_dot_product_attention(rows, rows, rows).isfinite().all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _choose_dtype(primary: str, device: str) -> str:
+    """The checkpoint's own dtype, if the device has it in hardware. A checkpoint in float32 is never rounded."""
+    import torch
+
+    from .memory import weights_dtype
+
+    if primary.partition(":")[0] in _factories or (device == "cpu" and not computes_bfloat16()):
+        return "float32"
+    own = weights_dtype(resolve(primary))
+    if own == "float32":
+        return own
+    if device == "cpu":
+        return "bfloat16"
+    is_cuda = device.startswith("cuda") or device in DEVICE_MAPS
+    return "float16" if is_cuda and not torch.cuda.is_bf16_supported(including_emulation=False) else own
+
+
+@lru_cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
 def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     """Let ``factory(REST, dtype=..., device=...)`` make the runtime of models named ``SCHEME:REST``.
 
@@ -354,5 +418,5 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
             f"device {device!r} is not one this torch can use ({_first_line(error)}). "
-            f"Use 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
+            f"Use 'auto', 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
         ) from error

@@ -341,6 +341,7 @@ def _named(error: ValidationError) -> RequestError:
     """The first thing that is wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
+    cause = getattr(cause, "__cause__", None) or cause
     param = _path(first["loc"])
     if isinstance(cause, CacheClipError):
         found = error_of(cause)

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
-from ..models.load import resolve
+from ..models.load import choose_device, concrete, resolve
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
 from .offline import engine_options, worker_of
@@ -109,6 +109,7 @@ def launch(
             "--api-key or set CACHECLIP_API_KEY."
         )
     check_flags(flags)  # what is refused takes no time
+    config = replace(config, device=choose_device(config.device))
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
     port = port or _free_port(host)
@@ -124,6 +125,8 @@ def launch(
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
     )
     check_reachable(host, settings.access)
+    config = concrete(config)
+    settings = replace(settings, config=config)
     planner = Planner(config)
     settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
     planner.serve(settings.served)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from langchain_cacheclip import ChatCacheClip
 from langchain_cacheclip import CacheClipLLM as TextCacheClip
+from langchain_cacheclip import ChatCacheClip
 from langchain_cacheclip.base import ContextTooLongError
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.prebuilt import ToolNode
@@ -20,8 +20,8 @@ from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
 from llama_index.core.bridge.pydantic import BaseModel, ValidationError
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import SubQuestionQueryEngine
-from llama_index.core.question_gen.types import SubQuestion
 from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.question_gen.types import SubQuestion
 from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import QueryEngineTool

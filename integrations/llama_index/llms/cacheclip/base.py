@@ -144,8 +144,9 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once. From then on,
-        LlamaIndex counts tokens with this model's tokenizer, unless ``Settings.tokenizer`` was set."""
+        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once.
+
+        From then on, LlamaIndex counts tokens with this model's tokenizer, unless ``Settings.tokenizer`` was set."""
         if self.base_url is None:
             count_with(self.tokenizer)
         return _Metadata(
