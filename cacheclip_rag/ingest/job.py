@@ -12,13 +12,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import DocumentError, EncodingError
 from ..base.progress import progress_bar
 from ..engine import CacheClipEngine
+from ..models.load import concrete
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, digest_file, find_files, is_read, printable, read_document
 from .embedding import Embedder
 from .library import Library, LibrarySettings
@@ -113,7 +114,7 @@ def ingest(
     with _undone_if_failed(library, engine):
         if max_bytes is not None:
             engine.store.store.set_limit(max_bytes)
-        return _ingest(paths, library, engine, embedder, settings)
+        return _ingest(paths, library, engine, embedder, _concrete(settings, engine))
 
 
 @contextmanager
@@ -181,6 +182,11 @@ def _ingest(
     return report
 
 
+def _concrete(settings: LibrarySettings, engine: CacheClipEngine) -> LibrarySettings:
+    """``settings`` with the engine's dtype for ``auto``: another machine would choose another one, and find nothing."""
+    return replace(settings, dtype=concrete(engine.config).dtype) if settings.dtype == "auto" else settings
+
+
 def plan(
     paths: Iterable[str | Path],
     *,
@@ -194,6 +200,7 @@ def plan(
     Args:
         max_bytes: limit that the store would have; None: no limit.
     """
+    settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
     found = IngestPlan(
         unchanged=len(survey.unchanged), max_bytes=max_bytes, failed=survey.failed, skipped=survey.skipped

@@ -145,15 +145,16 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
 
     Args:
-        device: ``cpu``, ``cuda``, ``cuda:1``, or one of :data:`DEVICE_MAPS` to spread the layers over several devices.
+        dtype, device: as of :class:`~cacheclip_rag.config.EngineConfig`.
 
     Raises:
         UnsupportedModelError: the model's KV cannot be reused exactly.
         ModelError: files are missing or damaged, or the device has too little free memory for the weights.
         ConfigurationError: an unknown dtype, or a device that this torch cannot use.
     """
-    check_choice("dtype", dtype, DTYPES)
-    name = os.fspath(name)
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    name, device = os.fspath(name), choose_device(device)
+    dtype = _choose_dtype(name, device) if dtype == "auto" else dtype
     scheme, _, rest = name.partition(":")
     if rest and scheme in _factories:
         with _registry_lock:

@@ -65,9 +65,9 @@ class EngineFields(BaseModel):
     """System prompt of the shared prefix. It is also used for conversations without a system message. None: the chat
     template's default."""
     dtype: str = _ENGINE.dtype
-    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
+    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``; ``auto``: by checkpoint and machine."""
     device: str = _ENGINE.device
-    """Device of both models."""
+    """Device of both models: ``cpu``, ``cuda``, ...; ``auto``: the best one of this machine."""
     engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Settings of :class:`~cacheclip_rag.config.EngineConfig` without a field here, such as ``max_bytes`` or
     ``codec``. Giving them to the constructor by name is the same."""
@@ -185,6 +185,10 @@ class ModelFields(EngineFields):
     """0 is greedy."""
     top_p: float = _SAMPLING.top_p
     """Sample from the smallest set of tokens whose probability reaches this."""
+    top_k: int = _SAMPLING.top_k
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    repetition_penalty: float = _SAMPLING.repetition_penalty
+    """Above 1: tokens that stand in prompt or answer become less likely."""
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed

@@ -52,8 +52,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     ``response_metadata["cacheclip"]`` holds the fusion statistics. In streams, the last chunk has both. For a chain
     that keeps only the text, :func:`collect_cacheclip_stats` collects them.
 
-    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
+    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
+    ``repetition_penalty``, ``stop``, ``method``, ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
     last chunk), and ``documents`` (Documents or strings known to be in the prompt; they are stored even if they were
     never precomputed). Messages may also carry documents: in ``text-plain`` blocks, in a tool message's ``artifact``,
     in ``additional_kwargs["documents"]``, and in text blocks with your own ``id`` in system, human and tool messages.

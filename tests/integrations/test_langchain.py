@@ -323,12 +323,12 @@ def test_a_stop_string_is_the_reason_to_finish(llm: ChatCacheClip) -> None:
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> None:
-    with pytest.raises(ConfigurationError, match="unknown call option top_k.*max_tokens"):
-        llm.invoke(PROMPT, top_k=5)
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        list(llm.stream(PROMPT, top_k=5))
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        await llm.ainvoke(PROMPT, top_k=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
+        llm.invoke(PROMPT, num_beams=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        list(llm.stream(PROMPT, num_beams=5))
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        await llm.ainvoke(PROMPT, num_beams=5)
     assert (await llm.ainvoke(PROMPT, parallel_tool_calls=True)).content
 
 
@@ -433,6 +433,8 @@ def test_profile_and_version(tiny: ChatCacheClip) -> None:
         ("temperature", 1.0),
         ("max_tokens", 5),
         ("top_p", 0.5),
+        ("top_k", 5),
+        ("repetition_penalty", 1.1),
         ("stop", ["x"]),
         ("seed", 1),
         ("dtype", "bfloat16"),

@@ -475,10 +475,10 @@ async def test_stop_in_every_call(llm: CacheClipLLM) -> None:
 
 async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:
     for call in (llm.complete, llm.stream_complete):
-        with pytest.raises(ConfigurationError, match="unknown call option top_k.*max_tokens"):
-            call(PROMPT, top_k=5)
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        await llm.astream_chat(MESSAGES, top_k=5)
+        with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
+            call(PROMPT, num_beams=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        await llm.astream_chat(MESSAGES, num_beams=5)
 
 
 @pytest.mark.parametrize(
