@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cacheclip_rag.fusion.answer import Answer
 
 __all__ = ["ServedFields"]
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = ("auxiliary", "store", "dtype", "device", "engine_kwargs")
 """Settings that only the process with the model can follow."""
@@ -99,6 +102,8 @@ class ServedFields(ModelFields):
     def _check(self) -> None:
         super()._check()
         if self.base_url is None:
+            if unused := [name for name in ("api_key", "timeout") if getattr(self, name) is not None]:
+                logger.warning("without base_url, the model runs here: %s has no effect.", " and ".join(unused))
             return
         here = [name for name in _LOCAL if self._is_set(name)]
         if here:

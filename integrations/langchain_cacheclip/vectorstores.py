@@ -55,6 +55,12 @@ class CacheClipVectorStore(VectorStore):
             raise AttributeError(name)
         return getattr(self.store, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[VectorStore]:
+        """The wrapped store's, because components choose by it: ``SelfQueryRetriever`` how filters are written. By
+        ``type()``, this is a ``CacheClipVectorStore``."""
+        return type(self) if "store" not in self.__dict__ else self.store.__class__
+
     @property
     def embeddings(self) -> Embeddings | None:
         return self.store.embeddings

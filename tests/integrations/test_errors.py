@@ -280,12 +280,17 @@ class TestPacking:
         monkeypatch.setattr("llama_index.core.global_tokenizer", str.split)
         assert llm.metadata.context_window and Settings.tokenizer is str.split
 
-    def test_each_models_prompts_are_counted_by_its_own(self, llm: CacheClipLLM, tiny_models: dict[str, str]) -> None:
-        for each in (llm, CacheClipLLM(primary=tiny_models["auxiliary"])):
+    def test_each_models_prompts_are_counted_by_its_own(self, tiny_models: dict[str, str]) -> None:
+        for name in ("llama", "auxiliary"):
+            each = CacheClipLLM(primary=tiny_models[name])
             get_response_synthesizer(llm=each)
             assert Settings.tokenizer == each.tokenizer
             text = "Die Hafenmeisterin wohnt am Kai."
             assert Settings.tokenizer(text) == list(each.engine.primary.tokenize(text).ids)
+
+    def test_nothing_is_fetched_to_count(self) -> None:
+        assert CacheClipLLM(primary="some/model").metadata.context_window
+        assert SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text("The keeper lived there.") == ["The keeper lived there."]
 
     def test_it_keeps_no_weights(self, tiny_models: dict[str, str]) -> None:
         tokenizer = pickle.loads(pickle.dumps(CacheClipLLM(primary=tiny_models["llama"]).tokenizer))

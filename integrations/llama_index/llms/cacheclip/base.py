@@ -35,9 +35,9 @@ from llama_index.core.program.utils import process_streaming_objects
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
-from cacheclip_rag.frontend.tools import can_constrain
+from cacheclip_rag.frontend.tools import can_constrain, forced_tool
 from cacheclip_rag.frontend.usage import telemetry, token_usage
-from cacheclip_rag.models.context import known_context, knows_tools
+from cacheclip_rag.models.context import is_here, known_context, knows_tools
 
 from .counting import count_with
 from .events import CacheClipFusionEvent
@@ -146,8 +146,9 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once.
 
-        From then on, LlamaIndex counts tokens with this model's tokenizer, unless ``Settings.tokenizer`` was set."""
-        if self.base_url is None:
+        From then on, LlamaIndex counts tokens with this model's tokenizer, if its files are on this machine and
+        ``Settings.tokenizer`` was not set."""
+        if self.base_url is None and is_here(self.primary):
             count_with(self.tokenizer)
         return _Metadata(
             context_window=self.context_window or self._known_context() or DEFAULT_CONTEXT_WINDOW,
@@ -359,6 +360,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         documents = options.pop("documents", None) or ()
         one_call = options.pop("parallel_tool_calls", None) is False
         with _failures_logged():
+            must_call = forced_tool(options.get("tool_choice"))[0]
             call = self._call_options(options)
         if call.question is None:
             call = replace(call, question=self._question)
@@ -368,7 +370,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
             given = _merged(self._nodes, documents)
             with _failures_logged():
                 stream = self._answering().stream(prompt, options=replace(call, documents=given))
-                for event in final_events(stream, one_call=one_call):
+                for event in final_events(stream, one_call=one_call, must_call=must_call):
                     if event.answer is not None:
                         if collect is not None:
                             collect(event.answer.stats.to_dict())
