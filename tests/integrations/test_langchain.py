@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import CacheClipLLM, ChatCacheClip
+from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.question_answering import load_qa_chain
@@ -450,6 +450,30 @@ def test_response_cache(llm: ChatCacheClip) -> None:
     cached = llm.model_copy(update={"cache": InMemoryCache()})
     assert cached.invoke(PROMPT).content == cached.invoke(PROMPT).content
     assert cached.invoke(PROMPT, max_tokens=1).usage_metadata["output_tokens"] == 1
+
+
+async def test_answers_from_the_response_cache_are_not_counted(llm: ChatCacheClip) -> None:
+    """No model ran for them. A handler counts what it sees computed, whoever else has seen it before."""
+    cached = llm.model_copy(update={"cache": InMemoryCache()})
+    with collect_cacheclip_stats() as first:
+        cached.invoke(PROMPT)
+        cached.invoke(PROMPT)
+        await cached.ainvoke(PROMPT)
+    with collect_cacheclip_stats() as second:
+        cached.invoke(PROMPT)
+        cached.invoke(PROMPT + "?")
+    assert len(first.stats) == 1 and len(second.stats) == 1
+    assert with_cacheclip_stats(cached).invoke(PROMPT)["cacheclip"] == []
+
+
+@pytest.mark.parametrize("given", [{"api_key": "x"}, {"timeout": 3.0}, {"api_key": "x", "timeout": 3.0}])
+def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    ChatCacheClip(**given)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and " and ".join(given) in record.message and "no effect" in record.message
+    caplog.clear()
+    ChatCacheClip(), ChatCacheClip(base_url="http://127.0.0.1:1/v1", **given)
+    assert not caplog.records
 
 
 def test_construction_is_quick_and_loads_no_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import subprocess
 import sys
@@ -153,7 +154,9 @@ class TestParents:
         store.mset([("a", documents[0]), ("b", documents[1])])
         store.mset([("a", documents[2])])
         assert stored(llm, documents) == [False, True, True, False]
-        await store.amset([("c", documents[1])])
+        await store.amset([("a", documents[3])])
+        assert stored(llm, documents) == [False, True, False, True]
+        await store.amset([("a", documents[2]), ("c", documents[1])])
         store.mdelete(["b"])
         assert stored(llm, documents) == [False, True, True, False], "c has the same text"
         await store.amdelete(["c", "a"])
@@ -162,6 +165,15 @@ class TestParents:
             store.mset([("d", Document(TOO_LONG))])
         assert [key async for key in store.ayield_keys()] == [] == await store.amget([])
         assert store.store == {}, "other attributes are the wrapped store's"
+
+
+def test_components_that_choose_by_the_class_see_the_wrapped_store(llm: ChatCacheClip) -> None:
+    """``SelfQueryRetriever`` among them, which writes filters for each class of stores in its own way."""
+    store = over_memory(llm)
+    assert store.__class__ is InMemoryVectorStore and isinstance(store, InMemoryVectorStore)
+    assert type(store) is CacheClipVectorStore and isinstance(store, CacheClipVectorStore)
+    assert type(copy.copy(store)) is CacheClipVectorStore and copy.copy(store).llm is llm
+    assert store.as_retriever().vectorstore is store
 
 
 class TestOrder:
