@@ -70,7 +70,7 @@ class LangChainFields(ServedFields):
         options = {name: value for name, value in options.items() if name != "stream"}
         given = _texts([*_listed(options.pop("documents", None) or ()), *carried])
         one_call = options.pop("parallel_tool_calls", None) is False
-        must_call = forced_tool(options.get("tool_choice"))[0]
+        must_end = forced_tool(options.get("tool_choice"))[0]
         if stop is not None:
             options["stop"] = stop
         call, answering = self._call_options(options), self._answering
@@ -78,7 +78,7 @@ class LangChainFields(ServedFields):
         def events() -> Iterator[Event]:
             with langchain_errors():
                 stream = answering().stream(prompt, options=replace(call, documents=given))
-                yield from final_events(stream, one_call=one_call, must_call=must_call)
+                yield from final_events(stream, one_call=one_call, must_end=must_end)
 
         return events
 

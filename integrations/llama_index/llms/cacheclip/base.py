@@ -62,6 +62,8 @@ dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger("cacheclip_rag.llama_index")
 """Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""
 
+_MUST_END = "cacheclip_must_end"
+"""Option of our own calls whose answer is parsed: LlamaIndex's synthesizers would take a part of it for no answer."""
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
 """Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
 LlamaIndex lack some of these classes."""
@@ -88,14 +90,14 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     the statistics of all its prompts in ``metadata["cacheclip"]``, with any synthesizer.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
-    ``repetition_penalty``, ``stop``, ``method``, ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
-    last chunk), and ``documents`` (texts known to be in the prompt; they are stored even if they were never
-    precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these
-    nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which
-    stops before the next token if the task is cancelled. The model's chat template renders messages;
-    ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template too; a model
-    whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a response's
-    message, in OpenAI's format.
+    ``repetition_penalty``, ``stop``, ``seed``, ``method``, ``recompute_ratio``, ``finish``, ``question`` (text that
+    scores the chunks; default all text after the last chunk), and ``documents`` (texts known to be in the prompt; they
+    are stored even if they were never precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the
+    texts are released with these nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model
+    in a separate thread, which stops before the next token if the task is cancelled. The model's chat template renders
+    messages; ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template
+    too; a model whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a
+    response's message, in OpenAI's format.
 
     Structured output (``structured_predict``, ``as_structured_llm``) follows its schema where the extra ``structured``
     is installed, with every model.
@@ -297,7 +299,8 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     def _with_schema(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
         """Options of a call whose answer is an ``output_cls``. A required tool call has its schema already."""
         constrained = self._can_constrain() and not self._calls_functions()
-        return {**(options or {}), **({"json_schema": output_cls.model_json_schema()} if constrained else {})}
+        wanted = {"json_schema": output_cls.model_json_schema(), _MUST_END: True} if constrained else {}
+        return {**(options or {}), **wanted}
 
     def _structured_stream_call(
         self,
@@ -312,7 +315,9 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
             return
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         found = _Partial(output_cls)
-        for response in self.stream_chat(messages, **{**(llm_kwargs or {}), "json_schema": found.schema}):
+        for response in self.stream_chat(
+            messages, **{**(llm_kwargs or {}), "json_schema": found.schema, _MUST_END: True}
+        ):
             yield found.after(response)
 
     async def _structured_astream_call(
@@ -328,7 +333,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         found = _Partial(output_cls)
 
         async def objects() -> AsyncGenerator[Any, None]:
-            options = {**(llm_kwargs or {}), "json_schema": found.schema}
+            options = {**(llm_kwargs or {}), "json_schema": found.schema, _MUST_END: True}
             async for response in await self.astream_chat(messages, **options):
                 yield found.after(response)
 
@@ -360,7 +365,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         documents = options.pop("documents", None) or ()
         one_call = options.pop("parallel_tool_calls", None) is False
         with _failures_logged():
-            must_call = forced_tool(options.get("tool_choice"))[0]
+            must_end = bool(options.pop(_MUST_END, False)) or forced_tool(options.get("tool_choice"))[0]
             call = self._call_options(options)
         if call.question is None:
             call = replace(call, question=self._question)
@@ -370,7 +375,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
             given = _merged(self._nodes, documents)
             with _failures_logged():
                 stream = self._answering().stream(prompt, options=replace(call, documents=given))
-                for event in final_events(stream, one_call=one_call, must_call=must_call):
+                for event in final_events(stream, one_call=one_call, must_end=must_end):
                     if event.answer is not None:
                         if collect is not None:
                             collect(event.answer.stats.to_dict())
