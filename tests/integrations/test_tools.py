@@ -15,6 +15,8 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.llms.cacheclip.base import _warn_once
@@ -195,7 +197,7 @@ class TestLangChain:
     async def test_a_forced_call_that_was_cut_says_so(self, settings: dict[str, Any], choice: str) -> None:
         cut = ChatCacheClip(**{**settings, "max_tokens": 3}).bind_tools([search], tool_choice=choice)
         for ask in (lambda: cut.invoke("Who?"), lambda: list(cut.stream("Who?"))):
-            with pytest.raises(ModelError, match="cut off after 3 tokens.*Raise max_tokens"):
+            with pytest.raises(ModelError, match="cut off after 3 tokens. Raise max_tokens"):
                 ask()
         with pytest.raises(ModelError, match="cut off"):
             await cut.ainvoke("Who?")
@@ -306,6 +308,24 @@ class TestLlamaIndex:
         assert str(done) == "On the rock."
         first, second = watched(llm.engine).prompts
         assert "Find texts about the island." in first and chunks[0] in second and '"fenêtre"' in second
+
+    @pytest.mark.parametrize("calls_functions", [True, False])
+    async def test_a_cut_object_says_so(self, settings: dict[str, Any], calls_functions: bool) -> None:
+        """Synthesizers would take it for no answer, and leave its context out."""
+        options = {**settings, "is_function_calling_model": calls_functions}
+        llm, prompt = CacheClipLLM(**{**options, "max_tokens": 3}), PromptTemplate("Who?")
+        node = NodeWithScore(node=TextNode(text="Ole kept the lamp."), score=1.0)
+        refine = get_response_synthesizer(llm=llm, response_mode="refine", output_cls=Keeper)
+        for ask in (
+            lambda: llm.structured_predict(Keeper, prompt),
+            lambda: list(llm.stream_structured_predict(Keeper, prompt)),
+            lambda: refine.synthesize("Who?", [node]),
+        ):
+            with pytest.raises(ModelError, match="cut off after 3 tokens"):
+                ask()
+        with pytest.raises(ModelError, match="cut off after 3 tokens"):
+            await llm.astructured_predict(Keeper, prompt)
+        assert isinstance(CacheClipLLM(**options).structured_predict(Keeper, prompt), Keeper)
 
     def test_calls_in_a_response(self, llm: CacheClipLLM) -> None:
         wanted = [FunctionTool.from_defaults(lambda query: query, name="search", description="Finds.")]
