@@ -53,14 +53,13 @@ class MissWarning(Observer):
             given,
         )
 
-
     def _say_that_nothing_is_stored(self, plan: Plan) -> None:
         if self._warned_of_nothing or plan.layout.chunks:  # documents that were given are stored after the answer
             return
         self._warned_of_nothing = True
         logger.warning(
-            "nothing is precomputed, so that this prompt of %d tokens reuses nothing and is no faster. Precompute texts "
-            "once where you index them: %s. This is said once.",
+            "nothing is precomputed, so that this prompt of %d tokens reuses nothing and is no faster. Precompute texts"
+            " once where you index them: %s. This is said once.",
             plan.layout.num_tokens,
             _HOOKS,
         )
