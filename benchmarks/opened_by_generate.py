@@ -53,6 +53,7 @@ def opened_by(engine: CacheClipEngine, chunks: list[str]) -> dict[str, set[str]]
 
     engine.precompute(chunks)
     engine.generate(prompt, params)
+    engine.prefixes.clear()  # the question would continue its own KV
     sys.setprofile(profile)
     try:
         engine.generate(prompt, params)

@@ -46,15 +46,15 @@ def decode(
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
-    beside = beside or Beside()
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside, turn, text_of or runtime.decode_ids)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, text_of or runtime.decode_ids)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
     yield from answer.events()
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
-    stats = replace(stats, **beside.end(answer.ids))
+    if beside is not None:
+        stats = replace(stats, **beside.end(answer.ids))
     stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
@@ -135,7 +135,8 @@ class _Decoding:
 
     def _go_on_from(self, found: Continuation) -> None:
         self.cache = found.state
-        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping)  # frees the approximate KV
+        # frees the approximate KV
+        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping, continuing=None)
         self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
 
     def _next_logits(self) -> torch.Tensor:

@@ -26,11 +26,6 @@ class ChunkContext:
     """Text between the shared prefix and the chunk. It stands for the text that precedes the chunk in a prompt."""
 
     @property
-    def is_exact_after_prefix(self) -> bool:
-        """Whether the stored KV of a chunk right after the shared prefix equals plain prefill's."""
-        return not self.isolated and not self.text
-
-    @property
     def sha256(self) -> str:
         """SHA-256 of all fields, for certificate identities."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.plan import Plan
 from ..plan.sources import Sources
-from ..prompt.layout import Layout, Span, question_slots
-from ..prompt.segments import Fresh
+from ..prompt.layout import Layout, Span, question_slots, question_text
 from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
-from ..runtime.transformers.row_filter import RowFilter
-from ..selection.scorers import AuxiliaryAttention
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .answer import Trace
@@ -41,8 +39,9 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
+    from ..selection.scoring import AuxiliaryScorer
 
-__all__ = ["choose_rows", "fuse", "plan_ahead", "recompute"]
+__all__ = ["choose_rows", "fuse", "plan_ahead"]
 
 
 def fuse(
@@ -51,10 +50,15 @@ def fuse(
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
-        match = sources.match(plan, usable=geometry is None)
+        match: Match | ContinuedMatch
+        if plan.continues and geometry is None:
+            match = sources.continued_match(plan)
+        else:
+            match = sources.match(plan, usable=geometry is None)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
-        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
+        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
+        stale = match.stale[: layout.num_cached] if isinstance(match, ContinuedMatch) else None
+        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 
 
@@ -115,8 +119,10 @@ class _FusedPass:
     clock: PhaseClock
     geometry: Geometry | None
     trace: bool
+    stale: np.ndarray[Any, Any] | None = None
+    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
-    def run(self, match: Match) -> Fused | None:
+    def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
         texts = list(dict.fromkeys(span.whole for span in unread))
@@ -135,7 +141,9 @@ class _FusedPass:
             with reading.again() as reading, suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
 
-    def _assemble_and_recompute(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+    def _assemble_and_recompute(
+        self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]
+    ) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
         text.
 
@@ -181,6 +189,8 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        if isinstance(match, ContinuedMatch):
+            found = replace(found, turns=match.turns)
         busy_s = reads.reading.busy_s()
         clock.reading_s += busy_s
         if began:
@@ -239,7 +249,15 @@ class _FusedPass:
         starts: list[float] | None = [] if self.trace else None
         with clock.phase("recompute"):
             method.prepare(view, masks)
-            logits = recompute(runtime, cache, layout, rows, row_filter, starts, before_layer)
+            logits = runtime.run_slots(
+                cache,
+                layout.ids[rows],
+                rows,
+                row_filter=row_filter,
+                layer_starts=starts,
+                before_layer=before_layer,
+            )
+            assert logits is not None
             wait_for(logits)
         cache.tables = ()  # decoding goes on beyond the prompt
         if row_filter is not None:
@@ -249,31 +267,44 @@ class _FusedPass:
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
+        stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
+        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
     def _seen(
         self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout = self.plan.layout
+        layout, auxiliary = self.plan.layout, cast("AuxiliaryScorer", self.sources.auxiliary)
         return {
             "layout": layout,
             "spans": scorable,
-            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "num_chunk_tokens": self.plan.charged_tokens(reused),
+            "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
-            "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
+            "auxiliary_scores": lambda scorer: auxiliary.score(
+                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
+            ),
         }
 
-    def _auxiliary_scores(
-        self, spans: Sequence[Span], scorer: AuxiliaryAttention, when_read: Callable[[], None] | None
-    ) -> list[torch.Tensor]:
-        """Scores of the auxiliary model for each span, in the primary's tokens."""
-        auxiliary = self.sources.auxiliary
-        assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
-        return auxiliary.score(
-            spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, when_read
-        )
+    def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
+        stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
+        for span in spans:
+            stale[span.start : span.stop] = True
+        if self.stale is not None:
+            stale[: len(self.stale)] = self.stale
+        stale[rows.numpy()] = False
+        return stale
+
+    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Per span the tokens whose KV is a chunk's as it was stored."""
+        assert self.stale is not None
+        known = torch.from_numpy(self.stale)
+        return [
+            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
+            for span in spans
+        ]
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -300,14 +331,6 @@ class _Reads:
     numbers: Mapping[str, int]
     """By text, the number of its KV in ``reading``."""
     reading: ReadAhead
-
-
-def _question_in(layout: Layout) -> str:
-    """The user's text after the last chunk; if there is none, the text before the first chunk."""
-    chunks = layout.chunks
-    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
-    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
-    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
 
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
@@ -351,7 +374,7 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
         Strictly increasing int64 positions.
     """
     active = np.ones(layout.num_tokens, np.bool_)
-    active[: layout.num_exact] = False
+    active[: layout.num_known] = False
     for span in reused:
         active[span.start : span.stop] = False
     chosen = [*selected]
@@ -362,31 +385,3 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
             active[span.start : span.stop] |= mask
     active[-1] = True
     return torch.from_numpy(active.nonzero()[0])
-
-
-def recompute(
-    primary: ModelRuntime,
-    cache: FusedCache,
-    layout: Layout,
-    rows: torch.Tensor,
-    row_filter: RowFilter | None = None,
-    layer_starts: list[float] | None = None,
-    before_layer: Callable[[int], None] | None = None,
-) -> torch.Tensor:
-    """One forward pass over ``rows``; overwrites their KV in ``cache`` and returns the last row's logits.
-
-    Args:
-        row_filter: removes rows between layers, for methods that select again during the pass.
-        layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
-        before_layer: called with each layer's number before it runs.
-    """
-    logits = primary.run_slots(
-        cache,
-        layout.ids[rows],
-        rows,
-        row_filter=row_filter,
-        layer_starts=layer_starts,
-        before_layer=before_layer,
-    )
-    assert logits is not None
-    return logits

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .served import ServedFields
 from .settings import ALIASES, EngineFields, ModelFields, Tokenizer
+from .skipped import warn_skipped
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "Tokenizer"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "Tokenizer", "warn_skipped"]

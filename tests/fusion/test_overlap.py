@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.fusion import recompute as fusion
 from cacheclip_rag.methods import preset
 from cacheclip_rag.store import (
     Catalog,
@@ -412,7 +411,7 @@ class TestFailures:
         if where == "select":
             monkeypatch.setattr(type(preset("cacheclip")), "score", interrupt)
         else:
-            monkeypatch.setattr(fusion, "recompute", interrupt)
+            monkeypatch.setattr(type(slow.engine.primary), "run_slots", interrupt)
         opened = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").is_dir() else 0
         with pytest.raises(KeyboardInterrupt):
             self.asked(slow, "cacheclip")

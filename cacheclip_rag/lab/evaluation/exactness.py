@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from ...answering.prefill import Prefilled
 from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
-from ...fusion.recompute import choose_rows, recompute
+from ...fusion.recompute import choose_rows
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
 from ...methods.base import Method
@@ -211,7 +211,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     for ids, last in ((layout.ids, pieces[border]), (changed, pieces[border] + noise.to(pieces[border].dtype))):
         cache = runtime.new_cache(layout.num_tokens)
         runtime.fill_all(cache, {**pieces, border: last}.items())
-        recompute(runtime, cache, replace(layout, token_ids=tuple(ids.tolist())), rows)
+        runtime.run_slots(cache, ids[rows], rows)
         results.append(cache)
     figure = 0.0
     for left, right in zip(results[0].layers, results[1].layers, strict=True):

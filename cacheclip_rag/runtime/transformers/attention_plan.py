@@ -31,8 +31,11 @@ __all__ = [
     "Probe",
     "SideBySide",
     "causal_plan",
+    "rows_of",
 ]
 
+_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
+"""Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
 _LONG = 4096
@@ -284,3 +287,14 @@ def _placed(positions: torch.Tensor, device: torch.device | None, geometry: Geom
     """``positions`` where masks are made of them."""
     on_cpu = geometry is not None or device is None
     return positions if on_cpu else positions.to(device)
+
+
+def rows_of(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a decoder layer for these rows only, ``(num_rows,)`` int64."""
+    return {**kwargs, **{name: _cut(kwargs[name], rows, dim) for name, dim in _OF_ROWS.items() if name in kwargs}}
+
+
+def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_cut(part, rows, dim) for part in value)
+    return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .attention_plan import AttentionPlan, Block, PassEnded
+from .attention_plan import AttentionPlan, Block, PassEnded, rows_of
 from .cache import cache_of
-from .row_filter import RowFilter, rows_of
+from .row_filter import RowFilter
 
 __all__ = ["install_layer_hooks"]
 

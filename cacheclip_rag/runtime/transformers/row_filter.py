@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from .attention_plan import AttentionPlan, Block, causal_plan
+from .attention_plan import AttentionPlan, Block, causal_plan, rows_of
 from .cache import FusedCache
 
-__all__ = ["RowFilter", "rows_of"]
-
-_OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
-"""Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
+__all__ = ["RowFilter"]
 
 
 class RowFilter(ABC):
@@ -58,14 +55,3 @@ class RowFilter(ABC):
         if self._plan is None:
             return hidden, kwargs
         return hidden, {**rows_of(kwargs, self.alive), "cacheclip_plan": self._plan}
-
-
-def rows_of(kwargs: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-    """Arguments of a decoder layer for these rows only, ``(num_rows,)`` int64."""
-    return {**kwargs, **{name: _cut(kwargs[name], rows, dim) for name, dim in _OF_ROWS.items() if name in kwargs}}
-
-
-def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_cut(part, rows, dim) for part in value)
-    return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
