@@ -46,7 +46,7 @@ def decode(
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
-    sampler = Sampler(params, prefilled.logits.device, constraint)
+    sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, text_of or runtime.decode_ids)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())

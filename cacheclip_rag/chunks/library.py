@@ -47,6 +47,10 @@ class ChunkLibrary:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""
         return self._catalog.source_texts(self._namespace, source)
 
+    def sources(self) -> list[str]:
+        """All sources, each once."""
+        return self._catalog.sources(self._namespace)
+
     def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
         return self._catalog.orphans(self._namespace, gone, keep)

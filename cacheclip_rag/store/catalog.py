@@ -510,6 +510,11 @@ class Catalog:
                     found[digest] = text
         return list(found.values())
 
+    def sources(self, namespace: str) -> list[str]:
+        """All sources, each once."""
+        sql = "SELECT DISTINCT CAST(source AS BLOB) FROM sources WHERE namespace = ? ORDER BY source"
+        return [source.decode("utf-8", "replace") for (source,) in self.database.query(sql, (namespace,))]
+
     def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         """Remove sources and documents; with ``texts``, only from these texts."""
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]

@@ -499,7 +499,7 @@ class TestSettingsFile:
     def test_every_setting_of_the_engine_has_a_help_text(self) -> None:
         names = {each.name for each in fields(EngineConfig)}
         assert names == set(_meanings()) and all(_meanings().values())
-        assert _meanings()["device"] == "Device of the models: cpu, cuda, cuda:1."
+        assert _meanings()["device"] == "Device of the models: cpu, cuda, cuda:1, mps."
 
     def given(self, tmp_path: Path, text: str, *arguments: str) -> list[CommandSettings]:
         """What a command gets."""
