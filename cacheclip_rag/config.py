@@ -72,11 +72,14 @@ class EngineConfig:
     found with another."""
     system_prompt: str | None = None
     """System prompt of the shared prefix; None: the chat template's default."""
-    dtype: str = "float32"
-    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
-    device: str = "cpu"
-    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``. With ``auto`` (also ``balanced``, ``balanced_low_0``,
-    ``sequential``), accelerate spreads the layers over all devices."""
+    dtype: str = "auto"
+    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``. ``auto``: that of the primary's
+    checkpoint on an accelerator; on a processor, ``bfloat16`` for a checkpoint of 16 bits if the processor has it in
+    hardware, else ``float32``. The log says which."""
+    device: str = "auto"
+    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``, ``mps``. ``auto``: ``cuda`` if there is one, then ``mps`` if
+    it works, else ``cpu``. With ``balanced``, ``balanced_low_0`` or ``sequential``, accelerate spreads the layers over
+    all devices."""
     auxiliary_device: str | None = None
     """Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``."""
     codec: str | None = None
@@ -113,7 +116,7 @@ class EngineConfig:
         check_method(self.method)
         check_chunk_context(self.chunk_context)
         choices = {
-            "dtype": DTYPES,
+            "dtype": ("auto", *DTYPES),
             "on_miss": _ON_MISS,
             "finish": FINISH_MODES,
         }
@@ -154,7 +157,7 @@ class EngineConfig:
 
     @property
     def auxiliary_codec(self) -> str:
-        """Codec of the auxiliary's chunk caches."""
+        """Codec of the auxiliary's chunk caches, for settings that name a dtype."""
         return self.codec or ("bfloat16" if self.auxiliary != self.primary else self.dtype)
 
     @classmethod

@@ -48,7 +48,7 @@ def decode(
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
-    sampler = Sampler(params, prefilled.logits.device, constraint)
+    sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
     text_of = text_of or runtime.decode_ids
     streams = lambda: TextStream(text_of, params.stop, prompt_end)  # noqa: E731

@@ -21,7 +21,7 @@ from ..finding.texts import GivenTexts
 from ..guards.certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
-from ..models.load import check_name, load_any, unload_models
+from ..models.load import check_name, choose_device, concrete, load_any, unload_models
 from ..models.memory import free_bytes
 from ..plan.sources import Sources
 from ..prompt.layout import check_least_length
@@ -242,12 +242,12 @@ class Parts:
             return self._caches[role, context]
 
     def _make_caches(self, role: str, context: ChunkContext) -> ChunkCaches:
-        config = self.config
+        for each in filter(None, (self.config.primary, self.config.auxiliary)):
+            check_name(each)  # of both, before the weights of one are loaded
+        config = concrete(self.config)
         name = config.primary if role == "primary" else config.auxiliary
         assert name is not None, "an auxiliary that is asked for is set"
-        device = config.device if role == "primary" else config.auxiliary_device or config.device
-        for each in filter(None, (config.primary, config.auxiliary)):
-            check_name(each)  # of both, before the weights of one are loaded
+        device = config.device if role == "primary" else choose_device(config.auxiliary_device or config.device)
         if role == "primary" and self._load_primary is not None:
             runtime = self._load_primary(name, dtype=config.dtype)
         else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base.errors import ModelError
-from ..base.sampling import SamplingParams, is_greedy
+from ..base.sampling import SamplingParams, takes_largest
 
 if TYPE_CHECKING:
     from ..runtime.base import Constraint
@@ -30,14 +30,28 @@ class Sampler:
         params: SamplingParams,
         device: torch.device,
         constraint: Constraint | None = None,
+        prompt_ids: torch.Tensor | None = None,
     ) -> None:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+        """``prompt_ids``, ``(num_tokens,)``, count as repeated, too."""
+        from transformers import (
+            LogitsProcessorList,
+            RepetitionPenaltyLogitsProcessor,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
 
         self._constraint = constraint
-        self._greedy = is_greedy(params)
+        self._greedy = takes_largest(params)
+        self._penalty = None
+        if params.repetition_penalty != 1.0:
+            self._penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
+        self._read = torch.empty(0, dtype=torch.int64) if prompt_ids is None else prompt_ids
         self._warpers = LogitsProcessorList()
         if not self._greedy:
             self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_k:
+            self._warpers.append(TopKLogitsWarper(params.top_k))
         if params.top_p < 1.0:
             self._warpers.append(TopPLogitsWarper(params.top_p))
         self._generator = torch.Generator(device=device)
@@ -53,6 +67,8 @@ class Sampler:
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
         allowed = self.allowed(logits)
+        if self._penalty is not None:
+            allowed = self._penalty(self._read.to(allowed.device)[None], allowed.float()[None])[0]
         likeliest = allowed.argmax()
         if not torch.isfinite(allowed[likeliest]):  # the maximum of numbers of which one is none is none
             raise ModelError(
@@ -66,6 +82,8 @@ class Sampler:
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
         if self._constraint is not None:
             self._constraint.accept(token)
+        if self._penalty is not None:
+            self._read = torch.cat((self._read, torch.tensor([token])))
         return token
 
 

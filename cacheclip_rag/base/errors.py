@@ -1,7 +1,7 @@
 """Errors of the library, in one tree.
 
     CacheClipError
-    ├── ConfigurationError (ValueError)     a setting is unknown or out of range
+    ├── ConfigurationError                  a setting is unknown or out of range
     ├── MissingExtraError (ImportError)     an optional part is not installed; the message holds the pip line
     ├── ModelError
     │   ├── UnknownModelError               the name is no folder, packaged name or hub id
@@ -10,12 +10,13 @@
     │   ├── EncodingError                   the KV of some chunks could not be computed; that of others is there
     │   ├── DownloadError                   no network, interrupted transfer, no space; no partial file is kept
     │   └── DigestMismatchError             downloaded bytes have another digest than expected
-    ├── PromptTooLongError (ValueError)     the prompt does not fit the model's context
+    ├── PromptTooLongError                  the prompt does not fit the model's context
     ├── StoreError                          the chunk-cache store cannot be opened or written
     ├── ServerError                         a cacheclip server cannot be reached, or cannot answer
-    └── DocumentError (ValueError)          a document cannot be ingested (empty, binary, wrong encoding)
+    └── DocumentError                       a document cannot be ingested (empty, binary, wrong encoding)
 
-A message says what was expected, what was found, and what to do next.
+A message says what was expected, what was found, and what to do next. None is a ValueError or a TypeError: LlamaIndex's
+refining synthesizers catch these as a model's unusable answer, and go on without the context.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CacheClipError(Exception):
     """Base of all errors of this library."""
 
 
-class ConfigurationError(CacheClipError, ValueError):
+class ConfigurationError(CacheClipError):
     """A setting is unknown or out of range."""
 
 
@@ -98,7 +99,7 @@ class DigestMismatchError(ModelError):
     """Downloaded bytes have another digest than expected. They were deleted."""
 
 
-class PromptTooLongError(CacheClipError, ValueError):
+class PromptTooLongError(CacheClipError):
     """The prompt has more tokens than the model's context."""
 
 
@@ -115,5 +116,5 @@ class ServerError(CacheClipError):
         self.status = status
 
 
-class DocumentError(CacheClipError, ValueError):
+class DocumentError(CacheClipError):
     """A document cannot be ingested."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["processor_name", "unit_name"]
+__all__ = ["computes_bfloat16", "processor_name", "unit_name"]
 
 
 @cache
@@ -23,6 +23,17 @@ def processor_name() -> str:
         if found:
             return found[1]
     return platform.processor() or platform.machine() or "unknown processor"
+
+
+@cache
+def computes_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 in hardware: AVX-512 BF16 or AMX, or ARM's BF16 extension. Others
+    emulate it, slower than float32."""
+    with suppress(OSError):
+        found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(found[1].split())
+    return False
 
 
 def unit_name(device: torch.device) -> str:

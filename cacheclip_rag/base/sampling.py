@@ -10,7 +10,7 @@ from typing import Any
 from .checks import aliases_of, by_real_names, check_whole_number, did_you_mean, is_whole_number
 from .errors import ConfigurationError
 
-__all__ = ["FINISH_MODES", "SamplingParams", "is_greedy"]
+__all__ = ["FINISH_MODES", "SamplingParams", "is_greedy", "takes_largest"]
 
 FINISH_MODES = ("none", "verify", "revise")
 """What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
@@ -30,6 +30,11 @@ class SamplingParams:
     """0 is greedy; otherwise the logits are divided by this number."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0 (also -1): from all."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that stand in prompt or answer become less likely, as in transformers. Such an answer is not
+    verified by ``finish``."""
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these strings."""
     seed: int | None = None
@@ -48,6 +53,12 @@ class SamplingParams:
             raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
         if not isinstance(self.top_p, int | float) or not 0.0 < self.top_p <= 1.0:
             raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        check_whole_number("top_k", self.top_k)
+        penalty = self.repetition_penalty
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not 0.0 < penalty <= 10.0:
+            raise ConfigurationError(f"repetition_penalty must be above 0 (1: none) and at most 10, got {penalty!r}.")
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
         if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):
@@ -95,4 +106,9 @@ _GREEDY_BELOW = 1e-5
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether these settings always choose the likeliest token."""
+    return takes_largest(params) and params.repetition_penalty == 1.0
+
+
+def takes_largest(params: SamplingParams) -> bool:
+    """Whether the token with the largest logit is taken, after what changes logits."""
     return params.temperature < _GREEDY_BELOW

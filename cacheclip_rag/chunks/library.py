@@ -32,6 +32,9 @@ class ChunkLibrary:
         texts = list(texts)
         released = self._store.release(texts)
         self.index.remove(texts)
+        self.index.add(
+            [text for text in texts if self._store.holds_text(text)]
+        )  # another process stored them meanwhile
         return released
 
     # -- sources ------------------------------------------------------------------------------------------------
@@ -43,6 +46,10 @@ class ChunkLibrary:
     def texts(self, source: str | None = None) -> list[str]:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""
         return self._catalog.source_texts(self._namespace, source)
+
+    def sources(self) -> list[str]:
+        """All sources, each once."""
+        return self._catalog.sources(self._namespace)
 
     def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""

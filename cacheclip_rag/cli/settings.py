@@ -10,6 +10,7 @@ from typing import Any
 from ..config import EngineConfig
 from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
+from ..models.load import concrete
 from .tables import CHUNK_TOKENS
 
 __all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings"]
@@ -38,7 +39,12 @@ def merge_settings(library: Library | None, given: Mapping[str, Any]) -> Library
     """
     known = library.settings if library else None
     chosen = {name: _absolute(name, value) for name, value in given.items() if name in _NAMES}
+    if known and chosen.get("dtype") == "auto":
+        del chosen["dtype"]
     settings = replace(known or DEFAULT_SETTINGS, **chosen)
+    if settings.dtype == "auto":  # the next machine would choose another one, and find nothing
+        config = EngineConfig(primary=settings.primary, device=given.get("device", _DEFAULTS.device))
+        settings = replace(settings, dtype=concrete(config).dtype)
     if library:
         library.check_settings(settings)
     return settings

@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..base.errors import ModelError
+
 if TYPE_CHECKING:
-    from ..fusion.answer import Event
+    from ..fusion.answer import Answer, Event
 
 __all__ = ["final_events"]
 
 
-def final_events(events: Iterable[Event], *, one_call: bool = False) -> Iterator[Event]:
+def final_events(events: Iterable[Event], *, one_call: bool = False, must_end: bool = False) -> Iterator[Event]:
     """The events with text that may still be withdrawn held back until it is final, so that no event is a revision.
-    ``one_call``: without the calls of tools after the first.
+    ``one_call``: without the calls of tools after the first. ``must_end``: the answer had to be JSON or a call,
+    of which a part is of no use.
 
     Events whose text is held back keep their place, with empty text: a cancelled consumer still stops before the next
     token.
+
+    Raises:
+        ModelError: for a ValueError or TypeError of a library below, which frameworks take for an unusable answer; or a
+            call or JSON that had to be written was cut off.
     """
+    try:
+        for event in _final(events, one_call):
+            answer = event.answer
+            if must_end and answer and answer.finish_reason == "length" and _is_part(answer):
+                raise ModelError(
+                    f"the answer had to be JSON or a call of a tool, and was cut off after {len(answer.token_ids)} "
+                    "tokens. Raise max_tokens."
+                )
+            yield event
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"the model could not answer: {type(error).__name__}: {error}") from error
+
+
+def _is_part(answer: Answer) -> bool:
+    try:
+        return not answer.tool_calls and not json.loads(answer.text)
+    except ValueError:
+        return True
+
+
+def _final(events: Iterable[Event], one_call: bool) -> Iterator[Event]:
     held, sent, called = "", 0, 0
     for event in events:
         if event.revised_from is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigurationError
+from ..base.sampling import SamplingParams
 from ..prompt.tools import call_schema, check_tools
 
 if TYPE_CHECKING:
@@ -33,13 +35,20 @@ def uses_tools(runtime: Runtime) -> bool:
 
 
 def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's options with ``tool_choice`` turned into ``json_schema``: an answer that must be a call is constrained
-    to be one. ``none`` leaves the tools out.
+    """A call's options with ``tool_choice`` and OpenAI's ``response_format`` turned into ``json_schema``: an answer
+    that must be a call is constrained to be one. ``none`` leaves the tools out. With tools and a ``json_schema``, the
+    answer is a call or follows the schema.
 
     Raises:
-        ConfigurationError: a choice without tools, of an unknown tool, or beside a ``json_schema``.
+        ConfigurationError: a choice without tools, of an unknown tool, or beside a ``json_schema``; or a
+            ``response_format`` that is none.
     """
     options = dict(options)
+    asked = _schema_of(options.pop("response_format", None))
+    if asked is not None:
+        if options.get("json_schema") is not None:
+            raise ConfigurationError("response_format and json_schema both say what the answer must be. Give one.")
+        options["json_schema"] = asked
     choice = options.pop("tool_choice", None)
     if choice == "none":
         options.pop("tools", None)
@@ -48,7 +57,26 @@ def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get("json_schema") is not None:
             raise ConfigurationError("tool_choice and json_schema both say what the answer must be. Give one of them.")
         options["json_schema"] = call_schema(check_tools(options.get("tools") or ()), only)
+    elif options.get("tools") and options.get("json_schema") is not None:
+        wanted = SamplingParams(json_schema=options["json_schema"]).json_schema  # as text, checked
+        options["json_schema"] = call_schema(check_tools(options["tools"]), otherwise=json.loads(wanted))
     return options
+
+
+def _schema_of(wanted: Any) -> Any:
+    """The JSON schema of a ``response_format``; None: any text."""
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = wanted.get("json_schema") if isinstance(wanted, Mapping) and kind == "json_schema" else None
+    if isinstance(named, Mapping) and isinstance(named.get("schema"), Mapping):
+        return named["schema"]
+    raise ConfigurationError(
+        'response_format must be {"type": "json_schema", "json_schema": {"name": …, "schema": {…}}} or {"type": '
+        f'"json_object"}}, got {str(wanted)[:80]!r}. For a pydantic class use with_structured_output.'
+    )
 
 
 def forced_tool(choice: Any) -> tuple[bool, str | None]:

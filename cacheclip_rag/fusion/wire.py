@@ -140,8 +140,6 @@ class FusionPlan:
                 _check(isinstance(fields.get(name), str), f"{name} must be a string")
             return cls(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
             raise ConfigurationError(f"the fusion plan cannot be read: {error}. Make it with this version.") from error
 
 

@@ -28,6 +28,7 @@ from ..config import EngineConfig
 from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import describe
+from ..models.load import concrete
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..selection.scoring import AuxiliaryScorer
@@ -314,7 +315,7 @@ def identity_of(
         auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
         method=method.name,
         method_settings=_as_text(settings),
-        dtype=config.dtype,
+        dtype=concrete(config).dtype,
         device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
         codec="+".join(each.codec for each in caches),
         transformers=transformers.__version__,
@@ -419,7 +420,7 @@ def _command(config: EngineConfig, method: Method, backend: str) -> str:
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
         return f"{run}(config, method={type(method).__name__}(...)).save()"
-    defaults = EngineConfig()
+    config, defaults = concrete(config), EngineConfig()
     context = method.chunk_context or config.chunk_context
     from_preset = method.context is not None and as_preset == own
     options: dict[str, Any] = {

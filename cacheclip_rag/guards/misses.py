@@ -1,4 +1,4 @@
-"""Says once that a store with chunks was of no use to a prompt, and why."""
+"""Says once that a store was of no use to a prompt, and why."""
 
 from __future__ import annotations
 
@@ -20,19 +20,29 @@ _LEAST_TOKENS = 128
 """Least tokens after the shared prefix of a prompt that probably holds retrieved text."""
 
 
+_HOOKS = (
+    "CacheClipTransform.from_llm(llm) as the last transformation in LlamaIndex, CacheClipVectorStore(store, llm) in "
+    "LangChain, cacheclip ingest, or engine.precompute(texts)"
+)
+
+
 class MissWarning(Observer):
-    """Warns at the first prompt that reuses nothing although the store has chunks and the prompt seems to hold some.
+    """Warns at the first prompt that seems to hold chunks and reuses nothing: because nothing is stored, or although
+    the store has chunks.
 
     A prompt seems to hold chunks if texts are known to be in it, documents were given with it, or it is long. A
     greeting, or a question without context, does not."""
 
     def __init__(self) -> None:
-        self._warned = False
+        self._warned = self._warned_of_nothing = False
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if self._warned or plan.reused or plan.fallback is None or plan.obstructed:
             return
-        if not _seems_to_hold_chunks(plan) or not sources.primary.has_texts:
+        if not _seems_to_hold_chunks(plan):
+            return
+        if not sources.primary.has_texts:
+            self._say_that_nothing_is_stored(plan)
             return
         self._warned = True
         given = f", and {plan.not_found} given documents are not in it" if plan.not_found else ""
@@ -41,6 +51,17 @@ class MissWarning(Observer):
             "compares a prompt with the stored texts. This is said once.",
             plan.fallback,
             given,
+        )
+
+    def _say_that_nothing_is_stored(self, plan: Plan) -> None:
+        if self._warned_of_nothing or plan.layout.chunks:  # documents that were given are stored after the answer
+            return
+        self._warned_of_nothing = True
+        logger.warning(
+            "nothing is precomputed, so that this prompt of %d tokens reuses nothing and is no faster. Precompute texts"
+            " once where you index them: %s. This is said once.",
+            plan.layout.num_tokens,
+            _HOOKS,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import MissingExtraError, ModelError
-from ..models.load import DEVICE_MAPS, check_device, resolve
+from ..models.load import DEVICE_MAPS, check_device, choose_device, resolve
 
 __all__ = ["DEFAULT_EMBEDDING", "Embedder", "Vectors"]
 
@@ -22,7 +22,7 @@ Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 class Embedder:
     """Unit-length vectors for texts; the model loads at first use."""
 
-    def __init__(self, name: str = DEFAULT_EMBEDDING, device: str = "cpu") -> None:
+    def __init__(self, name: str = DEFAULT_EMBEDDING, device: str = "auto") -> None:
         self.name = name
         self._device = device
 
@@ -35,10 +35,9 @@ class Embedder:
         from ..runtime.transformers.text import quiet_transformers
 
         self._process = os.getpid()
-        check_device(self._device)
-        device = (
-            None if self._device in DEVICE_MAPS else self._device
-        )  # a small model is not spread: sentence-transformers chooses
+        check_device(device := choose_device(self._device))
+        if device in DEVICE_MAPS:
+            device = choose_device("auto")  # a small model is not spread
         folder = resolve(self.name)
         try:
             with quiet_transformers():

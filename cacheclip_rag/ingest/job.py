@@ -12,13 +12,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import DocumentError, EncodingError
 from ..base.progress import progress_bar
 from ..engine import CacheClipEngine
+from ..models.load import concrete
 from .documents import (
     MARKDOWN_SUFFIXES,
     SUFFIXES,
@@ -128,7 +129,7 @@ def ingest(
     with _undone_if_failed(library, engine):
         if max_bytes is not None:
             engine.store.store.set_limit(max_bytes)
-        return _ingest(paths, library, engine, embedder, settings)
+        return _ingest(paths, library, engine, embedder, _concrete(settings, engine))
 
 
 @contextmanager
@@ -198,6 +199,11 @@ def _ingest(
     return report
 
 
+def _concrete(settings: LibrarySettings, engine: CacheClipEngine) -> LibrarySettings:
+    """``settings`` with the engine's dtype for ``auto``: another machine would choose another one, and find nothing."""
+    return replace(settings, dtype=concrete(engine.config).dtype) if settings.dtype == "auto" else settings
+
+
 def plan(
     paths: Iterable[str | Path],
     *,
@@ -211,6 +217,7 @@ def plan(
     Args:
         max_bytes: limit that the store would have; None: no limit.
     """
+    settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
     found = IngestPlan(
         unchanged=len(survey.unchanged),

@@ -8,8 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from .packaged.catalogue import PACKAGED_MODELS, packaged_name
+from .packaged.pull import model_folder
 
-__all__ = ["known_context", "knows_tools"]
+__all__ = ["is_here", "known_context", "knows_tools"]
 
 
 def known_context(name: str) -> int | None:
@@ -23,6 +24,13 @@ def known_context(name: str) -> int | None:
         return PACKAGED_MODELS[packaged].context_tokens
     file = _config_file(name)
     return _read_context(file) if file else None
+
+
+def is_here(name: str) -> bool:
+    """Whether a model's files are on this machine. False for runtimes of other packages."""
+    if (packaged := packaged_name(name)) and not Path(name).is_dir():
+        return (model_folder(packaged) / "config.json").is_file()
+    return _config_file(name) is not None
 
 
 def knows_tools(name: str) -> bool | None:

@@ -8,6 +8,8 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,6 +25,7 @@ from ..base.errors import (
     UnsupportedModelError,
     is_panic,
 )
+from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
 from .fingerprint import file_states, fingerprint
@@ -30,6 +33,7 @@ from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.planning import PlanningRuntime
@@ -38,9 +42,12 @@ __all__ = [
     "DEVICE_MAPS",
     "check_device",
     "check_name",
+    "choose_device",
+    "concrete",
     "load_any",
     "load_model",
     "load_planning",
+    "load_tokenizer",
     "quantization_of",
     "register_runtime",
     "resolve",
@@ -57,7 +64,7 @@ _FOLDER = "its folder"
 """What is damaged if it is no single file."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Device maps: accelerate spreads the layers over all devices."""
 
 RuntimeFactory = Callable[..., "Runtime"]
@@ -140,15 +147,16 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
 
     Args:
-        device: ``cpu``, ``cuda``, ``cuda:1``, or one of :data:`DEVICE_MAPS` to spread the layers over several devices.
+        dtype, device: as of :class:`~cacheclip_rag.config.EngineConfig`.
 
     Raises:
         UnsupportedModelError: the model's KV cannot be reused exactly.
         ModelError: files are missing or damaged, or the device has too little free memory for the weights.
         ConfigurationError: an unknown dtype, or a device that this torch cannot use.
     """
-    check_choice("dtype", dtype, DTYPES)
-    name = os.fspath(name)
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    name, device = os.fspath(name), choose_device(device)
+    dtype = _choose_dtype(name, device) if dtype == "auto" else dtype
     scheme, _, rest = name.partition(":")
     if rest and scheme in _factories:
         with _registry_lock:
@@ -164,6 +172,24 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
         if key not in _registry:
             _registry[key] = _read(name, _FOLDER, lambda: _load(folder, name, dtype, device))
         return _registry[key]
+
+
+def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], list[int]]:
+    """What turns a text into token ids as the model called ``name`` does, without special tokens. Loads no weights, but
+    for runtimes of other packages, which have the arguments of :func:`load_any`.
+
+    Raises:
+        The errors of :func:`resolve`, and ModelError for a missing or damaged tokenizer.
+    """
+    if name.partition(":")[0] in _factories:
+        runtime = load_any(name, dtype=dtype, device=device)
+        return lambda text: list(runtime.tokenize(text).ids)
+    return _encoder(resolve(name), name)
+
+
+@lru_cache(8)
+def _encoder(folder: Path, name: str) -> Callable[[str], list[int]]:
+    return partial(_load_tokenizer(folder, name).encode, add_special_tokens=False)
 
 
 def load_planning(
@@ -217,6 +243,65 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
     config = read("config.json")
     return config.get("quantization_config") or config.get("compression_config") or read("hf_quant_config.json") or None
+
+
+def concrete(config: EngineConfig) -> EngineConfig:
+    """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
+    checkpoint. A model that is not on this machine is fetched if its dtype matters.
+
+    Raises:
+        The errors of :func:`resolve`, and ModelError for a damaged checkpoint.
+    """
+    if "auto" not in (config.device, config.dtype):
+        return config
+    device = choose_device(config.device)
+    dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
+    _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
+    return replace(config, device=device, dtype=dtype)
+
+
+def choose_device(device: str) -> str:
+    """``device``; for ``auto`` the best one of this machine."""
+    import torch
+
+    if device != "auto":
+        return device
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and _works("mps") else "cpu"
+
+
+def _works(device: str) -> bool:
+    """Whether a device computes attention as it is done here."""
+    import torch
+
+    try:
+        rows = torch.ones(1, 2, 4, 8, device=device, dtype=torch.bfloat16)
+        return bool(torch.nn.functional.scaled_dot_product_attention(rows, rows, rows).isfinite().all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def _choose_dtype(primary: str, device: str) -> str:
+    """The checkpoint's own dtype, if the device has it in hardware. A checkpoint in float32 is never rounded."""
+    import torch
+
+    from .memory import weights_dtype
+
+    if primary.partition(":")[0] in _factories or (device == "cpu" and not computes_bfloat16()):
+        return "float32"
+    own = weights_dtype(resolve(primary))
+    if own == "float32":
+        return own
+    if device == "cpu":
+        return "bfloat16"
+    is_cuda = device.startswith("cuda") or device in DEVICE_MAPS
+    return "float16" if is_cuda and not torch.cuda.is_bf16_supported(including_emulation=False) else own
+
+
+@lru_cache
+def _say_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
@@ -347,5 +432,5 @@ def check_device(device: str) -> None:
     except (RuntimeError, AssertionError) as error:
         raise ConfigurationError(
             f"device {device!r} is not one this torch can use ({_first_line(error)}). "
-            f"Use 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
+            f"Use 'auto', 'cpu', 'cuda' where there is a GPU, or one of {', '.join(DEVICE_MAPS)} to spread the layers."
         ) from error

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..base.errors import ModelError
 
-__all__ = ["check_fits", "free_bytes", "weight_bytes"]
+__all__ = ["check_fits", "free_bytes", "weight_bytes", "weights_dtype"]
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -44,6 +46,26 @@ def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     """Bytes of a checkpoint's weights in ``dtype``, from the headers of its files; 0 if they cannot be read (loading
     then reports the reason)."""
+    return sum(
+        prod(each["shape"]) * dtype.itemsize
+        if each["dtype"].startswith(("F", "BF"))
+        else each["data_offsets"][1] - each["data_offsets"][0]
+        for each in _tensors(folder)
+    )
+
+
+def weights_dtype(folder: Path) -> str:
+    """Dtype of most weights of a checkpoint; ``float32`` for others than 16 bits, and for headers that cannot be
+    read."""
+    counts = Counter[str]()
+    for each in _tensors(folder):
+        counts[each["dtype"]] += prod(each["shape"])
+    most = max(("F32", "BF16", "F16"), key=counts.__getitem__)
+    return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
+
+
+def _tensors(folder: Path) -> list[dict[str, Any]]:
+    """Headers of all tensors of a checkpoint; none if one cannot be read."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -51,24 +73,21 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
         else:
             single = folder / "model.safetensors"
             names = [single.name] if single.is_file() else sorted(file.name for file in folder.glob("*.safetensors"))
-        return sum(_file_bytes(folder / each, dtype) for each in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return 0
+        found = [each for name in names for each in _header(folder / name)]
+        # what the callers read
+        assert all(prod(each["shape"]) >= 0 and each["dtype"] + "" and each["data_offsets"][1] >= 0 for each in found)
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, struct.error):
+        return []
 
 
-def _file_bytes(path: Path, dtype: torch.dtype) -> int:
+def _header(path: Path) -> list[dict[str, Any]]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:
             raise ValueError("no safetensors file")
         header = json.loads(file.read(length))
-    tensors = [each for key, each in header.items() if key != "__metadata__"]
-    return sum(
-        prod(each["shape"]) * dtype.itemsize
-        if each["dtype"].startswith(("F", "BF"))
-        else each["data_offsets"][1] - each["data_offsets"][0]
-        for each in tensors
-    )
+    return [each for key, each in header.items() if key != "__metadata__"]
 
 
 def free_bytes(device: str) -> int | None:

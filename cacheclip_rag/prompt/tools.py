@@ -313,11 +313,14 @@ def unmarked(tools: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(found)
 
 
-def call_schema(tools: Sequence[Mapping[str, Any]], only: str | None = None) -> dict[str, Any]:
+def call_schema(
+    tools: Sequence[Mapping[str, Any]], only: str | None = None, *, otherwise: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """JSON schema of one call, for answers that must be a call (``SamplingParams(json_schema=…)``).
 
     Args:
         only: name of the tool that must be called; None: any of them.
+        otherwise: schema of an answer that is no call; None: it must be a call.
 
     Raises:
         ConfigurationError: there are no tools, or none with this name.
@@ -328,12 +331,19 @@ def call_schema(tools: Sequence[Mapping[str, Any]], only: str | None = None) -> 
         raise ConfigurationError(f"no tool {only or ''!r} to be called. Known: {', '.join(tool_names(checked))}.")
     calls: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
-    for number, function in enumerate(wanted):
-        parameters = _moved(function.get("parameters") or {"type": "object", "properties": {}}, f"#/$defs/{number}.")
+
+    def own(schema: Mapping[str, Any], number: int) -> dict[str, Any]:
+        moved: dict[str, Any] = _moved(schema, f"#/$defs/{number}.")
         for key in _SHARED:  # references start at the root of the whole schema
-            shared |= {f"{number}.{name}": each for name, each in parameters.pop(key, {}).items()}
+            shared.update({f"{number}.{name}": each for name, each in moved.pop(key, {}).items()})
+        return moved
+
+    for number, function in enumerate(wanted):
+        parameters = own(function.get("parameters") or {"type": "object", "properties": {}}, number)
         properties = {"name": {"const": function["name"]}, "arguments": parameters}
         calls.append({"type": "object", "properties": properties, "required": [*properties]})
+    if otherwise is not None:
+        calls.append(own(otherwise, len(wanted)))
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return {**schema, "$defs": shared} if shared else schema
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ..answering.options import CallOptions
 from ..base.checks import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
+from ..base.errors import ConfigurationError
 from ..base.sampling import FINISH_MODES
 from ..methods import check_method
 from .errors import RequestError
@@ -15,28 +18,18 @@ from .errors import RequestError
 __all__ = ["CacheClipField"]
 
 
-def _checked_finish(value: str | None) -> str | None:
-    if value is not None:
-        check_choice("finish", value, FINISH_MODES)
-    return value
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """``check`` for values other than None. Pydantic names the place of a ValueError only."""
 
+    def validate(value: Any) -> Any:
+        if value is not None:
+            try:
+                check(value)
+            except ConfigurationError as error:
+                raise ValueError(str(error)) from error
+        return value
 
-def _checked_method(value: str | None) -> str | None:
-    if value is not None:
-        check_method(value)
-    return value
-
-
-def _checked_confidence(value: float | None) -> float | None:
-    if value is not None:
-        check_probability("min_confidence", value)
-    return value
-
-
-def _checked_tenant(value: str | None) -> str | None:
-    if value is not None:
-        check_namespace(value)
-    return value
+    return AfterValidator(validate)
 
 
 class CacheClipField(BaseModel):
@@ -46,19 +39,19 @@ class CacheClipField(BaseModel):
 
     documents: list[str] = Field(default_factory=list)
     """Texts that are known to be in the prompt. Those that were not stored are stored after the answer."""
-    method: Annotated[str | None, AfterValidator(_checked_method)] = None
+    method: Annotated[str | None, _checked(check_method)] = None
     """Name of a preset."""
     ratio: float | str | None = None
     """Share of chunk tokens to recompute, 0 to 1, or ``auto``."""
     max_ttft_s: float | None = None
     """Seconds after which the first token should be there, instead of a ratio."""
-    min_confidence: Annotated[float | None, AfterValidator(_checked_confidence)] = None
+    min_confidence: Annotated[float | None, _checked(partial(check_probability, "min_confidence"))] = None
     """Prefill in full if the two likeliest first tokens differ less in probability, 0 to 1."""
-    finish: Annotated[str | None, AfterValidator(_checked_finish)] = None
+    finish: Annotated[str | None, _checked(partial(check_choice, "finish", allowed=FINISH_MODES))] = None
     """``none``, ``verify`` or ``revise``."""
     question: str | None = None
     """Text that scores the chunks; default the text after the last chunk."""
-    tenant: Annotated[str | None, AfterValidator(_checked_tenant)] = None
+    tenant: Annotated[str | None, _checked(check_namespace)] = None
     """Tenant whose chunks are used; the request's API key must allow it."""
 
     def call_options(self) -> CallOptions:

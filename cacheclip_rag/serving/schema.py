@@ -38,12 +38,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
-    "top_k": (-1, 0),
     "min_p": (0,),
     "ignore_eos": (False,),
     "verbosity": ("medium",),
@@ -218,6 +216,8 @@ class Body(_ContentPart):
     """Name that the server serves; absent: whatever it serves."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: WholeNumber = Field(default=None, ge=-1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     max_tokens: Limit = Field(default=None, ge=1, lt=2**31)
@@ -252,7 +252,8 @@ class Body(_ContentPart):
 
     def sampling(self) -> dict[str, Any]:
         """Options of the call that the request states, by the engine's names. Tools are among them."""
-        stated = {name: getattr(self, name) for name in ("temperature", "top_p", "seed", "stop", "max_tokens")}
+        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "max_tokens")
+        stated = {name: getattr(self, name) for name in names}
         return {name: value for name, value in stated.items() if value is not None}
 
     def check(self) -> None:
@@ -477,6 +478,7 @@ def _named(error: ValidationError) -> RequestError:
     """The first thing that is wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
+    cause = getattr(cause, "__cause__", None) or cause
     param = _path(first["loc"])
     if isinstance(cause, CacheClipError):
         found = error_of(cause)

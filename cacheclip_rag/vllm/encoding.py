@@ -26,7 +26,7 @@ import torch
 from ..base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError, ModelError
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
-from ..models.load import load_planning
+from ..models.load import concrete, load_planning
 from ..runtime.transformers.planning import PlanningRuntime
 from ..runtime.transformers.rotary import rotate, unrotate
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
@@ -263,6 +263,7 @@ def vllm_engine(
     _check_options(given, {})
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("vLLM", "vllm")
+    settings = concrete(settings)
     longest = given.get("max_model_len")
     with TemporaryDirectory(prefix="cacheclip-", dir=_exchange()) as folder:
         ours = encoding_options(folder, device=worker_of(settings.device))

@@ -19,7 +19,7 @@ from typing import NoReturn
 from ..base.errors import ConfigurationError
 from ..base.python import own_folder, python_command, python_environment
 from ..config import EngineConfig
-from ..models.load import resolve
+from ..models.load import choose_device, concrete, resolve
 from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
@@ -113,6 +113,7 @@ def launch(
             "--api-key or set CACHECLIP_API_KEY."
         )
     check_flags(flags)  # what is refused takes no time
+    config = replace(config, device=choose_device(config.device))
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
     port = port or _free_port(host)
@@ -130,6 +131,8 @@ def launch(
     )
     check_reachable(host, settings.access)
     check_origins(origins, settings.access)
+    config = concrete(config)
+    settings = replace(settings, config=config)
     if origins or settings.access.is_open:  # vLLM allows every web page by default
         flags = ["--allowed-origins", json.dumps([*origins]), *flags]
     planner = Planner(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .served import ServedFields
-from .settings import ALIASES, EngineFields, ModelFields
+from .settings import ALIASES, EngineFields, ModelFields, Tokenizer
 from .skipped import warn_skipped
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "warn_skipped"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "Tokenizer", "warn_skipped"]

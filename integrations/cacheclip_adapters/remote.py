@@ -297,6 +297,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     stated: dict[str, Any] = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
+    if params.top_k:
+        stated["top_k"] = params.top_k
+    if params.repetition_penalty != 1.0:
+        stated["repetition_penalty"] = params.repetition_penalty
     if params.stop:
         stated["stop"] = list(params.stop)
     if params.seed is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pydantic import Field, SecretStr
 from cacheclip_rag.base.errors import ConfigurationError
 
 from .remote import RemoteEngine
-from .settings import ModelFields
+from .settings import ModelFields, Tokenizer
 
 if TYPE_CHECKING:
     from cacheclip_rag.answering.options import CallOptions
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from cacheclip_rag.fusion.answer import Answer
 
 __all__ = ["ServedFields"]
+
+logger = logging.getLogger(__name__)
 
 _LOCAL = ("auxiliary", "store", "dtype", "device", "engine_kwargs")
 """Settings that only the process with the model can follow."""
@@ -61,6 +64,20 @@ class ServedFields(ModelFields):
         remote = self._remote()
         return self.primary if remote is None else remote.name
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """As without a server.
+
+        Raises:
+            ConfigurationError: ``base_url`` is set.
+        """
+        if self.base_url is not None:
+            raise ConfigurationError(
+                f"the model runs in the server at {self.base_url}, so its tokenizer is not known here. Use the same "
+                "model's: transformers.AutoTokenizer.from_pretrained(NAME)."
+            )
+        return super().tokenizer
+
     def _remote(self) -> RemoteEngine | None:
         """The server, if one answers."""
         if self.base_url is None:
@@ -88,6 +105,8 @@ class ServedFields(ModelFields):
     def _check(self) -> None:
         super()._check()
         if self.base_url is None:
+            if unused := [name for name in ("api_key", "timeout") if getattr(self, name) is not None]:
+                logger.warning("without base_url, the model runs here: %s has no effect.", " and ".join(unused))
             return
         here = [name for name in _LOCAL if self._is_set(name)]
         if here:

@@ -5,8 +5,8 @@ defaults. It needs pydantic, which both frameworks install.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cacheclip_rag.engine import CacheClipEngine, WarmUp
     from cacheclip_rag.timing.controller import Profile
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "Tokenizer"]
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -65,9 +65,9 @@ class EngineFields(BaseModel):
     """System prompt of the shared prefix. It is also used for conversations without a system message. None: the chat
     template's default."""
     dtype: str = _ENGINE.dtype
-    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``."""
+    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``; ``auto``: by checkpoint and machine."""
     device: str = _ENGINE.device
-    """Device of both models."""
+    """Device of both models: ``cpu``, ``cuda``, ...; ``auto``: the best one of this machine."""
     engine_kwargs: Mapping[str, Any] = Field(default_factory=dict)
     """Settings of :class:`~cacheclip_rag.config.EngineConfig` without a field here, such as ``max_bytes`` or
     ``codec``. Giving them to the constructor by name is the same."""
@@ -190,6 +190,10 @@ class ModelFields(EngineFields):
     """0 is greedy."""
     top_p: float = _SAMPLING.top_p
     """Sample from the smallest set of tokens whose probability reaches this."""
+    top_k: int = _SAMPLING.top_k
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    repetition_penalty: float = _SAMPLING.repetition_penalty
+    """Above 1: tokens that stand in prompt or answer become less likely."""
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
@@ -217,6 +221,12 @@ class ModelFields(EngineFields):
             own["recompute_ratio"] = None
         return CallOptions().with_options(own).with_options(given)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Token ids of a text in the primary's tokenizer, for frameworks that count: ``llm.tokenizer(text)``. It loads
+        no weights, keeps none, and can be pickled."""
+        return Tokenizer(self.primary, self.dtype, self.device)
+
     def profile_machine(self) -> Profile:
         """Measure how long prefills with this component's method take here, for ``recompute_ratio="auto"`` and
         ``max_ttft_s``; see :meth:`~cacheclip_rag.engine.CacheClipEngine.profile_machine`. It blocks for minutes."""
@@ -225,6 +235,20 @@ class ModelFields(EngineFields):
     @staticmethod
     def _sampling_names() -> list[str]:
         return [field.name for field in fields_of(SamplingParams)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A model's tokenizer, loaded when it is first called."""
+
+    model: str
+    dtype: str
+    device: str
+
+    def __call__(self, text: str) -> list[int]:
+        from cacheclip_rag.models.load import load_tokenizer  # it loads torch
+
+        return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
 
 
 def _without_per_call(config: EngineConfig) -> EngineConfig:

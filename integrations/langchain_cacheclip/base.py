@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from cacheclip_rag import __version__
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
+from cacheclip_rag.frontend.tools import forced_tool
 from cacheclip_rag.frontend.usage import telemetry
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "last_answer",
     "last_answer_async",
     "origin",
+    "unchanging",
 ]
 
 
@@ -76,6 +79,7 @@ class LangChainFields(ServedFields):
         options = {name: value for name, value in options.items() if name != "stream"}
         given = _texts([*_listed(options.pop("documents", None) or ()), *carried])
         one_call = options.pop("parallel_tool_calls", None) is False
+        must_end = forced_tool(options.get("tool_choice"))[0]
         if stop is not None:
             options["stop"] = stop
         call, answering = self._call_options(options), self._answering
@@ -83,7 +87,7 @@ class LangChainFields(ServedFields):
         def events() -> Iterator[Event]:
             with langchain_errors():
                 stream = answering().stream(prompt, options=replace(call, documents=given))
-                yield from final_events(stream, one_call=one_call)
+                yield from final_events(stream, one_call=one_call, must_end=must_end)
 
         return events
 
@@ -139,6 +143,29 @@ async def last_answer_async(events: Callable[[], Iterator[Event]]) -> Answer:
 def origin(document: Document) -> tuple[str, str]:
     """Source and document of a chunk: the document's id, and the ``source`` in its metadata. Each may be empty."""
     return document.id or "", str(document.metadata.get("source") or "")
+
+
+_CHANGING = re.compile(
+    "a?(add|append|bulk|clear|delete|drop|ingest|insert|merge|put|remove|replace|reset|update|upsert)(_|$)"
+)
+"""Beginnings of names of methods that change documents."""
+
+
+def unchanging(store: Any, name: str) -> Any:
+    """An attribute of a wrapped store. A method that changes documents, by its name, raises ConfigurationError when it
+    is called: the chunk caches would not follow."""
+    found = getattr(store, name)
+    if not callable(found) or not _CHANGING.match(name):
+        return found
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConfigurationError(
+            f"{name} of {type(store).__name__} changes documents in a way that their chunk caches do not follow. Use "
+            "methods to add and to delete, or call it on the wrapped store, and then llm.engine.precompute(texts) and "
+            "llm.engine.release(sources=ids)."
+        )
+
+    return refused
 
 
 def _listed(documents: Iterable[Document | str] | Document | str) -> list[Document | str]:

@@ -38,10 +38,15 @@ class CacheClipStatsHandler(BaseCallbackHandler):
         for generation, *_ in response.generations:
             found = generation.generation_info or {}
             if isinstance(generation, ChatGeneration):
-                found = generation.message.response_metadata
+                found = {} if _is_cached(generation) else generation.message.response_metadata
             if _KEY in found:
                 with self._lock:
                     self.stats.append(found[_KEY])
+
+
+def _is_cached(generation: ChatGeneration) -> bool:
+    """Whether an answer comes from LangChain's response cache, which sets its cost to 0 and keeps all else."""
+    return "total_cost" in (getattr(generation.message, "usage_metadata", None) or {})
 
 
 _active: ContextVar[CacheClipStatsHandler | None] = ContextVar("cacheclip_stats", default=None)

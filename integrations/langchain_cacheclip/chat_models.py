@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,10 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError, ServerError
 from cacheclip_rag.frontend.aio import iterate_in_thread
-from cacheclip_rag.frontend.tools import with_tool_choice
-from cacheclip_rag.models.context import known_context
+from cacheclip_rag.frontend.tools import can_constrain, with_tool_choice
+from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
 from .base import LangChainFields, ending, last_answer, last_answer_async
@@ -53,14 +54,14 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     ``response_metadata["cacheclip"]`` holds the fusion statistics. In streams, the last chunk has both. For a chain
     that keeps only the text, :func:`collect_cacheclip_stats` collects them.
 
-    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
-    last chunk), and ``documents`` (Documents or strings known to be in the prompt; they are stored even if they were
-    never precomputed). Messages may also carry documents: in ``text-plain`` blocks, in a tool message's ``artifact``,
-    in ``additional_kwargs["documents"]``, and in text blocks with your own ``id`` in system, human and tool messages.
-    The last block of the last human message is the question, not a document. A stored document with an id is released
-    together with this id (:class:`CacheClipVectorStore`). Async calls run the model in a separate thread; a cancelled
-    call stops before the next token.
+    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
+    ``repetition_penalty``, ``stop``, ``seed``, ``method``, ``recompute_ratio``, ``finish``, ``question`` (text that
+    scores the chunks; default all text after the last chunk), and ``documents`` (Documents or strings known to be in
+    the prompt; they are stored even if they were never precomputed). Messages may also carry documents: in
+    ``text-plain`` blocks, in a tool message's ``artifact``, in ``additional_kwargs["documents"]``, and in text blocks
+    with your own ``id`` in system, human and tool messages. The last block of the last human message is the question,
+    not a document. A stored document with an id is released together with this id (:class:`CacheClipVectorStore`).
+    Async calls run the model in a separate thread; a cancelled call stops before the next token.
 
     The constructor only checks settings. Weights load at the first call, and models with equal settings share them.
     The model reads the text of messages and refuses other content. Its reasoning is in
@@ -92,13 +93,28 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         return False
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        """Profile for agents and trimmers. It has the context length if this is known without loading the model."""
-        profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False)  # tools: the template says
-        try:
-            tokens = known_context(self.primary) if self.base_url is None else None
-        except (OSError, ValueError):  # loading the model reports the reason
-            tokens = None
-        return {**profile, "max_input_tokens": tokens} if tokens else profile
+        """Profile for agents and trimmers: what is known without loading the model. With ``base_url``, the rest comes
+        from the server when the profile is first read."""
+        profile = ModelProfile(text_inputs=True, text_outputs=True, image_inputs=False)
+        if self.base_url is not None:
+            return profile
+        profile["structured_output"] = can_constrain()
+        if (tools := knows_tools(self.primary)) is not None:
+            profile["tool_calling"] = tools
+        with suppress(OSError, ValueError):  # loading the model reports the reason
+            if tokens := known_context(self.primary):
+                profile["max_input_tokens"] = tokens
+        return profile
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name != "profile" or found is None or self.base_url is None or "structured_output" in found:
+            return found
+        with suppress(ServerError, ConfigurationError):  # the first answer reports the reason
+            served = self._answering().served
+            own = {"structured_output": served.can_constrain, "tool_calling": served.uses_tools}
+            self.__dict__[name] = found = {"max_input_tokens": served.context_tokens, **own, **found}
+        return found
 
     # -- tools and structured output ----------------------------------------------------------------------------
 
@@ -115,6 +131,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
 
         Args:
             tools: functions, LangChain tools, pydantic classes, or definitions in OpenAI's function format.
+            kwargs: options of a call. With ``response_format`` (OpenAI's) or ``json_schema``, the answer is a call or
+                follows the schema.
             tool_choice: ``any`` (also ``required``, True): the answer is a call of one of them; a name: of this one;
                 ``none``: no call; default the model decides. A forced call needs the extra ``structured``.
             parallel_tool_calls: False: calls after the first of an answer are left out.

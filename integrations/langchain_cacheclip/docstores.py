@@ -9,7 +9,7 @@ from typing import Any
 from langchain_core.documents import Document
 from langchain_core.stores import BaseStore
 
-from .base import LangChainFields
+from .base import LangChainFields, unchanging
 
 __all__ = ["CacheClipDocumentStore"]
 
@@ -36,10 +36,10 @@ class CacheClipDocumentStore(BaseStore[str, Document]):
         self.docstore, self.llm = docstore, llm
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes of the wrapped store."""
+        """Other attributes of the wrapped store, but for methods that change documents."""
         if name.startswith("__") or "docstore" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.docstore, name)
+        return unchanging(self.docstore, name)
 
     def mset(self, key_value_pairs: Sequence[tuple[str, Document]]) -> None:
         documents = _keyed(key_value_pairs)

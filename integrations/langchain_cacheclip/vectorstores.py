@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.documents import Document
@@ -12,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheclip_rag.base.errors import ConfigurationError
 
-from .base import langchain_errors
+from .base import langchain_errors, unchanging
 
 if TYPE_CHECKING:
     from typing import Self
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
     from .base import LangChainFields
 
 __all__ = ["CacheClipVectorStore"]
+
+logger = logging.getLogger(__name__)
+
+_UPDATES = ("update_document", "update_documents")
+_EMPTYING = ("delete_collection", "reset_collection")
+_AT_ONCE = 500
+"""Documents that a store is asked for in one call."""
 
 
 class CacheClipVectorStore(VectorStore):
@@ -46,10 +55,22 @@ class CacheClipVectorStore(VectorStore):
         self.store, self.llm = store, llm
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes of the wrapped store, such as ``save_local``."""
+        """Other attributes of the wrapped store, such as ``save_local``, but for methods that change documents. Those
+        of Chroma and others that are followed: ``update_document``, ``update_documents``, ``delete_collection``,
+        ``reset_collection``."""
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.store, name)
+        if name in _UPDATES:
+            return partial(self._update, getattr(self.store, name))
+        if name in _EMPTYING:
+            return partial(self._empty, getattr(self.store, name))
+        return unchanging(self.store, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[VectorStore]:
+        """The wrapped store's, because components choose by it: ``SelfQueryRetriever`` how filters are written. By
+        ``type()``, this is a ``CacheClipVectorStore``."""
+        return type(self) if "store" not in self.__dict__ else self.store.__class__
 
     @property
     def embeddings(self) -> Embeddings | None:
@@ -120,6 +141,36 @@ class CacheClipVectorStore(VectorStore):
         done = await self.store.adelete(ids, **kwargs)
         await asyncio.to_thread(self._release, ids)
         return done
+
+    def _update(
+        self, update: Callable[..., Any], ids: str | list[str], documents: Document | list[Document], **kwargs: Any
+    ) -> Any:
+        named = _with_ids(*((documents, ids) if isinstance(documents, list) else ([documents], [ids])))
+        self.llm._precompute(named)
+        done = update(ids, documents, **kwargs)
+        self.llm._settle(named)
+        return done
+
+    def _empty(self, empty: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        held = self._held()
+        done = empty(*args, **kwargs)
+        self._release(held)
+        return done
+
+    def _held(self) -> list[str]:
+        """Ids of the documents in the wrapped store, of those that have chunk caches."""
+        known, held = self.llm.engine.library.sources(), list[str]()
+        try:
+            for start in range(0, len(known), _AT_ONCE):
+                found = self.store.get_by_ids(known[start : start + _AT_ONCE])
+                held += [document.id for document in found if document.id]
+        except NotImplementedError:
+            logger.warning(
+                "%s does not tell which documents it holds, so that their chunk caches stay. Release them: "
+                "llm.engine.release(sources=ids).",
+                type(self.store).__name__,
+            )
+        return held
 
     def _settled(self, ids: list[str], documents: Sequence[Document]) -> list[str]:
         """Release older texts under the same ids, which the store no longer holds."""

@@ -53,6 +53,10 @@ class TestSamplingParams:
             ("top_p", 0.0),
             ("top_p", 1.1),
             ("top_p", float("nan")),
+            ("top_k", -2),
+            ("top_k", 1.5),
+            ("repetition_penalty", 0.0),
+            ("repetition_penalty", float("nan")),
             ("stop", "a string"),
             ("stop", ["a list"]),
             ("stop", ("ok", "")),
@@ -315,6 +319,18 @@ class TestSampler:
         assert set(self.picks(300, temperature=1.0, top_p=0.45, seed=1)) == {0}
         assert set(self.picks(300, temperature=1.0, top_p=0.75, seed=1)) == {0, 1}
         assert set(self.picks(500, temperature=1.0, top_p=1.0, seed=1)) == {0, 1, 2, 3}
+
+    def test_top_k_keeps_the_likeliest(self) -> None:
+        assert set(self.picks(50, temperature=1.0, top_k=1, seed=1)) == {0}
+        assert set(self.picks(500, temperature=1.0, top_k=3, seed=1)) == {0, 1, 2}
+        assert set(self.picks(500, temperature=1.0, top_k=-1, seed=1)) == {0, 1, 2, 3}
+
+    def test_repeated_tokens_become_less_likely(self) -> None:
+        """Of prompt and answer. Logits of 2 and 1: half of the first is as much as the second."""
+        logits, prompt = torch.tensor([2.0, 1.1, -1.0, -3.0]), torch.tensor([0])
+        assert Sampler(SamplingParams(repetition_penalty=2.0), CPU).pick(logits) == 0
+        sampler = Sampler(SamplingParams(repetition_penalty=2.0), CPU, prompt_ids=prompt)
+        assert [sampler.pick(logits) for _ in range(3)] == [1, 0, 0]
 
     def test_temperature_sharpens_and_flattens(self) -> None:
         cold = self.picks(300, temperature=0.05, seed=1)

@@ -233,9 +233,20 @@ class TestStatistics:
         other.generate(asked(TEXT), SamplingParams(max_tokens=1))
         assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
 
-    def test_an_empty_store_is_not(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-        CacheClipEngine(config).generate("What was logged?", SamplingParams(max_tokens=1))
-        assert "reuses nothing" not in caplog.text
+    def test_an_empty_store_names_what_fills_it(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        long = "Something else altogether, which is new. " * 40
+        for method, said in (("full", 0), ("direct", 1)):
+            engine = CacheClipEngine(config, method=method)
+            for prompt in ("What was logged?", long, long):
+                engine.generate(prompt, SamplingParams(max_tokens=1))
+            assert caplog.text.count("nothing is precomputed") == said, method
+        for hook in ("CacheClipTransform.from_llm(llm)", "CacheClipVectorStore(store, llm)", "cacheclip ingest"):
+            assert hook in caplog.text
+
+    def test_an_empty_store_that_the_answer_fills_is_not(self, config: EngineConfig, caplog: Any) -> None:
+        engine = CacheClipEngine(config, method="direct")
+        engine.generate(asked(TestParts.LONG), SamplingParams(max_tokens=1), documents=[TestParts.LONG])
+        assert "nothing is precomputed" not in caplog.text
 
 
 class TestCommand:

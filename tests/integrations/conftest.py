@@ -24,6 +24,12 @@ class Seen(Observer):
         self.threads.append(threading.current_thread())
 
 
+@pytest.fixture(autouse=True)
+def no_shared_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LlamaIndex counts with what the test's own models set."""
+    monkeypatch.setattr("llama_index.core.global_tokenizer", None)
+
+
 @pytest.fixture
 def observed() -> Callable[[CacheClipEngine], Seen]:
     """Watch an engine from now on."""

@@ -42,6 +42,8 @@ class Watched(FakeRuntime):
         """Text of every prompt that was answered, in order."""
         self.says: list[str] = []
         """Answers to the next prompts; without one, it answers as the fake does."""
+        self.error: Exception | None = None
+        """Raised by every prefill."""
         self.steps = 0
         """Tokens decoded after the first of each answer."""
         self.decoding, self.encoding = Gate(), Gate()
@@ -67,6 +69,8 @@ class Watched(FakeRuntime):
     def prefill(self, ids: torch.Tensor, capacity: int) -> Any:
         self.answering_threads.append(threading.current_thread())
         self.prompts.append(self.decode_ids(ids.tolist()))
+        if self.error is not None:
+            raise self.error
         return super().prefill(ids, capacity)
 
     def answer_to(self, ids: Sequence[int]) -> str:

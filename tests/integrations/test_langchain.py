@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import CacheClipLLM, ChatCacheClip
+from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.question_answering import load_qa_chain
@@ -344,12 +344,12 @@ def test_a_stop_string_is_the_reason_to_finish(llm: ChatCacheClip) -> None:
 
 
 async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> None:
-    with pytest.raises(ConfigurationError, match="unknown call option top_k.*max_tokens"):
-        llm.invoke(PROMPT, top_k=5)
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        list(llm.stream(PROMPT, top_k=5))
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        await llm.ainvoke(PROMPT, top_k=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
+        llm.invoke(PROMPT, num_beams=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        list(llm.stream(PROMPT, num_beams=5))
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        await llm.ainvoke(PROMPT, num_beams=5)
     assert (await llm.ainvoke(PROMPT, parallel_tool_calls=True)).content
 
 
@@ -434,9 +434,9 @@ def test_mro_and_identity() -> None:
 def test_profile_and_version(tiny: ChatCacheClip) -> None:
     llm = tiny
     assert llm.profile["max_input_tokens"] == llm.engine.primary.context_tokens == 2048
-    assert not llm.profile["image_inputs"] and "tool_calling" not in llm.profile
+    assert not llm.profile["image_inputs"] and not llm.profile["tool_calling"] and llm.profile["structured_output"]
     assert ChatCacheClip(primary="packaged:qwen2.5-coder-0.5b").profile["max_input_tokens"] == 32768
-    assert "max_input_tokens" not in ChatCacheClip(primary="some/model").profile
+    assert not {"max_input_tokens", "tool_calling"} & {*ChatCacheClip(primary="some/model").profile}
     assert ChatCacheClip(profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
     if hasattr(BaseChatModel, "_add_version"):
         assert llm.metadata["lc_versions"]["cacheclip-rag"] == __version__
@@ -454,6 +454,8 @@ def test_profile_and_version(tiny: ChatCacheClip) -> None:
         ("temperature", 1.0),
         ("max_tokens", 5),
         ("top_p", 0.5),
+        ("top_k", 5),
+        ("repetition_penalty", 1.1),
         ("stop", ["x"]),
         ("seed", 1),
         ("dtype", "bfloat16"),
@@ -469,6 +471,30 @@ def test_response_cache(llm: ChatCacheClip) -> None:
     cached = llm.model_copy(update={"cache": InMemoryCache()})
     assert cached.invoke(PROMPT).content == cached.invoke(PROMPT).content
     assert cached.invoke(PROMPT, max_tokens=1).usage_metadata["output_tokens"] == 1
+
+
+async def test_answers_from_the_response_cache_are_not_counted(llm: ChatCacheClip) -> None:
+    """No model ran for them. A handler counts what it sees computed, whoever else has seen it before."""
+    cached = llm.model_copy(update={"cache": InMemoryCache()})
+    with collect_cacheclip_stats() as first:
+        cached.invoke(PROMPT)
+        cached.invoke(PROMPT)
+        await cached.ainvoke(PROMPT)
+    with collect_cacheclip_stats() as second:
+        cached.invoke(PROMPT)
+        cached.invoke(PROMPT + "?")
+    assert len(first.stats) == 1 and len(second.stats) == 1
+    assert with_cacheclip_stats(cached).invoke(PROMPT)["cacheclip"] == []
+
+
+@pytest.mark.parametrize("given", [{"api_key": "x"}, {"timeout": 3.0}, {"api_key": "x", "timeout": 3.0}])
+def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    ChatCacheClip(**given)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and " and ".join(given) in record.message and "no effect" in record.message
+    caplog.clear()
+    ChatCacheClip(), ChatCacheClip(base_url="http://127.0.0.1:1/v1", **given)
+    assert not caplog.records
 
 
 def test_construction_is_quick_and_loads_no_torch() -> None:

@@ -385,6 +385,19 @@ class TestTextModel:
         assert reused == [info["cacheclip"]["reused_tokens"] for info in infos] and all(reused)
         assert usage["prompt_tokens_details"] == {"cached_tokens": sum(reused)}
 
+    async def test_a_batch_reports_the_tokens_of_all_prompts(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
+        prompts = [f"{chunks[0]}\n\nWhat?", "Who?", f"{chunks[1]} {chunks[2]}\n\nWho of them?"]
+        for result in (text_llm.generate(prompts), await text_llm.agenerate(prompts)):
+            stats = [each[0].generation_info["cacheclip"] for each in result.generations]
+            assert len({each["prompt_tokens"] for each in stats}) == 3
+            usage = result.llm_output["token_usage"]
+            prompt, completion = (sum(each[name] for each in stats) for name in ("prompt_tokens", "generated_tokens"))
+            assert {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")} == {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            }
+
     def test_options_and_fields(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
         prompt = f"{chunks[0]}\n\nWhat?"
         result = text_llm.generate([prompt], documents=[chunks[0]], max_tokens=2, stop=["\n\n\n"])

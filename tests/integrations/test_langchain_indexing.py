@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import signal
 import subprocess
 import sys
@@ -153,7 +154,9 @@ class TestParents:
         store.mset([("a", documents[0]), ("b", documents[1])])
         store.mset([("a", documents[2])])
         assert stored(llm, documents) == [False, True, True, False]
-        await store.amset([("c", documents[1])])
+        await store.amset([("a", documents[3])])
+        assert stored(llm, documents) == [False, True, False, True]
+        await store.amset([("a", documents[2]), ("c", documents[1])])
         store.mdelete(["b"])
         assert stored(llm, documents) == [False, True, True, False], "c has the same text"
         await store.amdelete(["c", "a"])
@@ -167,6 +170,84 @@ class Replacing(DeterministicFakeEmbedding):
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         return super().embed_documents([text.encode("utf-8", "replace").decode() for text in texts])
+
+
+def test_components_that_choose_by_the_class_see_the_wrapped_store(llm: ChatCacheClip) -> None:
+    """``SelfQueryRetriever`` among them, which writes filters for each class of stores in its own way."""
+    store = over_memory(llm)
+    assert store.__class__ is InMemoryVectorStore and isinstance(store, InMemoryVectorStore)
+    assert type(store) is CacheClipVectorStore and isinstance(store, CacheClipVectorStore)
+    assert type(copy.copy(store)) is CacheClipVectorStore and copy.copy(store).llm is llm
+    assert store.as_retriever().vectorstore is store
+
+
+class Chromatic(InMemoryVectorStore):
+    """Has Chroma's other methods that change documents, and some of other stores."""
+
+    def update_document(self, document_id: str, document: Document) -> None:
+        self.update_documents([document_id], [document])
+
+    def update_documents(self, ids: list[str], documents: list[Document]) -> None:
+        InMemoryVectorStore.add_documents(self, documents, ids=ids)
+
+    def delete_collection(self) -> None:
+        self.store.clear()
+
+    reset_collection = delete_collection
+
+    def upsert(self, *_: Any) -> None:
+        raise AssertionError("reached")
+
+    merge_from = add_images = drop_tables = aupsert = upsert
+
+    def peek(self) -> int:
+        return len(self.store)
+
+
+class Silent(Chromatic):
+    def get_by_ids(self, ids: Any, /) -> list[Document]:
+        raise NotImplementedError
+
+
+class TestOtherMethods:
+    @pytest.fixture
+    def store(self, llm: ChatCacheClip, documents: list[Document]) -> CacheClipVectorStore:
+        store = CacheClipVectorStore(Chromatic(DeterministicFakeEmbedding(size=8)), llm)
+        store.add_documents(documents[:2], ids=["a", "b"])
+        return store
+
+    def test_updates(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
+        store.update_document("a", documents[2])
+        assert stored(llm, documents) == [False, True, True, False]
+        store.update_documents(["a", "b"], [documents[3], documents[2]])
+        assert stored(llm, documents) == [False, False, True, True]
+        assert store.get_by_ids(["a"])[0].page_content == documents[3].page_content
+
+    @pytest.mark.parametrize("name", ["delete_collection", "reset_collection"])
+    def test_emptied(
+        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str
+    ) -> None:
+        other = CacheClipVectorStore(Chromatic(DeterministicFakeEmbedding(size=8)), llm)
+        other.add_documents(documents[1:3], ids=["c", "d"])
+        getattr(store, name)()
+        assert stored(llm, documents) == [False, True, True, False], "another store of the tenant keeps its own"
+        assert store.peek() == 0
+
+    def test_a_store_that_does_not_tell(
+        self, llm: ChatCacheClip, documents: list[Document], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        store = CacheClipVectorStore(Silent(DeterministicFakeEmbedding(size=8)), llm)
+        store.add_documents(documents[:1], ids=["a"])
+        store.delete_collection()
+        assert stored(llm, documents[:1]) == [True] and "release(sources=ids)" in caplog.text
+
+    @pytest.mark.parametrize("name", ["upsert", "aupsert", "merge_from", "add_images", "drop_tables"])
+    def test_what_is_not_followed_is_refused(self, store: CacheClipVectorStore, name: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"{name} of Chromatic changes documents"):
+            getattr(store, name)()
+        with pytest.raises(AssertionError, match="reached"):
+            getattr(store.store, name)()
+        assert store.peek() == 2 and not hasattr(store, "update_something"), "others pass"
 
 
 class TestOrder:

@@ -196,6 +196,44 @@ def test_pipeline_then_query(llm: CacheClipLLM, chunks: list[str], question: str
     assert answers.stats[0]["misses"] == 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_the_pipelines_cache_does_not_skip_what_is_lost(
+    llm: CacheClipLLM, chunks: list[str], tmp_path: Path, asynchronous: bool
+) -> None:
+    """It knows the nodes, and nothing of their KV."""
+    pipeline, document = pipeline_for(llm), Document(text="\n\n".join(chunks))
+    encoded = watched(llm.engine).encoding_threads
+
+    async def run(through: IngestionPipeline) -> list[str]:
+        encoded.clear()
+        run = through.arun(documents=[document]) if asynchronous else through.run(documents=[document])
+        nodes = await run if isinstance(run, Coroutine) else run
+        texts = [node.get_content(MetadataMode.LLM) for node in nodes]
+        assert all(map(llm.engine.is_stored, texts)) and len(texts) > 2
+        return texts
+
+    texts = await run(pipeline)
+    assert encoded
+    for _ in range(2):
+        await run(pipeline)
+        assert not encoded
+    llm.engine.release(texts[:1])
+    await run(pipeline)
+    assert len(encoded) == 1, "what is lost, and no more"
+    pipeline.persist(str(tmp_path / "pipeline"))
+    llm.engine.release(texts)
+    again = pipeline_for(llm)
+    again.load(str(tmp_path / "pipeline"))
+    assert again.cache.cache.get_all(collection=again.cache.collection)
+    await run(again)
+    assert len(encoded) == len(texts)
+
+
+def test_fields_are_fields() -> None:
+    transform = CacheClipTransform()
+    assert transform.to_dict() == {**transform.model_dump(), "class_name": "CacheClipTransform"}
+
+
 async def test_async_pipeline_runs_off_the_loop(llm: CacheClipLLM, chunks: list[str]) -> None:
     nodes = await pipeline_for(llm).arun(documents=[Document(text=chunks[0])])
     assert llm.engine.is_stored(nodes[0].get_content(MetadataMode.LLM))
@@ -475,10 +513,10 @@ async def test_stop_in_every_call(llm: CacheClipLLM) -> None:
 
 async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> None:
     for call in (llm.complete, llm.stream_complete):
-        with pytest.raises(ConfigurationError, match="unknown call option top_k.*max_tokens"):
-            call(PROMPT, top_k=5)
-    with pytest.raises(ConfigurationError, match="unknown call option top_k"):
-        await llm.astream_chat(MESSAGES, top_k=5)
+        with pytest.raises(ConfigurationError, match="unknown call option num_beams.*max_tokens"):
+            call(PROMPT, num_beams=5)
+    with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
+        await llm.astream_chat(MESSAGES, num_beams=5)
 
 
 @pytest.mark.parametrize(

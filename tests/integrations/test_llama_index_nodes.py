@@ -17,6 +17,7 @@ from llama_index.core import (
     StorageContext,
     VectorStoreIndex,
     get_response_synthesizer,
+    load_index_from_storage,
 )
 from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
 from llama_index.core.bridge.pydantic import BaseModel
@@ -540,6 +541,29 @@ class TestDeletion:
         with pytest.raises(ValueError, match="doc_id missing not found"):
             ours.delete_document("missing")
         ours.delete_document("missing", raise_error=False)
+
+    @pytest.mark.parametrize("by_settings", [False, True])
+    def test_an_index_that_is_loaded_again_still_releases(
+        self, llm: CacheClipLLM, chunks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_settings: bool
+    ) -> None:
+        monkeypatch.setattr(Settings, "_llm", llm if by_settings else MockLLM())
+        monkeypatch.setattr(Settings, "_embed_model", WordEmbedding())
+        storage = StorageContext.from_defaults(docstore=CacheClipDocumentStore.of(llm))
+        documents = [Document(text=text, id_=f"doc-{n}") for n, text in enumerate(chunks[:2])]
+        transformations = [SentenceSplitter(), CacheClipTransform.from_llm(llm)]
+        VectorStoreIndex.from_documents(
+            documents, storage_context=storage, store_nodes_override=True, transformations=transformations
+        )
+        storage.persist(str(tmp_path))
+        docstore = CacheClipDocumentStore.from_persist_dir(str(tmp_path), None if by_settings else llm)
+        again = StorageContext.from_defaults(persist_dir=str(tmp_path), docstore=docstore)
+        index = load_index_from_storage(again, transformations=transformations, store_nodes_override=True)
+        assert index.docstore is docstore and [*map(llm.engine.is_stored, chunks[:2])] == [True, True]
+        index.delete_ref_doc("doc-0", delete_from_docstore=True)
+        assert [*map(llm.engine.is_stored, chunks[:2])] == [False, True]
+        monkeypatch.setattr(Settings, "_llm", MockLLM())
+        with pytest.raises(ConfigurationError, match="got MockLLM from Settings"):
+            CacheClipDocumentStore.from_persist_path(str(tmp_path / "docstore.json"))
 
     def test_wrong_stores_are_refused(self, llm: CacheClipLLM) -> None:
         with pytest.raises(ConfigurationError, match="wraps a KVDocumentStore .* got dict"):

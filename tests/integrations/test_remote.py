@@ -32,6 +32,8 @@ SENT: dict[str, tuple[Any, str, Any]] = {
     "max_tokens": (7, "max_tokens", 7),
     "temperature": (0.25, "temperature", 0.25),
     "top_p": (0.75, "top_p", 0.75),
+    "top_k": (5, "top_k", 5),
+    "repetition_penalty": (1.5, "repetition_penalty", 1.5),
     "stop": (["x", "y"], "stop", ["x", "y"]),
     "seed": (11, "seed", 11),
     "json_schema": (

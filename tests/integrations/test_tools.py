@@ -15,15 +15,27 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.prompts import PromptTemplate
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.llms.cacheclip.base import _warn_once
 from pydantic import BaseModel
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from tests.integrations.fakes import fake_models, watched
 
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "fenêtre"}}\n</tool_call>'
+
+
+class _Free:
+    """A constraint that allows all."""
+
+    def allowed(self, logits: Any) -> Any:
+        return logits
+
+    def accept(self, token: int) -> None:
+        pass
 
 
 class Keeper(BaseModel):
@@ -128,9 +140,8 @@ class TestLangChain:
         with pytest.raises(ConfigurationError, match="chat template does not use tools"):
             plain.bind_tools([search]).invoke("Where?")
 
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     async def test_an_agent_reuses_what_its_tool_found(self, chat: ChatCacheClip, chunks: list[str]) -> None:
-        from langgraph.prebuilt import create_react_agent
+        from langchain.agents import create_agent
 
         chat.engine.precompute(chunks[:2])
 
@@ -140,7 +151,7 @@ class TestLangChain:
             assert query == "fenêtre"
             return "\n\n".join(chunks[:2])
 
-        agent = create_react_agent(chat, [search])
+        agent = create_agent(chat, [search])
         for run in (agent.invoke, agent.ainvoke):
             watched(chat.engine).says = [CALL, "On the rock."]
             done = run({"messages": [("user", "Where did the keeper live?")]})
@@ -149,6 +160,60 @@ class TestLangChain:
             assert isinstance(called, AIMessage) and isinstance(found, ToolMessage)
             assert answered.content == "On the rock."
             assert answered.response_metadata["cacheclip"]["hits"] == 2
+
+    @pytest.mark.parametrize("strategy", ["plain", "provider", "tool"])
+    @pytest.mark.parametrize("with_tools", [False, True])
+    def test_an_agents_response_format(self, settings: dict[str, Any], strategy: str, with_tools: bool) -> None:
+        from langchain.agents import create_agent
+        from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+
+        wanted = {"plain": Keeper, "provider": ProviderStrategy(Keeper), "tool": ToolStrategy(Keeper)}[strategy]
+        agent = create_agent(ChatCacheClip(**settings), [search] if with_tools else [], response_format=wanted)
+        asked = {"messages": [("user", "Who?")]}
+        if not with_tools:
+            assert isinstance(agent.invoke(asked)["structured_response"], Keeper)
+            return
+        # which of the two this tiny model writes is chance: each is one that the agent can read
+        first = next(iter(agent.stream(asked)))["model"]
+        (message, *_) = first["messages"]
+        called = {call["name"] for call in message.tool_calls}
+        assert called <= {"search", "Keeper"} and (called or isinstance(first["structured_response"], Keeper))
+
+    def test_with_tools_an_agent_calls_them_before_it_answers(self, chat: ChatCacheClip) -> None:
+        """A response format does not keep the model from its tools."""
+        from langchain.agents import create_agent
+
+        constraints: list[str] = []
+        runtime = watched(chat.engine)
+        runtime.can_constrain = True
+        runtime.constrain = lambda schema: constraints.append(schema) or _Free()  # type: ignore[method-assign]
+        runtime.says = ['{"name": "search", "arguments": {"query": "who"}}', '{"name": "Ole", "age": 3}']
+        done = create_agent(chat, [search], response_format=Keeper).invoke({"messages": [("user", "Who?")]})
+        assert done["structured_response"] == Keeper(name="Ole", age=3)
+        assert [type(each) for each in done["messages"]][1:] == [AIMessage, ToolMessage, AIMessage]
+        assert all('"search"' in each and '"age"' in each for each in constraints) and len(constraints) == 2
+
+    @pytest.mark.parametrize("choice", ["any", "search"])
+    async def test_a_forced_call_that_was_cut_says_so(self, settings: dict[str, Any], choice: str) -> None:
+        cut = ChatCacheClip(**{**settings, "max_tokens": 3}).bind_tools([search], tool_choice=choice)
+        for ask in (lambda: cut.invoke("Who?"), lambda: list(cut.stream("Who?"))):
+            with pytest.raises(ModelError, match="cut off after 3 tokens. Raise max_tokens"):
+                ask()
+        with pytest.raises(ModelError, match="cut off"):
+            await cut.ainvoke("Who?")
+
+    def test_the_profile(self, settings: dict[str, Any], tiny_models: dict[str, str]) -> None:
+        assert ChatCacheClip(**settings).profile == {
+            **{"text_inputs": True, "text_outputs": True, "image_inputs": False},
+            **{"max_input_tokens": 4096, "structured_output": True, "tool_calling": True},
+        }
+        assert not ChatCacheClip(primary=tiny_models["llama"]).profile["tool_calling"]
+
+    @pytest.mark.parametrize("asked", [{"type": "json_schema"}, {"type": "magic"}, Keeper, 3])
+    def test_a_response_format_that_is_none(self, chat: ChatCacheClip, asked: Any) -> None:
+        with pytest.raises(ConfigurationError, match="response_format must be"):
+            chat.invoke("Who?", response_format=asked)
+        assert chat.invoke("Who?", response_format={"type": "text"}).content
 
     @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
     async def test_structured_output(self, settings: dict[str, Any], method: str) -> None:
@@ -243,6 +308,24 @@ class TestLlamaIndex:
         assert str(done) == "On the rock."
         first, second = watched(llm.engine).prompts
         assert "Find texts about the island." in first and chunks[0] in second and '"fenêtre"' in second
+
+    @pytest.mark.parametrize("calls_functions", [True, False])
+    async def test_a_cut_object_says_so(self, settings: dict[str, Any], calls_functions: bool) -> None:
+        """Synthesizers would take it for no answer, and leave its context out."""
+        options = {**settings, "is_function_calling_model": calls_functions}
+        llm, prompt = CacheClipLLM(**{**options, "max_tokens": 3}), PromptTemplate("Who?")
+        node = NodeWithScore(node=TextNode(text="Ole kept the lamp."), score=1.0)
+        refine = get_response_synthesizer(llm=llm, response_mode="refine", output_cls=Keeper)
+        for ask in (
+            lambda: llm.structured_predict(Keeper, prompt),
+            lambda: list(llm.stream_structured_predict(Keeper, prompt)),
+            lambda: refine.synthesize("Who?", [node]),
+        ):
+            with pytest.raises(ModelError, match="cut off after 3 tokens"):
+                ask()
+        with pytest.raises(ModelError, match="cut off after 3 tokens"):
+            await llm.astructured_predict(Keeper, prompt)
+        assert isinstance(CacheClipLLM(**options).structured_predict(Keeper, prompt), Keeper)
 
     def test_calls_in_a_response(self, llm: CacheClipLLM) -> None:
         wanted = [FunctionTool.from_defaults(lambda query: query, name="search", description="Finds.")]

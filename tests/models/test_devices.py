@@ -44,7 +44,7 @@ def forget() -> Iterator[None]:
 
 
 class TestDeviceMap:
-    @pytest.mark.parametrize("device", ["auto", "sequential"])
+    @pytest.mark.parametrize("device", ["balanced", "sequential"])
     def test_gives_the_same_answer(self, tiny_models: dict[str, str], device: str) -> None:
         answers = []
         for name in ("cpu", device):
@@ -54,7 +54,7 @@ class TestDeviceMap:
         assert answers[0] == answers[1]
 
     def test_unknown_name_lists_them(self, tiny_models: dict[str, str]) -> None:
-        with pytest.raises(ConfigurationError, match=r"'automatic'.*cpu.*cuda.*auto, balanced"):
+        with pytest.raises(ConfigurationError, match=r"'automatic'.*auto.*cpu.*cuda.*balanced"):
             load_model(tiny_models["llama"], device="automatic")
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "smollm3"])
@@ -117,7 +117,7 @@ class TestAuxiliaryDevice:
     def test_is_loaded_there(self, tiny_models: dict[str, str]) -> None:
         """A primary spread by accelerate beside an auxiliary on the CPU."""
         engine = CacheClipEngine(
-            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device="auto", auxiliary_device="cpu"
+            primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], device="balanced", auxiliary_device="cpu"
         )
         engine.precompute(CHUNKS)
         assert engine.generate(rag_prompt(CHUNKS), PARAMS).stats.fallback is None

@@ -75,6 +75,18 @@ def text_of(llm: Any, prompt: str = PROMPT) -> str:
     return str(said if isinstance(said, str) else said.content)
 
 
+class TestProfile:
+    def test_it_is_the_servers(self, server: Served, own: dict[str, Any]) -> None:
+        llm = ChatCacheClip(**own)
+        assert llm.profile is not None and llm.profile["max_input_tokens"] == server.engine.primary.context_tokens
+        assert llm.profile["structured_output"] is True and llm.profile["tool_calling"] is True
+        assert ChatCacheClip(**own, profile={"max_input_tokens": 7}).profile["max_input_tokens"] == 7
+
+    def test_a_server_that_is_not_there_yet(self) -> None:
+        llm = ChatCacheClip(base_url="http://127.0.0.1:1/v1")
+        assert llm.profile is not None and "max_input_tokens" not in llm.profile
+
+
 class TestEveryModel:
     @pytest.mark.parametrize("kind", MODELS)
     def test_answers_as_the_engine(self, server: Served, own: dict[str, Any], kind: Any) -> None:

@@ -703,7 +703,7 @@ class TestEngine:
         ],
     )
     def test_refused(self, make: Made, options: dict[str, Any], says: str) -> None:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ConfigurationError, match=says):
             make(**options)
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ConfigurationError, match=says):
             make().generate(self.PROMPT, **options)

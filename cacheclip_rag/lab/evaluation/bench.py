@@ -24,6 +24,7 @@ from ...engine import CacheClipEngine
 from ...fusion.answer import FusionStats
 from ...methods import DEFAULT_METHOD
 from ...methods.base import Method
+from ...models.load import concrete
 from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
 
@@ -54,7 +55,7 @@ def bench(
     made = _made(config, methods, variants or {})
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
-    config = replace(config, prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
+    config = replace(concrete(config), prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
     with ExitStack() as stack:
         if config.store is None:
             config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))

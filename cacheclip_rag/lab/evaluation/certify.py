@@ -30,6 +30,7 @@ from ...guards.certificate import (
 from ...guards.fidelity import Fidelity
 from ...methods import preset
 from ...methods.base import Method
+from ...models.load import concrete
 from .exactness import DIRECT, check_exactness, check_reuse
 from .gating import CONFIDENCES
 from .prompts import EvaluationPrompt, bundled_prompts
@@ -86,7 +87,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """
     started = time.perf_counter()
     check_writable()
-    config = replace(config, store=None, shadow_rate=0.0, min_confidence=None)
+    config = replace(concrete(config), store=None, shadow_rate=0.0, min_confidence=None)
     given = replace(CacheClipEngine(config).make_method(method), min_confidence=0.0)
     check_method(given)
     config = replace(config, auxiliary=config.auxiliary if given.needs_auxiliary else None)

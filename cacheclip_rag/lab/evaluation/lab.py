@@ -26,6 +26,7 @@ from ...engine import CacheClipEngine
 from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
 from ...methods.settings import describe
+from ...models.load import concrete
 from ...prompt.segments import Chunk
 from ...selection.heads import load_named
 from ..variants import AGAIN
@@ -140,7 +141,7 @@ class Lab:
     def run(self) -> Comparison:
         """Ask all questions without an answer; returns the whole comparison, including earlier answers."""
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
-        config = replace(self.config, store=None, shadow_rate=0.0, require_certificate=False)
+        config = replace(concrete(self.config), store=None, shadow_rate=0.0, require_certificate=False)
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
         wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
         with open_journal(self.folder, self._settings(engine), self.records) as journal:

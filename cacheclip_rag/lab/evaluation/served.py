@@ -28,6 +28,7 @@ from ...guards.certificate import Certificate, check_writable
 from ...guards.fidelity import compare, kl_divergence
 from ...methods import preset
 from ...methods.base import Method
+from ...models.load import concrete
 from ...vllm.encoding import encoding_options, encoding_primary, start_vllm
 from ...vllm.offline import worker_of
 from ...vllm.parameters import request_parameters
@@ -241,6 +242,7 @@ def certify_vllm(
 @contextmanager
 def _started(config: EngineConfig, options: Mapping[str, Any]) -> Iterator[_VLLMSession]:
     """vLLM with a store of its own."""
+    config = concrete(config)
     device = worker_of(config.device)
     replays = device == "gpu"  # of vLLM's two model runners, the one for accelerators
     following = {"enable_trace_replay": True} if replays else {"logits_processors": [_PROCESSOR]}

@@ -22,6 +22,7 @@ from ...base.paths import cache_home
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
+from ...models.load import concrete
 from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, shipped_set
@@ -148,7 +149,7 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to calibrate. Name one with --auxiliary.")
-    engine = CacheClipEngine(config, store=None, max_bytes=None, shadow_rate=0.0)
+    engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
     engine.parts.use_heads(None)
     auxiliary = transformers_model(engine.auxiliary)
     check_offsets(auxiliary)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,12 @@ from llama_index.core.program.utils import process_streaming_objects
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
-from cacheclip_rag.frontend.tools import can_constrain
+from cacheclip_rag.frontend.tools import can_constrain, forced_tool
 from cacheclip_rag.frontend.usage import telemetry, token_usage
-from cacheclip_rag.models.context import known_context, knows_tools
+from cacheclip_rag.models.context import is_here, known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
+from .counting import count_with
 from .events import CacheClipFusionEvent
 from .statistics import collector
 
@@ -60,8 +61,11 @@ Origins = Mapping[str, Sequence[tuple[str, str]]]
 __all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("cacheclip_rag.llama_index")
+"""Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""
 
+_MUST_END = "cacheclip_must_end"
+"""Option of our own calls whose answer is parsed: LlamaIndex's synthesizers would take a part of it for no answer."""
 _PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
 """Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
 LlamaIndex lack some of these classes."""
@@ -87,15 +91,15 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     (``gen_ai.usage.cache_read.input_tokens``). In streams, the last chunk has both. The response of a query engine has
     the statistics of all its prompts in ``metadata["cacheclip"]``, with any synthesizer.
 
-    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``stop``, ``method``,
-    ``recompute_ratio``, ``finish``, ``seed``, ``question`` (text that scores the chunks; default all text after the
-    last chunk), and ``documents`` (texts known to be in the prompt; they are stored even if they were never
-    precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these
-    nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which
-    stops before the next token if the task is cancelled. The model's chat template renders messages;
-    ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template too; a model
-    whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a response's
-    message, in OpenAI's format.
+    Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
+    ``repetition_penalty``, ``stop``, ``seed``, ``method``, ``recompute_ratio``, ``finish``, ``question`` (text that
+    scores the chunks; default all text after the last chunk), and ``documents`` (texts known to be in the prompt; they
+    are stored even if they were never precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the
+    texts are released with these nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model
+    in a separate thread, which stops before the next token if the task is cancelled. The model's chat template renders
+    messages; ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template
+    too; a model whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a
+    response's message, in OpenAI's format.
 
     Structured output (``structured_predict``, ``as_structured_llm``) follows its schema where the extra ``structured``
     is installed, with every model.
@@ -144,7 +148,12 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once."""
+        """Context window, answer length and name. Loads no weights. A server (``base_url``) is asked once.
+
+        From then on, LlamaIndex counts tokens with this model's tokenizer, if its files are on this machine and
+        ``Settings.tokenizer`` was not set."""
+        if self.base_url is None and is_here(self.primary):
+            count_with(self.tokenizer)
         return _Metadata(
             context_window=self.context_window or self._known_context() or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_tokens,
@@ -292,7 +301,8 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     def _with_schema(self, output_cls: type[BaseModel], options: dict[str, Any] | None) -> dict[str, Any]:
         """Options of a call whose answer is an ``output_cls``. A required tool call has its schema already."""
         constrained = self._can_constrain() and not self._calls_functions()
-        return {**(options or {}), **({"json_schema": output_cls.model_json_schema()} if constrained else {})}
+        wanted = {"json_schema": output_cls.model_json_schema(), _MUST_END: True} if constrained else {}
+        return {**(options or {}), **wanted}
 
     def _structured_stream_call(
         self,
@@ -307,7 +317,9 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
             return
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         found = _Partial(output_cls)
-        for response in self.stream_chat(messages, **{**(llm_kwargs or {}), "json_schema": found.schema}):
+        for response in self.stream_chat(
+            messages, **{**(llm_kwargs or {}), "json_schema": found.schema, _MUST_END: True}
+        ):
             yield found.after(response)
 
     async def _structured_astream_call(
@@ -323,7 +335,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         found = _Partial(output_cls)
 
         async def objects() -> AsyncGenerator[Any, None]:
-            options = {**(llm_kwargs or {}), "json_schema": found.schema}
+            options = {**(llm_kwargs or {}), "json_schema": found.schema, _MUST_END: True}
             async for response in await self.astream_chat(messages, **options):
                 yield found.after(response)
 
@@ -354,20 +366,23 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
         one_call = options.pop("parallel_tool_calls", None) is False
-        call = self._call_options(options)
+        with _failures_logged():
+            must_end = bool(options.pop(_MUST_END, False)) or forced_tool(options.get("tool_choice"))[0]
+            call = self._call_options(options)
         if call.question is None:
             call = replace(call, question=self._question)
         collect = collector()
 
         def events() -> Iterator[Event]:
             given = _merged(self._nodes, documents)
-            stream = self._answering().stream(prompt, options=replace(call, documents=given))
-            for event in final_events(stream, one_call=one_call):
-                if event.answer is not None:
-                    if collect is not None:
-                        collect(event.answer.stats.to_dict())
-                    dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
-                yield event
+            with _failures_logged():
+                stream = self._answering().stream(prompt, options=replace(call, documents=given))
+                for event in final_events(stream, one_call=one_call, must_end=must_end):
+                    if event.answer is not None:
+                        if collect is not None:
+                            collect(event.answer.stats.to_dict())
+                        dispatcher.event(self._fusion_event(event.answer.stats, _nodes_of(prompt, given)))
+                    yield event
 
         return events
 
@@ -375,6 +390,16 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         found = stats.to_dict()
         named = {name: found[name] for name in CacheClipFusionEvent.model_fields if name in found}
         return CacheClipFusionEvent(model_name=self.model_name, node_ids=node_ids, stats=found, **named)
+
+
+@contextmanager
+def _failures_logged() -> Iterator[None]:
+    """Log what ends an answer: sub-question engines, extractors and agents' tools catch every error and go on."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("an answer failed: %s: %s", type(error).__name__, error)
+        raise
 
 
 class _Metadata(LLMMetadata):

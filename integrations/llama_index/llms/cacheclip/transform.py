@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from cacheclip_adapters import EngineFields, warn_skipped
+from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
@@ -27,8 +30,8 @@ class CacheClipTransform(EngineFields, TransformComponent):
     """Precomputes each node's text as the LLM will read it (including metadata) and returns the nodes unchanged.
 
     Put it last in an ingestion pipeline, because a later change of text or metadata makes a different chunk. All fields
-    are public, because the pipeline's cache compares transforms by their fields. This cache skips known nodes: after
-    deleting a store, clear the cache too, or call the transform on the nodes. With ``num_workers`` each worker process
+    are public, because the pipeline's cache compares transforms by their fields. This cache skips known nodes, unless
+    one of them is not stored any more. With ``num_workers`` each worker process
     loads the weights; give a ``store`` folder then, because a store in memory stays in its process.
 
     Short nodes are computed together. A killed run loses at most one batch of them, or one long node. In the next run,
@@ -82,6 +85,23 @@ class CacheClipTransform(EngineFields, TransformComponent):
             self.engine.precompute(origins, method=self.method, skipped=warn_skipped)
             yield
 
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """The fields. For LlamaIndex's cache of ingestions, which asks for them to see whether it knows the result for
+        its nodes, they are others if the KV of one of these is not stored any more: what is cached are the nodes, and
+        no KV."""
+        found = super().to_dict(**kwargs)
+        nodes = _asking_about()
+        if nodes is not None and not self._has_all(nodes):
+            found["lost"] = uuid4().hex
+        return found
+
+    def _has_all(self, nodes: Iterable[BaseNode]) -> bool:
+        from cacheclip_rag.prompt.segments import normalise_chunk
+
+        caches = self.engine.chunk_caches(self.engine.context_of(self.method))
+        texts = [normalise_chunk(text) for _, text in _read(nodes)]
+        return all(text in each for text in texts for each in caches)
+
     def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
         """Estimate the cost of precomputing nodes: ``chunks``, ``computed`` (chunks that are not stored), their
         ``tokens``, ``bytes`` in the store, and ``seconds`` on this machine. Computes a few nodes for timing and stores
@@ -95,6 +115,16 @@ class CacheClipTransform(EngineFields, TransformComponent):
         plan = IngestPlan(chunks=len(texts))
         price(self.engine, texts, plan, method=self.method)
         return plan
+
+
+def _asking_about() -> Sequence[BaseNode] | None:
+    """The nodes about which LlamaIndex's cache asks. It gives a transform no chance to say that their results are gone,
+    so that they are read where they stand: in the function that makes the cache's key. None: somebody else asks."""
+    frame = sys._getframe(2)
+    if frame.f_code is not get_transformation_hash.__code__:
+        return None
+    nodes = frame.f_locals.get("nodes")
+    return nodes if isinstance(nodes, Sequence) else None
 
 
 def _read(nodes: Iterable[BaseNode]) -> Iterator[tuple[BaseNode, str]]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WholeChunks"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("cacheclip_rag.llama_index")
+"""Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""
 
 _GLUE = "\n\n"
 _REMEMBERED = 1024

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from llama_index.core.settings import Settings
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.storage.docstore.keyval_docstore import KVDocumentStore
+from llama_index.core.storage.docstore.types import DEFAULT_PERSIST_DIR
 
 from cacheclip_rag.base.errors import ConfigurationError
 
@@ -72,6 +74,33 @@ class CacheClipDocumentStore(KVDocumentStore):
         """A store with documents in memory."""
         return cls(SimpleDocumentStore(), llm)
 
+    @classmethod
+    def from_persist_dir(
+        cls,
+        persist_dir: str = DEFAULT_PERSIST_DIR,
+        llm: CacheClipLLM | CacheClipTransform | None = None,
+        **options: Any,
+    ) -> Self:
+        """A persisted ``SimpleDocumentStore``, wrapped: for an index that is loaded again, which would otherwise get
+        one that releases nothing.
+
+        Args:
+            llm: default ``Settings.llm``.
+            options: ``namespace`` and ``fs``, as of ``SimpleDocumentStore``.
+
+        >>> docstore = CacheClipDocumentStore.from_persist_dir("./storage", llm)
+        >>> storage = StorageContext.from_defaults(persist_dir="./storage", docstore=docstore)
+        >>> index = load_index_from_storage(storage)
+        """
+        return cls(SimpleDocumentStore.from_persist_dir(persist_dir, **options), _set_llm() if llm is None else llm)
+
+    @classmethod
+    def from_persist_path(
+        cls, persist_path: str, llm: CacheClipLLM | CacheClipTransform | None = None, **options: Any
+    ) -> Self:
+        """Like :meth:`from_persist_dir`, by the path of the file."""
+        return cls(SimpleDocumentStore.from_persist_path(persist_path, **options), _set_llm() if llm is None else llm)
+
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the wrapped store, such as ``persist``."""
         if name.startswith("__") or "_docstore" not in self.__dict__:
@@ -133,3 +162,14 @@ class CacheClipDocumentStore(KVDocumentStore):
     async def adelete_ref_doc(self, ref_doc_id: str, raise_error: bool = True) -> None:
         await super().adelete_ref_doc(ref_doc_id, raise_error=raise_error)
         await asyncio.to_thread(self._release, ref_doc_id)
+
+
+def _set_llm() -> CacheClipLLM:
+    """``Settings.llm``, if it is one of ours."""
+    from llama_index.llms.cacheclip import CacheClipLLM
+
+    if not isinstance(Settings.llm, CacheClipLLM):
+        raise ConfigurationError(
+            f"CacheClipDocumentStore needs a CacheClipLLM, got {type(Settings.llm).__name__} from Settings. Pass llm."
+        )
+    return Settings.llm

@@ -1,0 +1,312 @@
+"""No framework swallows an error of ours: it ends the call, or is logged where a framework goes on by design."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_cacheclip import CacheClipLLM as TextCacheClip
+from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip.base import ContextTooLongError
+from langchain_core.runnables import RunnableLambda, RunnableParallel
+from langgraph.prebuilt import ToolNode
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.bridge.pydantic import BaseModel, ValidationError
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.query_engine import SubQuestionQueryEngine
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.question_gen.types import SubQuestion
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.tools import QueryEngineTool
+from llama_index.llms.cacheclip import CacheClipLLM
+from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
+
+from cacheclip_rag.base import errors
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError
+from cacheclip_rag.models.load import _registry, unload_models
+from tests.integrations.fakes import fake_models, watched
+from tests.integrations.test_llama_index import WordEmbedding
+
+
+class Town(BaseModel):
+    name: str
+
+
+def family(kind: type[CacheClipError] = CacheClipError) -> list[type[CacheClipError]]:
+    """A class of errors and all that derive from it."""
+    return [kind, *(each for child in kind.__subclasses__() for each in family(child))]
+
+
+def made(kind: type[CacheClipError]) -> CacheClipError:
+    if issubclass(kind, MissingExtraError):
+        return kind("a part", "structured")
+    return kind("it failed", []) if issubclass(kind, EncodingError) else kind("it failed")
+
+
+def invalid() -> ValidationError:
+    with pytest.raises(ValidationError) as caught:
+        Town.model_validate({})
+    return caught.value
+
+
+OURS = [made(kind) for kind in family()]
+OTHERS = [
+    ValueError("half a character"),
+    TypeError("no tensor"),
+    invalid(),
+    RuntimeError("no memory left"),
+    KeyError("x"),
+]
+"""What libraries below may raise: jinja, tokenizers, torch, pydantic."""
+FEW = [made(errors.ConfigurationError), made(errors.PromptTooLongError), made(MissingExtraError), *OTHERS[:3]]
+SWALLOWED = (ValueError, TypeError)
+"""What LlamaIndex's refining synthesizers log to a logger that prints nothing, and then leave the context out."""
+
+
+@pytest.fixture
+def llm(tmp_path: Any) -> CacheClipLLM:
+    return CacheClipLLM(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
+
+
+@pytest.fixture
+def chat(tmp_path: Any) -> ChatCacheClip:
+    return ChatCacheClip(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
+
+
+def nodes() -> list[NodeWithScore]:
+    return [NodeWithScore(node=TextNode(text=f"The harbour has {n} berths."), score=1.0) for n in range(3)]
+
+
+def raised(error: Exception, call: Callable[[], Any]) -> None:
+    """``call`` ends with this error, or with an error of ours that it caused."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    chain: list[BaseException | None] = [caught.value]
+    while chain[-1] is not None:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    assert error in chain or any(str(error) in str(each) for each in chain if each is not None), caught.value
+
+
+def in_loop(coroutine: Callable[[], Any]) -> Callable[[], Any]:
+    return lambda: asyncio.run(coroutine())
+
+
+async def adrain(response: Any) -> None:
+    async for _ in response.async_response_gen():
+        pass
+
+
+def test_the_family_is_what_no_framework_catches() -> None:
+    """Whoever adds an error decides this first."""
+    assert {each.__name__ for each in family() if each.__module__ == errors.__name__} == {*errors.__all__}
+    assert not [kind for kind in family() if issubclass(kind, SWALLOWED)]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",  # of LlamaIndex's agents
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning",  # its chat engines raise in their thread too
+)
+class TestLlamaIndex:
+    @pytest.mark.parametrize("ours", [False, True], ids=["stock", "ours"])
+    @pytest.mark.parametrize("options", [{}, {"structured_answer_filtering": True}, {"output_cls": Town}], ids=str)
+    @pytest.mark.parametrize("mode", [m for m in ResponseMode if m not in ("no_text", "context_only")])
+    def test_every_response_mode(self, llm: CacheClipLLM, mode: str, options: dict[str, Any], ours: bool) -> None:
+        if mode not in ("refine", "compact") and "structured_answer_filtering" in options:
+            pytest.skip("only modes that refine have it")
+
+        def synthesizer(streaming: bool) -> Any:
+            make: Any = CacheClipSynthesizer if ours else get_response_synthesizer
+            return make(llm=llm, response_mode=mode, streaming=streaming, **options)
+
+        async def streamed() -> None:
+            await adrain(await synthesizer(True).asynthesize("How many?", nodes()))
+
+        ways: list[Callable[[], Any]] = [
+            lambda: synthesizer(False).synthesize("How many?", nodes()),
+            in_loop(lambda: synthesizer(False).asynthesize("How many?", nodes())),
+        ]
+        if mode not in ("accumulate", "compact_accumulate"):  # they cannot stream
+            ways += [lambda: [*synthesizer(True).synthesize("How many?", nodes()).response_gen], in_loop(streamed)]
+        assert llm.engine.primary
+        for error in (*OURS, *OTHERS) if mode == "compact" and not options else FEW:
+            watched(llm.engine).error = error
+            for way in ways:
+                raised(error, way)
+
+    @pytest.mark.parametrize("mode", ["simple", "context", "condense_question", "condense_plus_context"])
+    def test_chat_engines(self, llm: CacheClipLLM, mode: str) -> None:
+        index = VectorStoreIndex([each.node for each in nodes()], embed_model=WordEmbedding())
+        engine = index.as_chat_engine(chat_mode=mode, llm=llm)
+
+        async def streamed() -> None:
+            await adrain(await engine.astream_chat("How many?"))
+
+        for error in (*OURS, *OTHERS):
+            watched(llm.engine).error = error
+            raised(error, lambda: engine.chat("How many?"))
+            raised(error, lambda: [*engine.stream_chat("How many?").response_gen])
+            raised(error, in_loop(lambda: engine.achat("How many?")))
+            raised(error, in_loop(streamed))
+
+    @pytest.mark.parametrize("kind", [ReActAgent, FunctionAgent])
+    def test_agents(self, llm: CacheClipLLM, kind: type) -> None:
+        llm.is_function_calling_model = True
+
+        async def asked() -> None:
+            await kind(tools=[], llm=llm).run("How many?")
+
+        for error in (*OURS, *OTHERS):
+            watched(llm.engine).error = error
+            raised(error, in_loop(asked))
+
+    def test_what_goes_on_by_design_logs(self, llm: CacheClipLLM, caplog: pytest.LogCaptureFixture) -> None:
+        """The sub-question engine answers without the questions that fail."""
+        index = VectorStoreIndex([each.node for each in nodes()], embed_model=WordEmbedding())
+        tool = QueryEngineTool.from_defaults(index.as_query_engine(llm=llm), name="berths", description="berths")
+
+        class Asking(LLMQuestionGenerator):
+            def generate(self, *_: Any, **__: Any) -> list[SubQuestion]:
+                return [SubQuestion(sub_question="How many?", tool_name="berths")]
+
+        engine = SubQuestionQueryEngine.from_defaults(
+            [tool], llm=llm, question_gen=Asking.from_defaults(llm=llm), use_async=False, verbose=False
+        )
+        for error in (*OURS, *OTHERS):
+            watched(llm.engine).error = error
+            caplog.clear()
+            engine.query("How many?")
+            found = [each for each in caplog.records if str(error) in each.getMessage()]
+            assert any(each.levelno >= logging.WARNING and not _is_mute(each.name) for each in found), error
+
+
+def _is_mute(name: str) -> bool:
+    """Whether a logger has a handler of its own or its parents', so that Python does not print its warnings."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None and logger.name != "root":
+        if logger.handlers:
+            return True
+        logger = logger.parent
+    return False
+
+
+def test_no_logger_of_ours_is_mute() -> None:
+    """LlamaIndex gives its loggers a handler that prints nothing."""
+    import llama_index.llms.cacheclip.base as model
+    import llama_index.response_synthesizers.cacheclip.packing as packing
+
+    assert _is_mute("llama_index.core")
+    assert not [module for module in (model, packing) if _is_mute(module.logger.name)]
+
+
+class TestLangChain:
+    def test_chains(self, chat: ChatCacheClip) -> None:
+        chains = [
+            chat,
+            chat.with_fallbacks([chat]),
+            chat.with_retry(stop_after_attempt=2, wait_exponential_jitter=False),
+            RunnableParallel(one=chat, two=RunnableLambda(len)),
+            TextCacheClip.from_engine(chat.engine),
+        ]
+        for chain, error in itertools.product(chains, (*OURS, *OTHERS)):
+            watched(chat.engine).error = error
+            raised(error, lambda chain=chain: chain.invoke("How many?"))
+            raised(error, in_loop(lambda chain=chain: chain.ainvoke("How many?")))
+            raised(error, lambda chain=chain: [*chain.stream("How many?")])
+            raised(error, lambda chain=chain: chain.batch(["How many?"]))
+
+    def test_tools_of_agents(self, chat: ChatCacheClip) -> None:
+        """A tool that asks our model."""
+        from langchain_core.messages import AIMessage
+        from langchain_core.tools import tool
+        from langgraph.graph import END, START, MessagesState, StateGraph
+
+        @tool
+        def berths(question: str) -> str:
+            """How many berths there are."""
+            return str(chat.invoke(question).content)
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("tools", ToolNode([berths]))
+        graph.add_edge(START, "tools")
+        graph.add_edge("tools", END)
+        call = AIMessage("", tool_calls=[{"name": "berths", "args": {"question": "How many?"}, "id": "1"}])
+        for error in (*OURS, *OTHERS):
+            watched(chat.engine).error = error
+            raised(error, lambda: graph.compile().invoke({"messages": [call]}))
+
+
+def test_too_long_is_langchains_error_too(chat: ChatCacheClip) -> None:
+    watched(chat.engine).error = errors.PromptTooLongError("it failed")
+    with pytest.raises(ContextTooLongError, match="it failed"):
+        chat.invoke("How many?")
+
+
+TEXTS = {
+    "german": "Die Donaudampfschifffahrtsgesellschaft prüft jährlich die Brandschutzverordnungen ihrer Hafengebäude. ",
+    "chinese": "港务局长每天早晨检查灯塔，然后记录水位和风速。",
+    "tables": "| Hafen | Liegeplätze | 2023 | 2024 |\n|---|---|---|---|\n| Cuxhaven | 17 | 3.401,55 | 3.977,02 |\n",
+    "code": "def berth(ship):\n    return {'id': ship['id'], 'dock': [x ** 2 for x in range(ship['n'])]}\n\n",
+}
+
+
+class TestPacking:
+    @pytest.mark.parametrize("text", TEXTS)
+    @pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "simple_summarize", "compact_accumulate"])
+    def test_prompts_of_stock_components_fit(self, tiny_models: dict[str, str], mode: str, text: str) -> None:
+        """Counted by the model's own tokenizer. By LlamaIndex's default one, they would not."""
+        SentenceSplitter()  # makes LlamaIndex choose its default
+        llm = CacheClipLLM(
+            primary=tiny_models["llama"], auxiliary=None, method="full", context_window=2000, max_tokens=32
+        )
+        parts = [f"{n}: {TEXTS[text] * 12}" for n in range(6)]
+        # of LlamaIndex's simple_summarize, texts come as a Python list, with more characters than it has counted
+        make = CacheClipSynthesizer if mode == "simple_summarize" else get_response_synthesizer
+        synthesizer = make(llm=llm, response_mode=mode)
+        found = [NodeWithScore(node=TextNode(text=part), score=1.0) for part in parts]
+        stats = synthesizer.synthesize("How many?", found).metadata["cacheclip"]
+        assert all(each["prompt_tokens"] <= 2000 for each in stats)
+        if mode != "simple_summarize":  # it leaves out what does not fit, and says so
+            whole = sum(len(llm.tokenizer(part)) for part in parts)
+            assert sum(each["prompt_tokens"] for each in stats) > whole, "nothing is left out"
+
+    def test_the_users_tokenizer_stays(self, llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("llama_index.core.global_tokenizer", str.split)
+        assert llm.metadata.context_window and Settings.tokenizer is str.split
+
+    def test_each_models_prompts_are_counted_by_its_own(self, tiny_models: dict[str, str]) -> None:
+        for name in ("llama", "auxiliary"):
+            each = CacheClipLLM(primary=tiny_models[name])
+            get_response_synthesizer(llm=each)
+            assert Settings.tokenizer == each.tokenizer
+            text = "Die Hafenmeisterin wohnt am Kai."
+            assert Settings.tokenizer(text) == list(each.engine.primary.tokenize(text).ids)
+
+    def test_nothing_is_fetched_to_count(self) -> None:
+        assert CacheClipLLM(primary="some/model").metadata.context_window
+        assert SentenceSplitter(chunk_size=64, chunk_overlap=0).split_text("The keeper lived there.") == [
+            "The keeper lived there."
+        ]
+
+    def test_it_keeps_no_weights(self, tiny_models: dict[str, str]) -> None:
+        tokenizer = pickle.loads(pickle.dumps(CacheClipLLM(primary=tiny_models["llama"]).tokenizer))
+        unload_models()
+        assert tokenizer("It says.") and not _registry
+
+    def test_a_servers_is_elsewhere(self) -> None:
+        llm = CacheClipLLM(base_url="http://127.0.0.1:1/v1")
+        with pytest.raises(ConfigurationError, match="AutoTokenizer"):
+            _ = llm.tokenizer
+
+
+def test_settings_are_refused_in_our_words(tmp_path: Any) -> None:
+    """Not wrapped by pydantic."""
+    for kind in (CacheClipLLM, ChatCacheClip):
+        with pytest.raises(ConfigurationError, match="temperature"):
+            kind(temperature=-1)
