@@ -121,7 +121,9 @@ class Plan:
         """Chunk tokens of which the ratio is a share: all, and of those in continued KV :data:`FOLLOW_UP_SHARE`."""
         layout = self.layout
         continued = sum(len(span.tokens) for span in spans if layout.is_continued and layout.is_cached(span))
-        return sum(len(span.tokens) for span in spans) - continued + round(FOLLOW_UP_SHARE * continued)
+        # the same prompt again has the same answer
+        share = FOLLOW_UP_SHARE if layout.num_cached < layout.num_tokens - 1 else 0
+        return sum(len(span.tokens) for span in spans) - continued + round(share * continued)
 
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""

@@ -400,4 +400,6 @@ def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
             for n, (a, b) in enumerate(span.tokens.offsets)
             if span.segment.text[a:b].strip()
         ]
+    if layout.is_continued:  # what earlier turns said is not computed again
+        found = [slot for slot in found if slot >= layout.num_cached]
     return torch.tensor(found or [layout.num_tokens - 1], dtype=torch.int64)

@@ -132,6 +132,15 @@ class TestContinued:
         expected[list(trace.recomputed)] = False
         assert stale.tolist() == expected[: len(stale)].tolist()
 
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_same_prompt_again_has_the_same_answer(self, make: Make, passages: list[str], method: str) -> None:
+        engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0)
+        engine.precompute(passages)
+        first, *others = (engine.generate(rag(passages), SHORT) for _ in range(3))
+        for again in others:
+            assert again.token_ids == first.token_ids
+            assert (again.stats.fresh_tokens, again.stats.recomputed_tokens) == (1, 0)
+
     @pytest.mark.parametrize("other", [{"method": "direct"}, {"recompute_ratio": 0.3}])
     def test_another_method_or_ratio_does_not(self, make: Make, passages: list[str], other: dict[str, object]) -> None:
         engine = make(method="cacheclip", recompute_ratio=0.4)
