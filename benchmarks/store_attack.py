@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import inspect
 import json
 import logging
@@ -45,10 +46,22 @@ from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
-from cacheclip_rag.ingest.library import FILE_NAME as LIBRARY
+from cacheclip_rag.ingest import library as documents
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
-from cacheclip_rag.store import Catalog, ChunkStore, ReadBuffer, TenantStore, chunk_key, decode, encode, repair, verify
+from cacheclip_rag.store import (
+    Catalog,
+    ChunkStore,
+    ReadBuffer,
+    TenantStore,
+    chunk_key,
+    clear,
+    collect_garbage,
+    decode,
+    encode,
+    repair,
+    verify,
+)
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
 
@@ -75,7 +88,7 @@ class Result:
     def control(self, hits: int, what: str = "hits") -> None:
         """Without hits in the control, an attack shows nothing."""
         self.figures["control_hits"] = hits
-        if not hits:
+        if not hits and not self.broken:  # which ends some attacks early
             raise SystemExit(f"the control has no {what}: this attack shows nothing")
 
 
@@ -271,7 +284,7 @@ def attack_evict(args: argparse.Namespace, folder: Path) -> Result:
     result.control(hits if evicted else 0, "hits or evictions")
     result.figures |= {"entries": args.entries, "tenants": args.tenants, "evicted": evicted, **spread(seconds)}
     counted, kept = store.catalog.counted(), store.catalog.total()
-    result.expect(counted == kept, f"the totals are {kept}, counted anew {counted}")
+    result.expect(counted == store.catalog.tenants(), "the totals of tenants are not those that are counted anew")
     result.expect(kept.bytes <= total.bytes, f"{kept.bytes} bytes are stored, the limit is {total.bytes}")
     result.expect(result.figures["median_ms"] < 5, f"a put that evicts takes {result.figures['median_ms']} ms")
     store.close()
@@ -535,13 +548,14 @@ def _summary(report: Any) -> dict[str, Any]:
 
 def attack_kill(args: argparse.Namespace, folder: Path) -> Result:
     """After a SIGKILL at any moment, the next open leaves no temporary file, no payload without an entry and no wrong
-    KV, and the limit holds."""
+    KV, and the limit holds. A tenant that nobody evicts keeps all of its entries."""
     result = Result(inspect.getdoc(attack_kill) or "")
     rng = random.Random(args.seed)
     limit = int(args.limit_mb * 1e6)
     where = folder / "store"
     store = ChunkStore.open(where, max_bytes=limit)
     store.apply_limit()
+    put_kept(store)
     store.close()
     found: Counter[str] = Counter()
     while found["kills"] < args.kills:
@@ -556,12 +570,14 @@ def attack_kill(args: argparse.Namespace, folder: Path) -> Result:
                 process.kill()
             found["kills"] += len(victims)
             time.sleep(rng.uniform(0, 0.1))
+        die_between(where, rng.randrange(KEPT, KEPT + 20))
+        found["kills"] += 1
         _look(where, limit, args.keys, found, result)
         if result.broken and not args.go_on:
             break
     count, wrong = logged(folder)
     result.broken += wrong
-    result.control(min(found["read"], count["hits"]))
+    result.control(min(found["read"], count["hits"], found["temporaries_before"]), "hits and temporary files")
     result.figures |= {**found, **{f"writers_{name}": number for name, number in count.items()}}
     return result
 
@@ -581,6 +597,9 @@ def _look(where: Path, limit: int, keys: int, found: Counter[str], result: Resul
     writes = store.catalog.database.query("SELECT * FROM writes")
     result.expect(not writes, f"{after}: {len(writes)} announced writes are left")
     found["entries_without_payload"] += len(known - set(store.tiers.list()))
+    held = kept_in(store)
+    found["kept"] += len(held)
+    result.expect(len(held) == KEPT, f"{after}: {len(held)} of {KEPT} entries are left that nobody evicts")
     report = verify(where)
     if not report.is_clean:
         found["repairs"] += 1
@@ -599,6 +618,399 @@ def _look(where: Path, limit: int, keys: int, found: Counter[str], result: Resul
         repair(where)
         left = verify(where)
         result.expect(left.is_clean, f"{after}: verify finds after repair {_summary(left)}")
+
+
+KEPT = 20
+"""Entries of a tenant that is never the largest, and that no writer uses: none of them may go."""
+
+
+def kept_kv(number: int) -> torch.Tensor:
+    return torch.full((2, 2, 1, 8, 16), float(number))
+
+
+def put_kept(store: ChunkStore, numbers: Sequence[int] = range(KEPT), namespace: str = "kept") -> None:
+    tenant = TenantStore(store, namespace)
+    for number in numbers:
+        text = f"what is kept has the number {number} in its text"
+        tenant.put(key_of(namespace, number), kept_kv(number), "float32", text=text)
+
+
+def kept_in(store: ChunkStore, namespace: str = "kept", most: int = KEPT) -> set[int]:
+    """Numbers of the entries that are there with the right KV."""
+    tenant = TenantStore(store, namespace)
+    found = {number: tenant.get(key_of(namespace, number)) for number in range(most)}
+    return {n for n, stored in found.items() if stored is not None and torch.equal(stored.tensor(), kept_kv(n))}
+
+
+def die_between(where: Path, number: int) -> None:
+    """A process that is killed when its payload is written and not yet renamed."""
+
+    def work() -> None:
+        os.replace = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        put_kept(ChunkStore.open(where), [number])
+
+    in_a_child(work)
+
+
+def in_a_child(work: Callable[[], object]) -> tuple[int, str]:
+    """Run in a forked process: its exit code (a killed one's is negative), and the error that it ended in."""
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with contextlib.suppress(StoreError):
+                    work()
+                code = 0
+            except BaseException:
+                said.write(_last_lines())
+                said.flush()
+            os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        return code, said.read()
+
+
+# -- kills and faults at every moment ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something that a process does with a store of 20 entries of one tenant and 8 of another."""
+
+    run: Callable[[Path], object]
+    may_go: Callable[[], set[int]] = set
+    """Entries of the first tenant that may be gone afterwards."""
+    prepare: Callable[[Path], object] = lambda folder: None
+    others_may_go: bool = False
+    """Whether those of the other tenant may go."""
+
+
+def _damage_two(folder: Path) -> None:
+    for number in (3, 7):
+        key = key_of("kept", number)
+        path = folder / "kv" / key[:2] / f"{key}.kv"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+def _leave_garbage(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    store.catalog.remove("kept", [key_of("kept", 4)])
+    store.close()
+    die_between(folder, 30)
+
+
+def _limit(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    store.set_limit(17 * 4096)
+
+
+def _put_in_full(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    put_kept(store, range(100, 103), "new")
+
+
+def _be_full(folder: Path) -> None:
+    store = ChunkStore.open(folder)
+    store.set_limit(28 * 4096)
+    store.close()
+
+
+def _ingest(folder: Path) -> None:
+    engine = fake_engine(folder, "ingest")
+    engine.precompute([f"{text_of(random.Random(number))}" for number in range(4)], source="s", document="d")
+
+
+WORKS = {
+    "open": Work(lambda folder: ChunkStore.open(folder), prepare=lambda folder: die_between(folder, 30)),
+    "read": Work(lambda folder: kept_in(ChunkStore.open(folder))),
+    "read damaged": Work(lambda folder: kept_in(ChunkStore.open(folder)), lambda: {3, 7}, _damage_two),
+    "put": Work(lambda folder: put_kept(ChunkStore.open(folder), range(100, 103), "new")),
+    "put in a full store": Work(_put_in_full, lambda: {*range(3)}, _be_full),
+    "ingest": Work(_ingest),
+    "limit": Work(_limit, lambda: {*range(11)}),
+    "clear": Work(lambda folder: clear(folder, "other"), others_may_go=True),
+    "gc": Work(collect_garbage, lambda: {4}, _leave_garbage),
+    "repair": Work(repair, lambda: {3, 7}, _damage_two),
+    "repair without a catalog": Work(repair, lambda: {3, 7}, lambda folder: (_damage_two(folder), _no_catalog(folder))),
+    "verify": Work(verify, lambda: {3, 7}, _damage_two),
+}
+
+
+def _no_catalog(folder: Path) -> None:
+    for path in folder.glob(f"{FILE_NAME}*"):
+        path.unlink()
+
+
+class Moments:
+    """Counts the calls of the system, and statements of SQLite, of a process; at one of them it does something else."""
+
+    CALLS = ("open", "read", "write", "stat", "lstat", "listdir", "replace", "unlink", "mkdir", "fstat")
+
+    def __init__(self, number: int, then: Callable[[], object], *, statements: bool) -> None:
+        self.left, self.then = number, then
+        for name in self.CALLS:
+            setattr(os, name, self._counted(getattr(os, name)))
+        if statements:
+            connect = sqlite3.connect
+
+            def connected(*arguments: Any, **options: Any) -> sqlite3.Connection:
+                connection = connect(*arguments, **options)
+                connection.set_trace_callback(lambda _: self._count())
+                return connection
+
+            sqlite3.connect = connected  # type: ignore[assignment]
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self._count()
+            return call(*arguments, **options)
+
+        return counted
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.then()
+
+
+def _scene_of(folder: Path, work: Work) -> Path:
+    """The store that a work begins with."""
+    store = ChunkStore.open(folder)
+    put_kept(store)
+    put_kept(store, range(8), "other")
+    store.close()
+    work.prepare(folder)
+    return folder
+
+
+def _compare(where: Path, work: Work, what: str, found: Counter[str], result: Result) -> None:
+    """The oracle: expected entries minus those that are allowed to go."""
+    ChunkStore.open(where).close()
+    temporaries = len([*(where / "tmp").glob("*")])
+    result.expect(not temporaries, f"{what}: {temporaries} temporary files are left")
+    store = ChunkStore.open(where)
+    held, others = kept_in(store), kept_in(store, "other", 8)
+    lost = set(range(KEPT)) - held - work.may_go()
+    result.expect(not lost, f"{what}: {len(lost)} entries are lost that should be there: {sorted(lost)}")
+    result.expect(
+        len(others) == 8 or work.others_may_go, f"{what}: {8 - len(others)} entries of another tenant are lost"
+    )
+    limit, total = store.catalog.limit, store.catalog.total().bytes
+    result.expect(limit is None or total <= limit, f"{what}: {total} bytes are stored, the limit is {limit}")
+    found["entries"] += len(held) + len(others)
+    store.close()
+    repair(where)
+    left = verify(where)
+    result.expect(left.is_clean, f"{what}: verify finds after repair {_summary(left)}")
+    store = ChunkStore.open(where)
+    lost = set(range(KEPT)) - kept_in(store) - work.may_go()
+    result.expect(not lost, f"{what}: {len(lost)} entries are lost after repair")
+    store.close()
+
+
+def attack_moments(args: argparse.Namespace, folder: Path) -> Result:
+    """A process that is killed at any call of the system or any statement of SQLite, whatever it does (open, read, put,
+    ingest, limit, clear, gc, repair, verify), costs no entry but those that it was to remove."""
+    result = Result(inspect.getdoc(attack_moments) or "")
+    rng, found = random.Random(args.seed), Counter[str]()
+    for name, work in WORKS.items():
+        scene, where = _scene_of(folder / "scene" / name, work), folder / "store"
+        number, step = 1, 1
+        while True:
+            _remove(where)
+            shutil.copytree(scene, where)
+
+            def killed(number: int = number, work: Work = work, where: Path = where) -> None:
+                Moments(number, lambda: os.kill(os.getpid(), signal.SIGKILL), statements=True)
+                work.run(where)
+
+            code, said = in_a_child(killed)
+            result.expect(code in (0, -signal.SIGKILL), f"{name}, at {number}: {said}")
+            if code == 0:
+                break
+            found["kills"] += 1
+            found["temporaries_before"] += len([*(where / "tmp").glob("*")])
+            _compare(where, work, f"{name}, killed at {number}", found, result)
+            number += rng.randint(1, step * args.stride)
+            step = 1 if number < 40 else 1 + number // 40
+        found[f"moments of {name}"] = number
+    result.control(min(found["entries"], found["temporaries_before"]), "entries and temporary files")
+    result.figures |= found
+    return result
+
+
+def attack_faults(args: argparse.Namespace, folder: Path) -> Result:
+    """Whatever call of the system fails (EIO, EMFILE, EACCES, ESTALE, no memory), once or from then on, nothing whole
+    is deleted, and afterwards all is there."""
+    result = Result(inspect.getdoc(attack_faults) or "")
+    rng, found = random.Random(args.seed), Counter[str]()
+    errors = [OSError(getattr(errno, name), name) for name in ("EIO", "EMFILE", "EACCES", "ESTALE")] + [MemoryError()]
+    for name, work in WORKS.items():
+        scene, where = _scene_of(folder / "scene" / name, work), folder / "store"
+        number, step = 1, 1
+        while True:
+            _remove(where)
+            shutil.copytree(scene, where)
+            error, again = rng.choice(errors), rng.random() < 0.3
+
+            def fail(
+                number: int = number, work: Work = work, where: Path = where, error: Any = error, again: bool = again
+            ) -> None:
+                def then() -> None:
+                    found["reached"] += 1
+                    if again:
+                        moments.left = 1
+                    raise error
+
+                moments = Moments(number, then, statements=False)
+                with contextlib.suppress(StoreError, OSError, MemoryError):
+                    work.run(where)
+                os._exit(3 if found["reached"] else 0)
+
+            found["reached"] = 0
+            code, said = in_a_child(fail)
+            if code == 0:
+                break
+            what = f"{name}, {type(error).__name__} {error} at {number}{' and after it' if again else ''}"
+            result.expect(code == 3, f"{what}: {said}")
+            found["faults"] += 1
+            _compare(where, work, what, found, result)
+            number += rng.randint(1, step * args.stride)
+            step = 1 if number < 40 else 1 + number // 40
+        found[f"calls of {name}"] = number
+    del found["reached"]
+    result.control(found["entries"], "entries")
+    result.figures |= found
+    return result
+
+
+# -- folders and catalogs of others -----------------------------------------------------------------------------------
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
+ROWS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 200000) INSERT INTO"
+HOSTILE_SQL = (
+    f"DROP TABLE totals; CREATE VIEW totals AS {ENDLESS} 'x' AS namespace, i AS entries, i AS bytes FROM n;",
+    f"DROP TABLE writes; CREATE VIEW writes AS {ENDLESS} i AS id, 'k' AS key, 't' AS namespace, 1 AS bytes, "
+    "'' AS writer FROM n;",
+    f"DROP TABLE contents; CREATE VIEW contents AS {ENDLESS} i AS id, 'default' AS namespace, x'' AS digest, "
+    "x'' AS text FROM n;",
+    f"CREATE TRIGGER more AFTER INSERT ON entries BEGIN INSERT INTO meta {ENDLESS} i, 1 FROM n; END;",
+    f"CREATE TRIGGER more AFTER UPDATE ON entries BEGIN INSERT INTO meta {ENDLESS} i, 1 FROM n; END;",
+    "CREATE TRIGGER more BEFORE DELETE ON writes BEGIN SELECT RAISE(IGNORE); END;",
+    "INSERT INTO writes (key, namespace, bytes, writer) VALUES ('k', 't', 1, '../../precious'), "
+    "('k', 't', 1, '/etc/x'), ('k', 't', 1, '**'), ('../../precious', 't', 1, '*'), (x'ff', x'ff', 1, x'ff');",
+    "INSERT INTO entries VALUES ('../../precious', 'default', x'', 1, 1, 'x', 0), ('*', 'default', x'', 1, 1, 'x', 0);",
+    f"{ROWS} quotas SELECT 'q' || i, 1 FROM n;",
+    f"{ROWS} writes SELECT i, 'k', 't', 0, printf('%032x', i) FROM n;",
+    "UPDATE contents SET text = zeroblob(100000000) WHERE id = 1;",
+)
+"""What somebody else may have written into a catalog."""
+LINKS = (
+    "kv",
+    "tmp",
+    "writers",
+    "unknown",
+    "kv/*",
+    f"{FILE_NAME}",
+    f"{FILE_NAME}-wal",
+    f"{FILE_NAME}.damaged",
+    documents.FILE_NAME,
+)
+"""What may be a link, a pipe or a file."""
+
+
+def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
+    """Whatever a store folder holds (links, pipes, files in place of folders, catalogs of others), nothing outside it
+    changes, nothing hangs, an engine answers, and repair leaves a clean store."""
+    result = Result(inspect.getdoc(attack_folders) or "")
+    rng, found = random.Random(args.seed), Counter[str]()
+    scene = Scene.make(folder, rng)
+    logging.getLogger("cacheclip_rag").setLevel(logging.CRITICAL)
+    outside, slowest = folder / "precious", (0.0, "")
+    for number in range(args.folders):
+        scene.restore()
+        _remove(outside)
+        shutil.copytree(scene.copy, outside)  # looks as a store does
+        (outside / ("0" * 32)).write_bytes(b"precious")
+        (outside / f"{'0' * 32}-abcd").write_bytes(b"precious")
+        before = _contents(outside)
+        what = _prepare(scene, outside, rng)
+        found["folders"] += 1
+        for name, use in _USES.items():
+            started = time.perf_counter()
+            code, said = in_a_child(lambda use=use: use(scene))
+            seconds = time.perf_counter() - started
+            result.expect(code == 0, f"{number} ({what}): {name}: {said}")
+            result.expect(seconds < 30, f"{number} ({what}): {name} took {seconds:.0f} s")
+            slowest = max(slowest, (round(seconds, 1), f"{name} of {what}"))
+            changed = {path for path, content in _contents(outside).items() if before.get(path) != content}
+            gone = before.keys() - _contents(outside).keys()
+            result.expect(not changed | gone, f"{number} ({what}): {name} changed {sorted(changed | gone)} outside")
+            found["uses"] += 1
+        left = verify(scene.store)
+        left.problems += documents.check_library(scene.store)
+        result.expect(left.is_clean, f"{number} ({what}): verify finds after repair {_summary(left)}")
+        engine = fake_engine(scene.store)
+        engine.precompute(scene.texts)
+        found["hits"] += engine.generate("\n\n".join(scene.texts) + QUESTION, SHORT).stats.hits
+        engine.close()
+    logging.getLogger("cacheclip_rag").setLevel(logging.WARNING)
+    result.control(found["hits"])
+    result.figures |= {**found, "slowest": slowest}
+    return result
+
+
+def _prepare(scene: Scene, outside: Path, rng: random.Random) -> str:
+    """Make the store hostile; returns how."""
+    if rng.random() < 0.4:
+        statement = rng.choice(HOSTILE_SQL)
+        connection = sqlite3.connect(scene.catalog, isolation_level=None)
+        connection.executescript(statement)
+        connection.close()
+        return statement[:70]
+    name = rng.choice(LINKS)
+    path = rng.choice(sorted((scene.store / "kv").iterdir())) if name == "kv/*" else scene.store / name
+    _remove(path)
+    kind = rng.choice(("link", "link", "link", "link to itself", "pipe", "file", "folder"))
+    if kind == "link":
+        target = rng.choice(
+            (outside, outside / name.replace("*", path.name), outside / "nowhere", outside / ("0" * 32))
+        )
+        path.symlink_to(target)
+        return f"{name}: link to {target.relative_to(outside.parent)}"
+    if kind == "link to itself":
+        path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "file":
+        path.write_bytes(b"x")
+    else:
+        path.mkdir()
+    return f"{name}: {kind}"
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _ask(scene: Scene) -> None:
+    engine = fake_engine(scene.store)
+    engine.generate("\n\n".join(scene.texts) + QUESTION, SHORT, documents=scene.texts)
+    engine.close()
+
+
+_USES: dict[str, Callable[[Scene], object]] = {
+    "ask": _ask,
+    "verify": lambda scene: verify(scene.store),
+    "gc": lambda scene: collect_garbage(scene.store),
+    "documents": lambda scene: Library(scene.store).documents(),
+    "repair": lambda scene: (repair(scene.store), documents.repair_library(scene.store)),
+}
 
 
 # -- tenants and hostile texts ----------------------------------------------------------------------------------------
@@ -685,14 +1097,14 @@ def attack_hostile(args: argparse.Namespace, folder: Path) -> Result:
 
 
 class Stated(logging.Handler):
-    """Collects warnings of store, chunk caches and library."""
+    """Collects warnings of store, search, chunk caches and library."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.startswith(("cacheclip_rag.store", "cacheclip_rag.chunks", "cacheclip_rag.ingest")):
+        if record.name.startswith(tuple(f"cacheclip_rag.{room}" for room in ("store", "finding", "chunks", "ingest"))):
             self.lines.append(record.getMessage())
 
 
@@ -1063,7 +1475,7 @@ class _Case:
         documents of which passages are missing."""
         scene, damage = self.scene, self.scene.rng.choice(OF_CATALOG)
         where = f"damage {number} ({damage.__name__} of library)"
-        path = scene.store / LIBRARY
+        path = scene.store / documents.FILE_NAME
         library, is_open = Library(scene.store), scene.rng.random() < 0.5
         if is_open:
             where += ", open"
@@ -1163,6 +1575,9 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "max-tokens": (4000, 4000),
         "keys": (60, 60),
     },
+    "moments": {"stride": (1, 12)},
+    "faults": {"stride": (1, 12)},
+    "folders": {"folders": (300, 12)},
     "damage": {"damages": (10_000, 100)},
     "tenants": {"tenants": (100, 20), "chunks": (10, 5), "rounds": (30, 15), "flood": (5, 5)},
     "hostile": {"texts": (1000, 300)},

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..base.clock import PhaseClock
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import ConfigurationError
 from ..base.sampling import is_greedy
 from ..fusion.answer import Event
@@ -78,15 +79,17 @@ class Answering:
 
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
-        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-        options, runtime = request.options, sources.primary.runtime
-        schema = options.params.json_schema
-        constraint = runtime.constrain(schema) if schema else None
-        text_of = runtime.decode_calls if options.tools else None
-        clock, turns = PhaseClock(), turns_of(runtime)
-        read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
+        with waiting_at_most(ANSWER_WAIT_S):
+            sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+            options, runtime = request.options, sources.primary.runtime
+            schema = options.params.json_schema
+            constraint = runtime.constrain(schema) if schema else None
+            text_of = runtime.decode_calls if options.tools else None
+            clock, turns = PhaseClock(), turns_of(runtime)
+            read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.prompt():  # until the first text is there: most first tokens have one
-            plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
+            with waiting_at_most(ANSWER_WAIT_S):
+                plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
             verification = _verification(request, plan.method, sources, prefilled)
             # finish completes the exact KV in any case, so that it needs no gate
             beside = (
@@ -113,7 +116,7 @@ class Answering:
                 for observer in self.observers:
                     observer.on_answer(answered)
             yield event
-        if missing:
+        if missing or self.writer.late:
             self.writer.store_missing(missing, options.documents, sources.primary.context)
 
     def plan(

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from ..base.database import ANSWER_WAIT_S, is_busy, waiting_at_most
 from ..base.errors import CacheClipError, ConfigurationError, EncodingError
 from ..chunks.batches import in_batches
 from ..chunks.behind import WriteBehind
@@ -23,12 +24,17 @@ __all__ = ["ChunkWriter"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_LATE = 256
+"""Chunks that are remembered while another process uses the catalog."""
+
 
 class ChunkWriter:
     """Writes the chunk caches of one engine."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self.late: dict[tuple[str, ChunkContext], list[tuple[str, str]]] = {}
+        """Chunks that are to be stored after a later answer, with their sources and documents."""
 
     def precompute(
         self,
@@ -101,19 +107,29 @@ class ChunkWriter:
         return released
 
     def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
-        """Store chunks that were missing. The answer is complete already, so a store error is only logged."""
+        """Store chunks that were missing. The answer is complete already, so a store error is only logged. Chunks that
+        cannot be stored because another process uses the catalog are stored after a later answer."""
         if self._parts.config.on_miss != "store":
             return
         origins = _origins(documents)
-        for chunk in chunks:
-            try:
-                for caches in self._parts.usable(context):
-                    caches.write(chunk)
-                self._parts.library.add(chunk)
-                for source, document in origins.get(chunk, ()):
-                    self._parts.library.add_source(chunk, source, document)
-            except CacheClipError as error:
-                logger.warning("a chunk of this prompt could not be stored: %s", error)
+        late = {(chunk, context): origins.get(chunk, []) for chunk in chunks}
+        late |= {each: self.late.pop(each) for each in [*self.late]}
+        with waiting_at_most(ANSWER_WAIT_S):
+            for (chunk, behind), known in late.items():
+                try:
+                    self._parts.store.check_writable()  # before anything is computed
+                    self._store_missing(chunk, behind, known)
+                except CacheClipError as error:
+                    if is_busy(error) and len(self.late) < _MOST_LATE:
+                        self.late[chunk, behind] = known
+                    logger.warning("a chunk of this prompt could not be stored: %s", error)
+
+    def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:
+        for caches in self._parts.usable(context):
+            caches.write(chunk)
+        self._parts.library.add(chunk)
+        for source, document in origins:
+            self._parts.library.add_source(chunk, source, document)
 
 
 def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:

@@ -5,24 +5,52 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from .errors import CacheClipError, ConfigurationError, StoreError
-from .paths import make_private_folder, private_mode
+from .folder import is_file, open_folder, private_mode
 
-__all__ = ["Database", "FormatError", "may_be_whole"]
+__all__ = ["ANSWER_WAIT_S", "Database", "FormatError", "is_busy", "may_be_whole", "waiting_at_most"]
 
 _BUSY_TIMEOUT_S = 30.0
+"""Longest wait for other processes, unless :func:`waiting_at_most` says less."""
+ANSWER_WAIT_S = 0.2
+"""Longest wait of an answer for other processes: to load, to plan, and at its end."""
+_PAUSE_S = 0.005
+_LONGEST_S = 600.0
+"""Longest time of one statement: a file that something else wrote may hold rows without end."""
+_HURRIED_S = 1.0
+"""Longest time of one statement where nobody may wait."""
+_STEPS = 100_000
+"""Steps of SQLite's machine between two looks at the clock: about a millisecond."""
+_MOST_BYTES = 1 << 28
+"""Of one value."""
 _APPLICATION_ID = 0x43434B56
 """Marks SQLite files of this package: ``CCKV``."""
 _LATER_VERSIONS = 100
 """A file with a version from here on is damaged."""
-_ERRORS = (sqlite3.Error, UnicodeError, OverflowError)
+_ERRORS = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
 """Errors of the module for names that are no text, damaged files, and numbers that are no 64-bit integers."""
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL)
+_PASSING = (
+    *_BUSY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+    sqlite3.SQLITE_INTERRUPT,
+)
+"""What SQLite says of files that may be whole."""
 
 
 class FormatError(StoreError):
@@ -30,12 +58,31 @@ class FormatError(StoreError):
 
 
 def may_be_whole(error: StoreError) -> bool:
-    """Whether a file could not be used for another reason than damage: it is of another version or locked, or the disk
-    is full or failing."""
-    code = getattr(error.__cause__, "sqlite_errorcode", None)
-    others = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
-    passing = code is not None and code & 0xFF in (*others, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-    return passing or isinstance(error, FormatError)
+    """Whether a file could not be used for another reason than damage: it is of another version or locked, the disk is
+    full or failing, or there is no memory or file handle for it."""
+    cause = error.__cause__
+    return isinstance(error, FormatError) or isinstance(cause, OSError | MemoryError) or _code(cause) in _PASSING
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether a file could not be used because another process is using it."""
+    return _code(error.__cause__ if isinstance(error, StoreError) else error) in _BUSY
+
+
+_patience: ContextVar[list[float] | None] = ContextVar("patience", default=None)
+"""One number: seconds for which statements may still wait for other processes."""
+
+
+@contextmanager
+def waiting_at_most(seconds: float) -> Iterator[None]:
+    """In this block, statements wait ``seconds`` in all for other processes, and raise StoreError where they would wait
+    longer: an answer waits for nobody's bookkeeping. A block around it that leaves less counts."""
+    around = _patience.get()
+    token = _patience.set([seconds] if around is None or seconds < around[0] else around)
+    try:
+        yield
+    finally:
+        _patience.reset(token)
 
 
 class Database:
@@ -57,6 +104,8 @@ class Database:
         self._owner_pid = 0
         self._identity: tuple[int, int] | None = None
         self._lock = threading.RLock()
+        self._until = 0.0
+        """When the statement that runs is interrupted."""
         self.read_only = False
         """Whether the file may only be read; known after the first statement."""
         self.on_replaced: Callable[[], object] | None = None
@@ -64,14 +113,19 @@ class Database:
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a SELECT."""
-        with self._lock:
-            try:
-                if self._connection is None and self._path is not None and not os.path.lexists(self._path):
-                    with closing(self._in_memory()) as empty:  # reading makes no file
-                        return empty.execute(sql, arguments).fetchall()
-                return self._open().execute(sql, arguments).fetchall()
-            except _ERRORS as error:
-                raise self._explain(error) from error
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                self._until = time.monotonic() + (_LONGEST_S if _patience.get() is None else _HURRIED_S)
+                try:
+                    if self._connection is None and self._path is not None and not os.path.lexists(self._path):
+                        with closing(self._in_memory()) as empty:  # reading makes no file
+                            return empty.execute(sql, arguments).fetchall()
+                    return self._open().execute(sql, arguments).fetchall()
+                except _ERRORS as error:
+                    if not _may_wait(error, began):
+                        raise self._explain(error) from error
+            time.sleep(_PAUSE_S)
 
     def execute(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement in its own transaction; returns the number of rows changed."""
@@ -83,27 +137,14 @@ class Database:
             return sum(max(0, run(sql, arguments).rowcount) for sql, arguments in statements)
 
     @contextmanager
-    def transaction(self, *, wait: bool = True) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """A transaction that no other process writes in; yields ``run(sql, arguments)``. Undone if the block raises.
-
-        Args:
-            wait: False raises StoreError at once if another process is writing.
-        """
-        with self._lock:
+    def transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """A transaction that no other process writes in; yields ``run(sql, arguments)``. Undone if the block raises."""
+        with self._begun() as connection:
             try:
-                connection = self._open()
-                if self.read_only:  # SQLite would let the block run up to its first statement that writes
-                    raise StoreError(f"{self._path} may only be read here. Change who may write to the store.")
-                if not wait:
-                    connection.execute("PRAGMA busy_timeout = 0")
-                try:
-                    connection.execute("BEGIN IMMEDIATE")
-                finally:
-                    if not wait:
-                        connection.execute(f"PRAGMA busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}")
+                self._until = time.monotonic() + (_LONGEST_S if _patience.get() is None else _HURRIED_S)
                 try:
                     yield connection.execute
-                    connection.execute("COMMIT")
+                    self._commit(connection)
                 except BaseException:
                     if connection.in_transaction:
                         connection.execute("ROLLBACK")
@@ -111,9 +152,55 @@ class Database:
             except _ERRORS as error:
                 raise self._explain(error) from error
 
+    @contextmanager
+    def _begun(self) -> Iterator[sqlite3.Connection]:
+        """The connection in a transaction. Other threads may read while this one waits for it."""
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                try:
+                    connection = self._open()
+                    if self.read_only:  # SQLite would let the block run up to its first statement that writes
+                        raise StoreError(f"{self._path} may only be read here. Change who may write to the store.")
+                    connection.execute("BEGIN IMMEDIATE")
+                except _ERRORS as error:
+                    if not _may_wait(error, began):
+                        raise self._explain(error) from error
+                else:
+                    yield connection
+                    return
+            time.sleep(_PAUSE_S)
+
+    def _commit(self, connection: sqlite3.Connection) -> None:
+        """Without a write-ahead log (a network disk), readers must end first."""
+        began = time.monotonic()
+        while True:
+            try:
+                connection.execute("COMMIT")
+                return
+            except sqlite3.Error as error:
+                if not _may_wait(error, began):
+                    raise
+            time.sleep(_PAUSE_S)
+
     def check(self) -> list[str]:
         """Damage that SQLite finds in the file; empty if it is whole. Raises StoreError if the file cannot be read."""
         return [str(line) for (line,) in self.query("PRAGMA integrity_check(20)") if line != "ok"]
+
+    def rows_of_another(self, path: Path, sql: str, table: str) -> Iterator[tuple[Any, ...]]:
+        """Rows of a query of a damaged file with these tables, until the first damaged page. Rows with text that is not
+        UTF-8 are left out, and all if the table is not made as ours."""
+        self._until = time.monotonic() + _LONGEST_S
+        with suppress(sqlite3.Error, UnicodeError, MemoryError), closing(self._in_memory()) as own:
+            known = _objects(own)
+            with closing(self._connection_to(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
+                statement = damaged.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+                if statement is None or ("table", table, " ".join(str(statement[0]).split())) not in known:
+                    return
+                damaged.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
+                for row in damaged.execute(sql):
+                    if all(_is_utf8(value) for value in row):
+                        yield row
 
     def compact(self) -> None:
         """Rewrite the file without free pages, and empty the WAL."""
@@ -133,42 +220,42 @@ class Database:
         self._connection = None
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None and self._owner_pid == os.getpid():
-            if self._path is None or _identity(self._path) == self._identity:
-                return self._connection
+        is_open, identity = self._connection is not None and self._owner_pid == os.getpid(), None
+        if self._path is not None:
+            with suppress(OSError):
+                found = os.lstat(self._path)
+                identity = found.st_dev, found.st_ino
+        if self._connection is None or not is_open or identity != self._identity:
             self._disconnect()
-            self._connect_again()
-            if self.on_replaced is not None:
+            self._connection, self._owner_pid = self._connect(), os.getpid()
+            self._identity = _identity(self._path)
+            if is_open and self.on_replaced is not None:
                 self.on_replaced()
-        if self._connection is None or self._owner_pid != os.getpid():
-            self._connect_again()
-        assert self._connection is not None
         return self._connection
-
-    def _connect_again(self) -> None:
-        self._connection, self._owner_pid = self._connect(), os.getpid()
-        self._identity = _identity(self._path) if self._path is not None else None
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is None:
             return self._in_memory()
-        self.read_only = self._path.exists() and not _may_write(self._path)
-        if self.read_only:
-            return self._connect_read_only(self._path)
         try:
-            make_private_folder(self._path.parent)
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, private_mode(self._path.parent) & 0o666))
+            self._refuse_what_is_no_file(self._path)
+            self.read_only = is_file(self._path) and not _may_write(self._path)
+            if not self.read_only:
+                with open_folder(self._path.parent, make=True) as folder:
+                    os.close(folder.open(self._path.name, os.O_RDWR | os.O_CREAT, private_mode(folder.path) & 0o666))
         except OSError as error:
             raise StoreError(
                 f"cannot use the store folder {self._path.parent}: {error}. Choose another one, or change who may "
                 "write to it."
             ) from error
-        connection = _connection(str(self._path))
+        if self.read_only:
+            return self._connect_read_only(self._path)
+        connection = self._connection_to(str(self._path))
         try:
             # no fsync per row: payloads are checked when they are read
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute("PRAGMA secure_delete=ON")  # released texts do not stay in free pages
             self._check_version(connection)
+            self._check_schema(connection)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.executescript(self._schema)
         except BaseException:
@@ -176,20 +263,52 @@ class Database:
             raise
         return connection
 
+    @staticmethod
+    def _refuse_what_is_no_file(path: Path) -> None:
+        """SQLite would follow a link out of the folder, or wait for a pipe's writer."""
+        for each in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm", "-journal"))):
+            if os.path.lexists(each) and not is_file(each):
+                raise StoreError(
+                    f"expected a file, got a link or something else: {each}. Remove it, or run cacheclip store repair "
+                    f"--store {path.parent}"
+                )
+
+    def _connection_to(self, name: str, *, uri: bool = False) -> sqlite3.Connection:
+        """A connection to a file that something else may have written to."""
+        connection = sqlite3.connect(name, timeout=0, isolation_level=None, check_same_thread=False, uri=uri)
+        connection.execute("PRAGMA trusted_schema=OFF")
+        connection.text_factory = _TEXT
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
+        connection.set_progress_handler(lambda: time.monotonic() > self._until, _STEPS)
+        connection.create_function("is_text", 1, _is_text, deterministic=True)
+        return connection
+
     def _in_memory(self) -> sqlite3.Connection:
-        connection = _connection(":memory:")
+        connection = self._connection_to(":memory:")
         connection.executescript(self._schema)
         return connection
 
     def _connect_read_only(self, path: Path) -> sqlite3.Connection:
         address = f"file:{quote(os.fsencode(path))}?mode=ro"
         try:
-            connection = _connection(address, uri=True)
+            connection = self._connection_to(address, uri=True)
             self._check_version(connection)
         except sqlite3.Error:  # the WAL's shared memory cannot be made; what was checkpointed can be read
-            connection = _connection(f"{address}&immutable=1", uri=True)
+            connection = self._connection_to(f"{address}&immutable=1", uri=True)
             self._check_version(connection)
+        self._check_schema(connection)
         return connection
+
+    def _check_schema(self, connection: sqlite3.Connection) -> None:
+        """Refuse what this package did not make: a trigger or view would do its work in every statement of ours."""
+        with closing(self._in_memory()) as own:
+            strange = _objects(connection) - _objects(own)
+        if strange:
+            kind, name, _ = min(strange)
+            raise StoreError(
+                f"{self._path} holds a {kind} {name!r} that this version of cacheclip-rag did not make. Run cacheclip "
+                f"store repair --store {self._path.parent if self._path else 'FOLDER'}"
+            )
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         if _marks(connection) == (_APPLICATION_ID, self._version):
@@ -226,8 +345,45 @@ class Database:
         )
 
 
-def _connection(name: str, *, uri: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(name, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, uri=uri)
+_TEXT = partial(str, encoding="utf-8", errors="replace")
+"""By default, SQLite's module refuses all rows of a query if one of them holds text that is not UTF-8."""
+
+
+def _is_text(value: object) -> bool:
+    """Whether the bytes of a column are text."""
+    try:
+        return isinstance(value, bytes) and value.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
+def _is_utf8(value: object) -> bool:
+    """Whether a value is no text with half a character."""
+    return not isinstance(value, str) or not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _objects(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """Kind, name and statement of each table, index, trigger and view, without SQLite's own."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    found = {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
+    return {each for each in found if not each[2].startswith(("CREATE TABLE sqlite_stat", "CREATE TABLE sqlite_seq"))}
+
+
+def _code(error: BaseException | None) -> int | None:
+    """SQLite's number of an error, without details."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _may_wait(error: BaseException, began: float) -> bool:
+    """Whether another process has the file, and there is time to wait for it."""
+    if not is_busy(error):
+        return False
+    patience = _patience.get()
+    if patience is None:
+        return time.monotonic() - began < _BUSY_TIMEOUT_S
+    patience[0] -= _PAUSE_S
+    return patience[0] >= 0
 
 
 def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
@@ -238,9 +394,11 @@ def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
     return int(application), int(version)
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(path: Path | None) -> tuple[int, int] | None:
+    if path is None:
+        return None
     try:
-        found = os.stat(path)
+        found = os.lstat(path)
     except OSError:
         return None
     return found.st_dev, found.st_ino

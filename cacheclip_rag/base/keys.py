@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 
 __all__ = ["FORMAT_VERSION", "chunk_key", "is_key", "text_digest"]
 
 FORMAT_VERSION = 1
 """Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
+_KEY = re.compile("[0-9a-f]{64}")
 
 
 def chunk_key(
@@ -40,7 +42,7 @@ def chunk_key(
 
 def is_key(value: object) -> bool:
     """Whether a value has the form of a store key."""
-    return isinstance(value, str) and len(value) == 64 and value.isascii() and value.isalnum()
+    return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 
 def text_digest(text: str) -> bytes:

@@ -1,15 +1,14 @@
-"""Folders on disk, and atomic writing of files."""
+"""The cache folder, and atomic writing of files."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_path", "cache_home", "fsync_folder", "make_private_folder", "private_mode"]
+__all__ = ["atomic_path", "cache_home", "fsync_folder"]
 
 
 def cache_home() -> Path:
@@ -18,27 +17,6 @@ def cache_home() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "cacheclip"
-
-
-def make_private_folder(root: Path, *names: str) -> Path:
-    """Make ``root``, for its owner alone, and a folder in it with the permissions of :func:`private_mode`; returns the
-    folder."""
-    if not root.is_dir():
-        root.parent.mkdir(parents=True, exist_ok=True)
-        root.mkdir(mode=0o700, exist_ok=True)
-    folder = root
-    for name in names:
-        folder = folder / name
-        if not folder.is_dir():
-            folder.mkdir(mode=private_mode(root), exist_ok=True)
-    return folder
-
-
-def private_mode(root: Path) -> int:
-    """Permissions of new folders in ``root``: 0700; 0770 if somebody made ``root`` so that its group may write to it.
-    The mask of the process (umask) applies to them too."""
-    mode = root.stat().st_mode
-    return 0o770 if mode & stat.S_IWGRP and not mode & stat.S_IWOTH else 0o700
 
 
 def fsync_folder(folder: Path) -> None:

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from .paths import cache_home, make_private_folder
+from .folder import open_folder
+from .paths import cache_home
 
 __all__ = ["own_folder", "python_command", "python_environment"]
 
@@ -33,4 +34,5 @@ def python_environment(**more: str) -> dict[str, str]:
 
 def own_folder() -> Path:
     """A folder in which a process may run for long: it belongs to this user, and nobody puts code into it."""
-    return make_private_folder(cache_home().absolute(), "run")
+    with open_folder(cache_home().absolute(), "run", make=True) as folder:
+        return folder.path

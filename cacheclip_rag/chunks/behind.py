@@ -8,6 +8,7 @@ where writing takes longer than computing, and then not for long.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -62,7 +63,7 @@ class WriteBehind:
         if not self._writes:
             yield
             return
-        writing = self._thread.submit(self._write)
+        writing = self._thread.submit(contextvars.copy_context().run, self._write)  # it may wait as long as this one
         try:
             yield
         except Exception:

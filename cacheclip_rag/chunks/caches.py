@@ -53,10 +53,12 @@ class ChunkCaches:
 
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
-        runtime = self.runtime
-        shape = (runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim)
-        size = frame_bytes(shape, self.codec, namespace=self._store.namespace)
+        size = frame_bytes(self._shape(num_tokens), self.codec, namespace=self._store.namespace)
         return self._store.store.tiers.round_up(size)
+
+    def _shape(self, num_tokens: int) -> tuple[int, ...]:
+        runtime = self.runtime
+        return runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -135,7 +137,7 @@ class ChunkCaches:
         Args:
             buffer: memory to read into. The KV is then valid until the next read into it.
         """
-        return self._read(self.key(text), self.codec, buffer)
+        return self._read(self.key(text), self.codec, len(self.tokenize(text)), buffer)
 
     def read_ahead(
         self,
@@ -147,11 +149,21 @@ class ChunkCaches:
     ) -> ReadAhead:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
+        layers, heads, width = self.runtime.num_layers, self.runtime.num_kv_heads, self.runtime.head_dim
+        shapes = {self.key(text): (layers, 2, heads, len(self.tokenize(text).ids), width) for text in texts}
         keys = [self.key(text) for text in texts]
-        return ReadAhead(self._store, keys, codec=self.codec, num_layers=num_layers, once=once, when_read=when_read)
+        return ReadAhead(
+            self._store,
+            keys,
+            codec=self.codec,
+            num_layers=num_layers,
+            once=once,
+            when_read=when_read,
+            shapes=shapes,
+        )
 
-    def _read(self, key: str, codec: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        stored = self._store.get(key, buffer)
+    def _read(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:
+        stored = self._store.get(key, buffer, self._shape(num_tokens))
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
@@ -240,7 +252,7 @@ class ChunkCaches:
             return self._no_kv()
         key = self.prefix_key
         codec = self._prefix_codec
-        if (stored := self._read(key, codec)) is not None:
+        if (stored := self._read(key, codec, self.num_prefix)) is not None:
             return stored.tensor()
         kv = runtime.encode(self.prefix_ids)
         try:

@@ -32,6 +32,9 @@ class ChunkLibrary:
         texts = list(texts)
         released = self._store.release(texts)
         self.index.remove(texts)
+        self.index.add(
+            [text for text in texts if self._store.holds_text(text)]
+        )  # another process stored them meanwhile
         return released
 
     # -- sources ------------------------------------------------------------------------------------------------

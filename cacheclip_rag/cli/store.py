@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..base.errors import ConfigurationError
 from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json, print_names
+
+if TYPE_CHECKING:
+    from ..store.care import RepairReport
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 
@@ -73,11 +76,15 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         typer.echo(f"{report.entries} chunk caches, {format_bytes(report.bytes)}")
         for title, names in (
             ("damaged", report.damaged),
+            ("cannot be read now", report.unreadable),
+            ("of another version", report.other_versions),
             ("missing", report.missing),
             ("unknown file", report.unknown_files),
             ("problem", report.problems),
         ):
             print_names(title, names)
+        if report.unreadable:
+            typer.echo("what cannot be read may be intact: look at the disk, and at who may read the store")
         typer.echo("nothing is wrong" if report.is_clean else f"mend it: cacheclip store repair --store {store}")
     if not report.is_clean:
         raise typer.Exit(1)
@@ -85,7 +92,8 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
 
 @app.command("repair")
 def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
-    """Delete what is damaged, and make catalog and files agree. Stop other users of the store before."""
+    """Delete what is damaged, and make catalog and files agree. What cannot be read stays; exit code 1 if there is any.
+    Stop other users of the store before."""
     from ..ingest.library import repair_library
     from ..store.care import repair as run
 
@@ -94,7 +102,13 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     library = repair_library(folder)
     if as_json:
         print_json({"store": store, **report.to_dict(), "library": library})
-        return
+    else:
+        _show_repair(report, library)
+    if report.unreadable:
+        raise typer.Exit(1)
+
+
+def _show_repair(report: RepairReport, library: list[str]) -> None:
     typer.echo(
         f"{report.entries} chunk caches: {report.recorded} recorded again, {report.deleted} damaged ones deleted, "
         f"{report.forgotten} without payload forgotten"
@@ -104,6 +118,8 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
             f"{report.found_whole_only} texts are found in prompts as a whole only, because the catalog lost the texts "
             "themselves. Precompute or ingest them again: this costs a look-up each."
         )
+    print_names("cannot be read now, left as it is", report.unreadable)
+    print_names("of another version, left as it is", report.other_versions)
     print_names("removed", report.removed_files)
     print_names("moved", report.moved_files)
     print_names("documents", library)

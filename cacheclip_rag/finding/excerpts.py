@@ -61,6 +61,10 @@ _MOST_CANDIDATES = 1 << 9
 _MOST_COMPARED = 1 << 22
 """Most bytes that are compared per search; ``_PER_BYTE`` more for each byte of the prompt."""
 _PER_BYTE = 16
+_LONGEST_TEXT = 1 << 24
+"""Longest text in bytes that is unpacked: something else may have written it, and a megabyte can become a gigabyte."""
+_MOST_UNPACKED = 1 << 26
+"""Most characters that are unpacked per search."""
 _MOST_GIVEN = 1 << 22
 """Most characters of given texts that are searched for parts."""
 _COVERED = 0.9
@@ -298,6 +302,7 @@ class _TextComparison:
         """Texts whose places in the catalog are not those of their form."""
         self._places = [-1, len(compared)]
         """Where anchors were looked up, and the ends."""
+        self._unpacked_room = _MOST_UNPACKED
         self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
         self.longest = np.zeros(len(compared), dtype=np.int64)
         """For each byte, the length of the longest part or whole text that has it."""
@@ -381,22 +386,28 @@ class _TextComparison:
     def _source(self, content: int) -> Compared | None:
         """A text; None if it was removed meanwhile, or is another tenant's."""
         if content not in self._sources and content in self.written:
-            self._sources[content] = Compared(_unpacked(self.written[content]))
+            text = _unpacked(self.written[content], min(_LONGEST_TEXT, self._unpacked_room))
+            self._unpacked_room -= len(text)
+            self._sources[content] = Compared(text)
         return self._sources.get(content)
 
 
 _NOWHERE = _AnchorPlaces(*np.empty((3, 0), dtype=np.int64))
 
 
-def _decoded(written: Any) -> str:
+def _decoded(written: Any, most: int = _LONGEST_TEXT) -> str:
     """A text of the catalog."""
-    return zlib.decompress(written).decode("utf-8", "surrogatepass")
+    unpacker = zlib.decompressobj()
+    unpacked = unpacker.decompress(written, max(1, most))
+    if not unpacker.eof:
+        raise zlib.error("the text is longer than any that is stored, or cut off")
+    return unpacked.decode("utf-8", "surrogatepass")
 
 
-def _unpacked(written: object) -> str:
+def _unpacked(written: object, most: int = _LONGEST_TEXT) -> str:
     """A text of the catalog; empty, with a warning, if it is damaged."""
     try:
-        return _decoded(written)
+        return _decoded(written, most)
     except (zlib.error, UnicodeDecodeError, TypeError):
         logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
         return ""

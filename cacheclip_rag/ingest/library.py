@@ -371,7 +371,7 @@ def _digest_of_settings(value: str) -> str:
 def check_library(folder: str | Path) -> list[str]:
     """What is wrong with the documents of a store, in sentences; empty if nothing is. Changes nothing."""
     library = Library(folder)
-    if not (library.folder / FILE_NAME).is_file():
+    if not os.path.lexists(library.folder / FILE_NAME):
         return []
     try:
         _ = library.settings
@@ -391,7 +391,7 @@ def repair_library(folder: str | Path) -> list[str]:
     """
     library = Library(folder)
     target = library.folder / FILE_NAME
-    if not target.is_file():
+    if not os.path.lexists(target):
         return []
     try:
         _ = library.settings
@@ -407,8 +407,8 @@ def repair_library(folder: str | Path) -> list[str]:
         reason = str(error)
     library.close()
     try:
-        for suffix in ("", "-wal", "-shm"):
-            if (file := target.with_name(target.name + suffix)).exists():
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            if os.path.lexists(file := target.with_name(target.name + suffix)):
                 os.replace(file, target.with_name(f"{target.name}.damaged{suffix}"))
     except OSError as error:
         raise StoreError(f"cannot move {target}: {error}. Check who may write to the store.") from error

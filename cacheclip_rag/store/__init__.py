@@ -26,7 +26,7 @@ from .tenant import ReadBuffer, TenantStore
 from .tiers import Tiers, TierStats
 
 if TYPE_CHECKING:
-    from .care import repair, verify
+    from .care import clear, collect_garbage, repair, verify
 
 __all__ = [
     "CAN_DROP_PAGE_CACHE",
@@ -52,6 +52,8 @@ __all__ = [
     "Tiers",
     "TimedRead",
     "chunk_key",
+    "clear",
+    "collect_garbage",
     "decode",
     "encode",
     "frame_bytes",
@@ -70,6 +72,8 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
+        "clear": "care",
+        "collect_garbage": "care",
         "repair": "care",
         "verify": "care",
     },

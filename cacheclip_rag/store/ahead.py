@@ -8,11 +8,12 @@ so that nothing but scoring and what else comes before the KV is needed can hide
 
 from __future__ import annotations
 
+import contextvars
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .codecs import StoredKV, keeps
@@ -53,6 +54,7 @@ class ReadAhead:
         num_layers: int | None = None,
         once: bool = False,
         when_read: Callable[[], None] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """
         Args:
@@ -61,11 +63,15 @@ class ReadAhead:
             once: the caller uses the layers in order, each once, and calls :meth:`done` after each. After
                 :exc:`ReadAgain` it must go on with :meth:`again`.
             when_read: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
+            shapes: that the KV must have, by key; default any shape.
         """
         self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
         self._once = once and not store.promotes  # which takes whole payloads
         self._num_layers = _ALL if num_layers is None else num_layers
-        self._again = lambda: ReadAhead(store, keys, codec=codec, num_layers=num_layers, once=once, when_read=when_read)
+        self._shapes = shapes or {}
+        self._again = lambda: ReadAhead(
+            store, keys, codec=codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes
+        )
         self._found: dict[str, StoredKV | None] = {}
         self._ready = dict.fromkeys(self._keys, 0)
         """Layers that are there and checked, by key."""
@@ -177,10 +183,12 @@ class ReadAhead:
     def _begin(self) -> None:
         """Take what is in memory, and start the thread if anything else is to be read."""
         near = [key for key in self._ready if self._store.is_in_memory(key)]
-        for key, found in zip(near, self._store.get_each(near), strict=True):
+        for key, found in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
             self._settle(key, found)
         if len(near) < len(self._ready):
-            thread = threading.Thread(target=self._run, name="cacheclip-read", daemon=True)
+            # in this context: the thread may wait for the catalog as long as its request
+            run = contextvars.copy_context().run
+            thread = threading.Thread(target=run, args=(self._run,), name="cacheclip-read", daemon=True)
             thread.start()  # fails where the system allows no more threads
             self._thread = thread
 
@@ -206,18 +214,18 @@ class ReadAhead:
 
     def _read_all(self, keys: list[str]) -> None:
         if not self._store.reads_parts:
-            reads = self._store.get_each(keys)
+            reads = self._store.get_each(keys, shapes=self._shapes)
             for key in keys:
                 if self._stop.is_set():
                     return
                 self._settle(key, next(reads))
             return
         opened = {}
-        for key, begun in zip(keys, self._store.begin_each(keys), strict=True):
+        for key, begun in zip(keys, self._store.begin_each(keys, self._shapes), strict=True):
             if self._stop.is_set():
                 return
             if begun is None:
-                self._settle(key, self._store.get(key))
+                self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
             else:
                 opened[key] = begun
                 with self._changed:
@@ -255,7 +263,7 @@ class ReadAhead:
             return first >= last
         stop = min(last, first + math.ceil(_LEAST_BYTES / stored.frame.layer_size))
         if not self._store.read_layers(stored, first, stop):
-            self._settle(key, self._store.get(key))
+            self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
             return True
         if stop == last:
             self._store.count_read(stored, is_whole=last == stored.shape[0])

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..base.database import may_be_whole
 from ..base.errors import StoreError
+from ..base.folder import is_file, open_folder
+from ..base.keys import is_key
 from ..base.progress import progress_bar
 from ..finding.common_parts import LEAST_SURE
 from ..finding.texts import TextIndex
 from .catalog import FILE_NAME, Catalog, Entry
 from .chunk_store import ChunkStore
-from .codecs import Frame, FrameError
+from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 
 __all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
@@ -28,14 +31,14 @@ R = TypeVar("R")
 
 
 def _explained(care: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of the file system into StoreError."""
+    """Turn errors of the system into StoreError."""
 
     @functools.wraps(care)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         try:
             return care(*arguments, **options)
-        except OSError as error:
-            raise StoreError(f"the store cannot be changed: {error}. Check who may write to it.") from error
+        except (OSError, MemoryError) as error:
+            raise StoreError(f"the store cannot be used: {error!r}. Check the disk, and who may use it.") from error
 
     return run
 
@@ -49,6 +52,10 @@ class VerifyReport:
     """Bytes of all payloads on disk."""
     damaged: list[str] = field(default_factory=list)
     """Keys of payloads that do not match their checksums, key, tenant or entry."""
+    unreadable: list[str] = field(default_factory=list)
+    """Keys of payloads that cannot be read now, and may be intact: the disk fails, or others may not read them."""
+    other_versions: list[str] = field(default_factory=list)
+    """Keys of payloads of another version of this package: misses here, and nothing wrong."""
     missing: list[str] = field(default_factory=list)
     """Keys of entries without a payload."""
     unknown_files: list[str] = field(default_factory=list)
@@ -58,7 +65,7 @@ class VerifyReport:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.damaged or self.missing or self.unknown_files or self.problems)
+        return not (self.damaged or self.unreadable or self.missing or self.unknown_files or self.problems)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +79,10 @@ class RepairReport:
     """Entries afterwards."""
     deleted: int = 0
     """Damaged payloads deleted. Their chunks are computed again when they are needed."""
+    unreadable: list[str] = field(default_factory=list)
+    """Keys of payloads that cannot be read or deleted now. They may be intact, and stay."""
+    other_versions: list[str] = field(default_factory=list)
+    """Keys of payloads of another version of this package. They stay."""
     forgotten: int = 0
     """Entries removed because they had no payload."""
     found_whole_only: int = 0
@@ -88,11 +99,12 @@ class RepairReport:
         return asdict(self)
 
 
+@_explained
 def verify(folder: Path) -> VerifyReport:
     """Read every payload and compare it with checksums and catalog. Changes nothing but what every process does when it
     opens the store: what killed processes left is completed or removed.
 
-    Writers may go on: what they write meanwhile may be reported as unknown.
+    Others may go on writing: what looks wrong is looked at again while nobody writes to the catalog.
 
     Raises:
         StoreError: the folder is no store.
@@ -106,63 +118,117 @@ def verify(folder: Path) -> VerifyReport:
             report.problems.append(f"catalog: {senseless} rows that this package did not write")
         if altered := store.catalog.altered_sources():
             report.problems.append(f"catalog: {len(altered)} texts of sources were altered")
-        entries = {entry.key: entry for entry in store.catalog.entries()}
+        entries = {entry.key: entry for entry in store.catalog.entries() if is_key(entry.key)}
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
     report.entries = len(entries or ())
-    unindexed = _verify_payloads(store, entries, report)
-    if unindexed:
-        report.problems.append(f"text index: {unindexed} texts of entries are missing from it")
-    report.unknown_files += [str(path.relative_to(folder)) for path in _foreign_files(store)]
-    report.unknown_files += [str(path.relative_to(folder)) for path in _left_behind(store)]
+    _verify_payloads(store, entries, report)
+    last = store.tiers.last
+    if isinstance(last, DiskBackend):
+        report.unknown_files += ["/".join(names) for names in last.foreign()]
+    try:
+        report.unknown_files += [f"tmp/{name}" for name in _left_behind(store)]
+    except OSError as error:
+        report.problems.append(f"temporary files: nobody can tell whose they are: {error}")
     if entries is not None:
         _verify_totals(store, report)
     store.close()
     return report
 
 
-def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report: VerifyReport) -> int:
-    """Returns how many texts are missing from the text index.
-
+def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report: VerifyReport) -> None:
+    """
     Args:
         entries: by key; None if the catalog cannot be read.
     """
+    present, failed = _listed(store)
+    if failed is not None:
+        report.problems.append(f"payloads: not all of them can be listed: {failed}")
     unindexed = 0
-    present = set(store.tiers.list())
-    with progress_bar("verifying", len(present), "chunk caches") as advance:
-        for number, key in enumerate(sorted(present), 1):
-            report.bytes += store.tiers.occupied(key)
-            frame, entry = _whole(store, key), None if entries is None else entries.get(key)
-            if entry is None and entries is not None:
-                if not _is_announced(store, key):
-                    report.unknown_files.append(_name_of(store, key))
-            elif frame is None or (entry is not None and not _belongs(frame, entry, store)):
-                report.damaged.append(key)
-            elif entry is not None and frame.text is not None:
-                unindexed += not TextIndex(store.catalog.database, entry.namespace).holds(frame.text)
+    keys = sorted({*present, *(entries or ())})
+    with progress_bar("verifying", len(keys), "chunk caches") as advance:
+        for number, key in enumerate(keys, 1):
+            found = _look(store, key)
+            report.bytes += found.occupied
+            wrong = _complaint(store, key, found, None if entries is None else entries.get(key), entries is not None)
+            if wrong is not None and entries is not None:
+                wrong = _complaint_again(store, key)
+            if wrong == "unindexed":
+                unindexed += 1
+            elif wrong is not None:
+                getattr(report, wrong).append(_name_of(store, key) if wrong == "unknown_files" else key)
             advance(number)
-    for key in sorted(set(entries or ()) - present):
-        if _is_announced(store, key):  # else it was evicted meanwhile
-            report.missing.append(key)
-    return unindexed
+    if unindexed:
+        report.problems.append(f"text index: {unindexed} texts of entries are missing from it")
+
+
+def _complaint(store: ChunkStore, key: str, found: _Found, entry: Entry | None, is_known: bool) -> str | None:
+    """What is wrong with a key, as the field of :class:`VerifyReport` for it.
+
+    Args:
+        is_known: whether the catalog could be asked for the entry.
+    """
+    if found.outcome in ("unreadable", "other_versions"):
+        return found.outcome
+    if entry is None and is_known:
+        return None if found.outcome == "missing" else "unknown_files"
+    if found.frame is None:
+        return found.outcome
+    if entry is None:
+        return None
+    if store.entry_of(found.frame) != entry:
+        return "damaged"
+    text = found.frame.text
+    holds = text is None or TextIndex(store.catalog.database, entry.namespace).holds(text)
+    return None if holds else "unindexed"
+
+
+def _complaint_again(store: ChunkStore, key: str) -> str | None:
+    """What is wrong with a key while no process changes the catalog. One that is being written is not judged."""
+    try:
+        with _at_rest(store):
+            found = _look(store, key)
+            if store.catalog.is_being_written(key) and found.outcome != "unreadable":
+                return None
+            return _complaint(store, key, found, store.catalog.entry_of_anyone(key), True)
+    except StoreError:
+        return None
+
+
+@contextmanager
+def _at_rest(store: ChunkStore) -> Iterator[None]:
+    """No other process changes the catalog meanwhile, if it may be written at all."""
+    if store.catalog.database.read_only:
+        yield
+        return
+    with store.catalog.database.transaction():
+        yield
 
 
 def _verify_totals(store: ChunkStore, report: VerifyReport) -> None:
     try:
-        counted, total, limit = store.catalog.counted(), store.catalog.total(), store.catalog.limit
+        with _at_rest(store):
+            counted, tenants = store.catalog.counted(), store.catalog.tenants()
+            total, limit = store.catalog.total(), store.catalog.limit
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
         return
-    if counted != total:
-        report.problems.append(f"catalog: it counts {total.entries} entries and {total.bytes} bytes, not {counted}")
+    entries, size = (sum(getattr(each, name) for each in counted.values()) for name in ("entries", "bytes"))
+    if (entries, size) != (total.entries, total.bytes):
+        report.problems.append(
+            f"catalog: it counts {total.entries} entries and {total.bytes} bytes, not {entries} and {size}"
+        )
+    elif wrong := {*counted.items()} ^ {*tenants.items()}:
+        report.problems.append(f"catalog: what it counts is wrong for {len({name for name, _ in wrong})} tenants")
     if limit is not None and total.bytes > limit:
         report.problems.append(f"limit: {total.bytes} bytes are stored, the limit is {limit}")
 
 
 @_explained
 def repair(folder: Path) -> RepairReport:
-    """Delete what is damaged, record what is whole, and make catalog and files agree. A catalog that cannot be used is
-    moved aside and made anew from the payloads; its limits, sources and texts are kept as far as they can be read.
+    """Delete what is damaged, record what is whole, and make catalog and files agree. What cannot be read stays, and is
+    reported. A catalog that cannot be used is moved aside and made anew from the payloads; its limits, sources and
+    texts are kept as far as they can be read.
 
     No other process should use the store meanwhile.
 
@@ -172,27 +238,27 @@ def repair(folder: Path) -> RepairReport:
     report = RepairReport()
     _check_is_store(folder)
     _replace_damaged_catalog(folder, report)
+    for names in [*DiskBackend(folder).foreign()]:
+        report.moved_files.append(_move_aside(names, folder))
     store = ChunkStore.open(folder)
     store.sweep()
-    for path in _left_behind(store):
-        if path.is_dir():
-            report.moved_files.append(_move_aside(path, folder))
+    last = store.tiers.last
+    assert isinstance(last, DiskBackend), "a store in a folder is on disk"
+    for name in _left_behind(store):
+        if last.writer_of(name) is not None and last.remove_temporaries([name]):
+            report.removed_files.append(f"tmp/{name}")
         else:
-            path.unlink()
-            report.removed_files.append(str(path.relative_to(folder)))
-    for path in [*_foreign_files(store)]:
-        report.moved_files.append(_move_aside(path, folder))
+            report.moved_files.append(_move_aside(("tmp", name), folder))
     store.catalog.drop_senseless()
     store.catalog.drop_sources(store.catalog.altered_sources())
     entries = {entry.key: entry for entry in store.catalog.entries()}
-    present = set(store.tiers.list())
-    with progress_bar("repairing", len(present), "chunk caches") as advance:
-        for number, key in enumerate(sorted(present), 1):
+    present, failed = _listed(store)
+    keys = sorted({*present, *entries})
+    with progress_bar("repairing", len(keys), "chunk caches") as advance:
+        for number, key in enumerate(keys, 1):
             _repair_payload(store, folder, key, entries.get(key), report)
             advance(number)
-    for key in set(entries) - present:
-        report.forgotten += store.catalog.remove(entries[key].namespace, [key])
-    for namespace in store.catalog.namespaces():
+    for namespace in store.catalog.namespaces_of_texts():
         texts = TextIndex(store.catalog.database, namespace)
         texts.mend(store.catalog.source_texts(namespace))
     report.found_whole_only = store.catalog.num_found_whole_only(2 * LEAST_SURE)
@@ -201,48 +267,73 @@ def repair(folder: Path) -> RepairReport:
     store.shrink()
     report.entries = store.catalog.total().entries
     store.close()
+    if failed is not None:
+        raise failed
     return report
 
 
 def _repair_payload(store: ChunkStore, folder: Path, key: str, entry: Entry | None, report: RepairReport) -> None:
-    frame = _whole(store, key)
-    if frame is None:
-        if store.tiers.delete([key]):
+    found = _look(store, key)
+    if found.outcome in ("unreadable", "other_versions"):
+        getattr(report, found.outcome).append(key)
+        return
+    if found.frame is None:
+        if found.outcome == "missing":
+            report.forgotten += entry is not None
+        elif store.tiers.delete([key]):
             report.deleted += 1
         else:  # it is a folder
-            report.moved_files.append(_move_aside(folder / _name_of(store, key), folder))
+            report.moved_files.append(_move_aside(("kv", key[:2], f"{key}.kv"), folder))
         if entry is not None:
             store.catalog.remove(entry.namespace, [key])
         return
-    if entry is None or not _belongs(frame, entry, store):
+    if store.entry_of(found.frame) != entry:
         report.recorded += 1
-        store.catalog.record(store.entry_of(frame))
-    if frame.text is not None:
-        TextIndex(store.catalog.database, frame.namespace).add_rows([frame.text])
+        store.catalog.record(store.entry_of(found.frame))
+    if found.frame.text is not None:
+        TextIndex(store.catalog.database, found.frame.namespace).add_rows([found.frame.text])
 
 
 @_explained
 def collect_garbage(folder: Path) -> dict[str, int]:
     """Remove what nobody can use: what killed processes left, payloads without an entry, and texts that have neither KV
-    nor a source. Evicts down to the limits, and gives free pages of the catalog back.
+    nor a source. Evicts down to the limits, and gives free pages of the catalog back. What cannot be read now, and
+    payloads of another version, stay.
 
     Raises:
         StoreError: the folder is no store, or may not be written.
     """
     store = open_store(folder)
     found = {"writes": store.sweep(), "temporaries": 0, "payloads": 0}
-    for path in _left_behind(store):
-        if not path.is_dir():
-            path.unlink()
-            found["temporaries"] += 1
-    for key in store.tiers.list():
-        if not store.catalog.is_announced(key):
-            found["payloads"] += store.tiers.delete([key])
+    last = store.tiers.last
+    if isinstance(last, DiskBackend):
+        left = [name for name in _left_behind(store) if last.writer_of(name) is not None]
+        found["temporaries"] = last.remove_temporaries(left)
+    present, failed = _listed(store)
+    for key in present if store.catalog.is_complete else ():  # else it does not know all payloads
+        if store.catalog.is_announced(key):
+            continue
+        with store.catalog.database.transaction():  # so that nobody writes it meanwhile
+            if not store.catalog.is_announced(key) and _is_garbage(store, key):
+                found["payloads"] += store.tiers.delete([key])
     found["evicted"] = store.shrink()
     found["texts"] = store.catalog.drop_unused_texts()
     store.catalog.database.compact()
     store.close()
+    if failed is not None:
+        raise failed
     return found
+
+
+def _is_garbage(store: ChunkStore, key: str) -> bool:
+    """Whether a payload without an entry can be read, by this version, or is damaged."""
+    try:
+        store.header(key)
+    except (OSError, MemoryError, OtherVersionError):
+        return False
+    except FrameError:
+        return True
+    return True
 
 
 @_explained
@@ -254,11 +345,17 @@ def clear(folder: Path, namespace: str | None = None) -> int:
         StoreError: the folder is no store, or may not be written.
     """
     store = open_store(folder)
-    known = store.catalog.namespaces() if namespace is None else [namespace]
-    count = sum([store.drop_tenant(name) for name in known])
-    if namespace is None:
-        store.tiers.delete([*store.tiers.list()])  # payloads without an entry
+    if namespace is not None:
+        count = store.drop_tenant(namespace)
+        store.close()
+        return count
+    count = sum([store.drop_tenant(name) for name in store.catalog.namespaces()])
+    store.catalog.drop_texts()
+    present, failed = _listed(store)
+    store.tiers.delete(present)  # payloads without an entry
     store.close()
+    if failed is not None:
+        raise failed
     return count
 
 
@@ -278,49 +375,73 @@ def _check_is_store(folder: Path) -> None:
 def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
     catalog, path = Catalog(folder), folder / FILE_NAME
     try:
-        if not os.path.lexists(path) or (path.is_file() and not catalog.database.check()):
+        if not os.path.lexists(path) or (is_file(path) and not catalog.database.check()):
             return
     except StoreError as error:
-        if may_be_whole(error) and path.is_file():
+        if may_be_whole(error):
             raise
         logger.warning("the catalog is made anew: %s", error)
     finally:
         catalog.close()
-    aside = folder / f"{FILE_NAME}.damaged"
-    for ending in ("", "-wal", "-shm"):
-        if os.path.lexists(f"{path}{ending}"):
-            os.replace(f"{path}{ending}", f"{aside}{ending}")
-    report.moved_files.append(aside.name)
-    catalog.salvage(aside)
+    with open_folder(folder) as root:
+        aside = f"{FILE_NAME}.damaged"
+        while any(root.is_folder(f"{aside}{ending}") for ending in _FILES):
+            aside += "~"
+        for ending in _FILES:
+            root.unlink(f"{aside}{ending}")  # of an earlier repair
+            if root.status(f"{FILE_NAME}{ending}") is not None:
+                root.replace(f"{FILE_NAME}{ending}", root, f"{aside}{ending}")
+    report.moved_files.append(aside)
+    catalog.salvage(folder / aside)
     catalog.close()
 
 
-def _whole(store: ChunkStore, key: str) -> Frame | None:
-    """The frame of a payload on disk if all of its checksums match."""
-    if store.header(key) is None:  # before memory is taken for a file of any size
-        return None
+_FILES = ("", "-wal", "-shm", "-journal")
+"""Endings of the files of a SQLite database."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What reading a payload as a whole came to."""
+
+    outcome: str
+    """``whole``, or a field of :class:`VerifyReport`: ``missing``, ``damaged``, ``unreadable``, ``other_versions``."""
+    frame: Frame | None = None
+    """If it is whole."""
+    occupied: int = 0
+    """Bytes on the medium."""
+
+
+def _look(store: ChunkStore, key: str) -> _Found:
+    """Read a payload on the last tier and compare it with all of its checksums."""
     try:
-        data = store.tiers.last.get_many([key]).get(key)
-        if data is None:
-            return None
-        frame = Frame.parse(data, key)
-        frame.verify()
-    except (OSError, FrameError, MemoryError):
-        return None
-    return frame
+        size = store.tiers.occupied(key)
+        try:
+            if store.header(key) is None:  # before memory is taken for a file of any size
+                return _Found("missing")
+            data = store.tiers.last.get_many([key]).get(key)
+            if data is None:
+                return _Found("missing")
+            frame = Frame.parse(data, key)
+            frame.verify()
+        except OtherVersionError:
+            return _Found("other_versions", occupied=size)
+        except FrameError:
+            return _Found("damaged", occupied=size)
+        return _Found("whole", frame, size)
+    except (OSError, MemoryError):
+        return _Found("unreadable")
 
 
-def _belongs(frame: Frame, entry: Entry, store: ChunkStore) -> bool:
-    """Whether a payload is the one that its entry describes."""
-    return store.entry_of(frame) == entry
-
-
-def _is_announced(store: ChunkStore, key: str) -> bool:
-    """Whether a living process is writing the key, or has recorded it meanwhile."""
+def _listed(store: ChunkStore) -> tuple[list[str], OSError | None]:
+    """Keys of the payloads that are listed, and why others may be missing."""
+    found: list[str] = []
     try:
-        return store.catalog.is_announced(key)
-    except StoreError:
-        return False
+        for key in store.tiers.list():
+            found.append(key)
+    except OSError as error:
+        return found, error
+    return found, None
 
 
 def _name_of(store: ChunkStore, key: str) -> str:
@@ -328,32 +449,29 @@ def _name_of(store: ChunkStore, key: str) -> str:
     return str(last.path_of(key).relative_to(last.folder.parent)) if isinstance(last, DiskBackend) else key
 
 
-def _left_behind(store: ChunkStore) -> Iterator[Path]:
-    """Temporary files whose writers do not live."""
+def _left_behind(store: ChunkStore) -> list[str]:
+    """Names among the temporary files whose writers do not live."""
     last = store.tiers.last
-    if isinstance(last, DiskBackend):
-        found = [*last.temporaries()]
-        living = store.living_writers()  # after ``found``: a writer registers before it writes
-        yield from (path for path in found if path.name.partition("-")[0] not in living)
+    if not isinstance(last, DiskBackend):
+        return []
+    found = last.temporaries()
+    living = store.living_writers()  # after ``found``: a writer registers before it writes
+    return [name for name in found if last.writer_of(name) not in living]
 
 
-def _foreign_files(store: ChunkStore) -> Iterator[Path]:
-    """Files among the payloads that are no payloads."""
-    last = store.tiers.last
-    if not isinstance(last, DiskBackend) or not last.folder.is_dir():
-        return
-    for found, _, names in os.walk(last.folder):
-        for name in names:
-            path = Path(found) / name
-            key = path.stem
-            if not key.isalnum() or path != last.path_of(key):
-                yield path
+def _move_aside(names: Sequence[str], folder: Path) -> str:
+    """Move what is not the store's to its folder ``unknown``.
 
-
-def _move_aside(path: Path, folder: Path) -> str:
-    target = folder / "unknown" / path.name
-    target.parent.mkdir(mode=0o700, exist_ok=True)
-    while target.exists():
-        target = target.with_name(f"{target.name}~")
-    os.replace(path, target)
-    return str(target.relative_to(folder))
+    Args:
+        names: from the store's folder on.
+    """
+    with open_folder(folder) as root:
+        where = "unknown"
+        while root.status(where) is not None and not root.is_folder(where):
+            where += "~"
+        with root.folder(where, 0o700) as target, open_folder(folder, *names[:-1]) as source:
+            name = names[-1]
+            while target.status(name) is not None:
+                name += "~"
+            source.replace(names[-1], target, name)
+    return f"{where}/{name}"

@@ -7,21 +7,22 @@ are kept by triggers, so that no statement reads all entries.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from ..base.database import Database
+from ..base.database import Database, waiting_at_most
 from ..base.errors import StoreError
+from ..base.folder import is_file
 from ..base.keys import is_key, text_digest
 from ..finding.texts import SCHEMA as TEXTS_SCHEMA
 from ..finding.texts import WRITE as WRITE_TEXT
 from ..finding.texts import TextRow
+from .codecs import FrameError
 from .eviction import BATCH, EVERYONE, Run, make_room
 
 __all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
@@ -74,21 +75,35 @@ _ENTRY = "key, namespace, digest, CAST(bytes AS INTEGER), num_tokens, codec"
 _SOURCE = "digest, CAST(text AS BLOB)"  # as bytes: SQLite refuses a query that finds text that is not UTF-8
 _TOTAL = "CAST(entries AS INTEGER), CAST(bytes AS INTEGER)"
 
+_COUNTED = "FROM (SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes)"
+_ABOVE_QUOTA = (
+    "SELECT namespace FROM quotas JOIN totals USING (namespace) "
+    "WHERE typeof(quotas.bytes) = 'integer' AND totals.bytes > quotas.bytes"
+)
+
 _MOST_ARGUMENTS = 500
 """Most keys of one query; SQLite's own limit is 999 or more."""
 _DROPPED = "-"
 """Before the key of a write whose tenant was dropped while it went on."""
 
+_NO_NAME = "typeof({0}) != 'text' OR NOT is_text(CAST({0} AS BLOB))"
+_NO_NAMESPACE = f"namespace = '' OR {_NO_NAME.format('namespace')}"
 _SENSELESS = {
-    "entries": "typeof(key) != 'text' OR length(key) != 64 OR typeof(namespace) != 'text' OR namespace = '' "
-    "OR typeof(ifnull(digest, x'')) != 'blob' OR typeof(bytes) != 'integer' OR bytes < 0 "
-    "OR typeof(num_tokens) != 'integer' OR typeof(codec) != 'text' OR typeof(last_use) != 'integer'",
-    "texts": "typeof(namespace) != 'text' OR namespace = '' OR typeof(digest) != 'blob' OR "
+    "entries": f"{_NO_NAMESPACE} OR {_NO_NAME.format('codec')} OR typeof(key) != 'text' OR length(key) != 64 "
+    "OR key GLOB '*[^0-9a-f]*' OR typeof(ifnull(digest, x'')) != 'blob' OR typeof(bytes) != 'integer' OR bytes < 0 "
+    "OR typeof(num_tokens) != 'integer' OR typeof(last_use) != 'integer'",
+    "texts": f"{_NO_NAMESPACE} OR typeof(digest) != 'blob' OR "
     + " OR ".join(f"typeof({name}) != 'integer'" for name in TextRow._fields[1:]),
-    "quotas": "typeof(namespace) != 'text' OR namespace = '' OR typeof(bytes) != 'integer' OR bytes < 0",
-    "meta": "typeof(value) != 'integer'",
+    "contents": f"{_NO_NAMESPACE} OR typeof(digest) != 'blob' OR typeof(text) != 'blob'",
+    "anchors": "typeof(anchor) != 'integer' OR typeof(content) != 'integer' OR typeof(place) != 'integer'",
+    "sources": f"{_NO_NAMESPACE} OR {_NO_NAME.format('source')} OR {_NO_NAME.format('document')}",
+    "writes": f"{_NO_NAMESPACE} OR {_NO_NAME.format('key')} OR {_NO_NAME.format('writer')} "
+    "OR typeof(bytes) != 'integer' OR bytes < 0 OR length(writer) NOT IN (0, 32) OR writer GLOB '*[^0-9a-f]*'",
+    "quotas": f"{_NO_NAMESPACE} OR typeof(bytes) != 'integer' OR bytes < 0",
+    "meta": f"{_NO_NAME.format('name')} OR typeof(value) != 'integer'",
 }
-"""Per table, which rows were changed by something else: SQLite lets any value into any column."""
+"""Per table, which rows were changed by something else: SQLite lets any value into any column, and a flipped bit makes
+what is no UTF-8 of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +165,15 @@ class Catalog:
             found |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
         return found
 
+    def entry_of_anyone(self, key: str) -> Entry | None:
+        """The entry of a key, whoever's it is."""
+        rows = self.database.query(f"SELECT {_ENTRY} FROM entries WHERE key = ?", (key,))
+        return Entry(*rows[0]) if rows else None
+
     def entries(self) -> Iterator[Entry]:
         """All entries, ordered by key."""
         last = ""
-        sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? ORDER BY key LIMIT 1000"
+        sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? AND typeof(key) = 'text' ORDER BY key LIMIT 1000"
         while rows := self.database.query(sql, (last,)):
             yield from (Entry(*row) for row in rows)
             last = _next(last, rows[-1][0])
@@ -181,7 +201,7 @@ class Catalog:
 
     def use(self, keys: Sequence[str]) -> None:
         """Number these uses, in order. Raises StoreError without waiting if another process is writing."""
-        with self.database.transaction(wait=False) as run:
+        with waiting_at_most(0), self.database.transaction() as run:
             first = _take_uses(run, len(keys))
             for number, key in enumerate(keys):
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
@@ -202,9 +222,9 @@ class Catalog:
         """Record what the medium holds under a key. Raises StoreError without waiting if another process is writing.
 
         Args:
-            measure: the entry that the medium holds under a key, or None.
+            measure: the entry that the medium holds under a key, or None. Whatever it raises, the entry stays.
         """
-        with self.database.transaction(wait=False) as run:
+        with waiting_at_most(0), self.database.transaction() as run:
             _correct(run, key, measure)
 
     @property
@@ -282,10 +302,18 @@ class Catalog:
             sql = "INSERT INTO writes (key, namespace, bytes, writer) VALUES (?, ?, ?, ?)"
             return run(sql, (key, namespace, num_bytes, writer)).lastrowid, evicted
 
+    @property
+    def is_above_limits(self) -> bool:
+        """Whether the store or a tenant holds more than it may."""
+        total, limit = self.total(), self.limit
+        return (limit is not None and total.bytes > limit) or bool(self.database.query(f"{_ABOVE_QUOTA} LIMIT 1"))
+
     def shrink(self, evict: Callable[[list[str]], None]) -> int:
         """Evict until all limits hold, for instance after a limit was lowered; returns the number of entries."""
         count = 0
-        for namespace in self.tenants():
+        largest = "SELECT namespace FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT 1"
+        above = [*self.database.query(_ABOVE_QUOTA), *self.database.query(largest, (EVERYONE,))]
+        for (namespace,) in above:
             fits = False
             while not fits:
                 with self.database.transaction() as run:  # in batches, because others wait
@@ -304,7 +332,10 @@ class Catalog:
         """
         with self.database.transaction() as run:
             found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
-            if found is None or not is_key(found[0]):
+            dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
+            # who wrote the key after the tenant was dropped keeps it
+            again = run("SELECT 1 FROM entries WHERE key = ?", (dropped,)).fetchone() is not None
+            if found is not None and not is_key(found[0]) and not again:
                 discard()
             elif (entry := measure()) is not None:
                 _record(run, entry)
@@ -318,22 +349,29 @@ class Catalog:
         """Processes with writes that are not complete."""
         return [writer for (writer,) in self.database.query("SELECT DISTINCT writer FROM writes")]
 
-    def settle(self, writer: str, measure: Callable[[str], Entry | None], evict: Callable[[list[str]], None]) -> int:
-        """End the writes of a killed process; returns how many there were.
+    def settle(
+        self,
+        writers: Collection[str],
+        measure: Callable[[str], Entry | None],
+        evict: Callable[[list[str]], None],
+    ) -> int:
+        """End the writes of killed processes; returns how many there were.
 
         Args:
-            measure: the entry that the medium holds under a key, or None.
+            measure: the entry that the medium holds under a key, or None. A write for which it raises OSError,
+                MemoryError or FrameError stays announced.
             evict: deletes payloads.
         """
-        with self.database.transaction() as run:
-            keys = [key for (key,) in run("SELECT key FROM writes WHERE writer = ?", (writer,)).fetchall()]
-            for key in filter(is_key, keys):
-                _correct(run, key, measure)
-            for key in (key.removeprefix(_DROPPED) for key in keys if isinstance(key, str) and not is_key(key)):
-                if is_key(key) and not run("SELECT 1 FROM entries WHERE key = ?", (key,)).fetchone():
-                    evict([key])
-            run("DELETE FROM writes WHERE writer = ?", (writer,))
-        return len(keys)
+        count, last = 0, -1
+        sql = "SELECT id, key, writer FROM writes WHERE id > ? ORDER BY id LIMIT ?"
+        while rows := self.database.query(sql, (last, 4 * BATCH)):
+            last = _next(last, rows[-1][0])
+            ended = [(number, key) for number, key, writer in rows if writer in writers]
+            for first in range(0, len(ended), BATCH):
+                with self.database.transaction() as run:
+                    for number, key in ended[first : first + BATCH]:
+                        count += _settle(run, number, key, measure, evict)
+        return count
 
     def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
         """Remove everything that the catalog knows of a tenant; returns the number of entries.
@@ -361,15 +399,28 @@ class Catalog:
     # -- care ---------------------------------------------------------------------------------------------------
 
     def namespaces(self) -> list[str]:
-        """Every tenant of which anything is known."""
-        tables = ("entries", "texts", "sources", "quotas")
-        rows = self.database.query(" UNION ".join(f"SELECT DISTINCT namespace FROM {table}" for table in tables))
-        return [namespace for (namespace,) in rows]
+        """Every tenant that has an entry, or is writing one."""
+        sql = "SELECT DISTINCT namespace FROM entries UNION SELECT DISTINCT namespace FROM writes"
+        return [namespace for (namespace,) in self.database.query(sql)]
+
+    def namespaces_of_texts(self) -> list[str]:
+        """Every tenant whose texts are known."""
+        sql = "SELECT DISTINCT namespace FROM contents UNION SELECT DISTINCT namespace FROM sources"
+        return [namespace for (namespace,) in self.database.query(sql)]
+
+    def drop_texts(self) -> None:
+        """Remove all tenants' texts, sources and quotas."""
+        tables = ("texts", "contents", "anchors", "sources", "quotas")
+        self.database.execute_many((f"DELETE FROM {table}", ()) for table in tables)
+
+    def is_being_written(self, key: str) -> bool:
+        """Whether a process has announced to write a key, be it for a tenant that was dropped meanwhile."""
+        return bool(self.database.query("SELECT 1 FROM writes WHERE key IN (?, ?)", (key, _DROPPED + key)))
 
     def is_announced(self, key: str) -> bool:
         """Whether a process has announced to write a key, or has recorded it."""
-        sql = "SELECT 1 FROM writes WHERE key = ? UNION ALL SELECT 1 FROM entries WHERE key = ?"
-        return bool(self.database.query(sql, (key, key)))
+        sql = "SELECT 1 FROM writes WHERE key IN (?, ?) UNION ALL SELECT 1 FROM entries WHERE key = ?"
+        return bool(self.database.query(sql, (key, _DROPPED + key, key)))
 
     def senseless(self) -> int:
         """Number of rows that no version of this package wrote."""
@@ -381,10 +432,10 @@ class Catalog:
         """Remove rows that no version of this package wrote; returns how many."""
         return self.database.execute_many((f"DELETE FROM {table} WHERE {no}", ()) for table, no in _SENSELESS.items())
 
-    def counted(self) -> Total:
-        """What the store holds, counted anew."""
-        sql = "SELECT COUNT(*), ifnull(SUM(bytes), 0) + (SELECT ifnull(SUM(bytes), 0) FROM writes) FROM entries"
-        return Total(*self.database.query(sql)[0])
+    def counted(self) -> dict[str, Total]:
+        """What each tenant holds, counted anew."""
+        rows = self.database.query(f"SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
+        return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
     def num_found_whole_only(self, least: int) -> int:
         """Number of texts from ``least`` characters on that are found in prompts as a whole, but not in part: the
@@ -411,26 +462,22 @@ class Catalog:
         """Count all totals anew."""
         with self.database.transaction() as run:
             run("DELETE FROM totals")
-            run(
-                "INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) FROM "
-                "(SELECT namespace, 1 AS n, bytes FROM entries UNION ALL SELECT namespace, 0, bytes FROM writes) "
-                "GROUP BY namespace"
-            )
+            run(f"INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
             run("INSERT INTO totals SELECT ?, SUM(entries), SUM(bytes) FROM totals HAVING COUNT(*) > 0", (EVERYONE,))
 
     def salvage(self, path: Path) -> None:
         """Copy limits, quotas, texts and sources from the file of a damaged catalog, as far as they can be read."""
         copied = {"meta": "WHERE name = 'max_bytes'", "quotas": "", "sources": ""}
         copied |= dict.fromkeys(("texts", "contents", "anchors"), "")
-        if not path.is_file():
+        if not is_file(path):
             return
-        with closing(sqlite3.connect(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
-            for table, condition in copied.items():
-                rows = _readable_rows(damaged, f"SELECT * FROM {table} {condition}")
-                for row in rows:
-                    places = ", ".join("?" * len(row))
-                    with suppress(StoreError):  # a row may be damaged too
-                        self.database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({places})", row)
+        for table, condition in copied.items():
+            rows = self.database.rows_of_another(path, f"SELECT * FROM {table} {condition}", table)
+            while batch := [*islice(rows, BATCH)]:
+                with suppress(StoreError), self.database.transaction() as run:
+                    for row in batch:
+                        with suppress(sqlite3.Error):  # a row may be damaged too
+                            run(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
     # -- sources ------------------------------------------------------------------------------------------------
 
@@ -512,9 +559,27 @@ def _take_uses(run: Run, count: int) -> int:
     return int(last) - count + 1
 
 
+def _settle(
+    run: Run, number: int, key: Any, measure: Callable[[str], Entry | None], evict: Callable[[list[str]], None]
+) -> bool:
+    """End a write of a killed process; False if it stays announced."""
+    dropped = str(key).removeprefix(_DROPPED)
+    if run("SELECT 1 FROM writes WHERE id = ?", (number,)).fetchone() is None:
+        return False  # another process ended it
+    try:
+        if is_key(key):
+            _correct(run, key, measure)
+        elif is_key(dropped) and not run("SELECT 1 FROM entries WHERE key = ?", (dropped,)).fetchone():
+            evict([dropped])
+    except (OSError, MemoryError, FrameError):
+        return False
+    return bool(run("DELETE FROM writes WHERE id = ?", (number,)).rowcount)
+
+
 def _correct(run: Run, key: str, measure: Callable[[str], Entry | None]) -> None:
+    entry = measure(key)
     run("DELETE FROM entries WHERE key = ?", (key,))
-    if (entry := measure(key)) is not None:
+    if entry is not None:
         _record(run, entry)
 
 
@@ -539,9 +604,3 @@ def _intact(rows: Iterable[Sequence[Any]]) -> Iterator[tuple[bytes, str]]:
         decoded = bytes(text or b"").decode("utf-8", "replace")
         if text_digest(decoded) == digest:
             yield digest, decoded
-
-
-def _readable_rows(damaged: sqlite3.Connection, sql: str) -> Iterator[tuple[Any, ...]]:
-    """Rows of a query until the first damaged page."""
-    with suppress(sqlite3.Error, UnicodeError):
-        yield from damaged.execute(sql)

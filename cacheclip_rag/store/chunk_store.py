@@ -15,17 +15,20 @@ and other writers would wait for the disk.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..base.database import FormatError
+from ..base.database import ANSWER_WAIT_S, FormatError, is_busy, waiting_at_most
 from ..base.errors import StoreError
+from ..base.folder import is_file
 from .backend import Backend
 from .catalog import FILE_NAME, Catalog, Entry
-from .codecs import Frame, FrameError
+from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
 from .tiers import Tiers, TierStats
@@ -37,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _HEAD_BYTES = 1 << 16
 """Enough for the header of a frame with 1,500 layers."""
+_MOST_HEADER_BYTES = 1 << 24
+_SWEEP_S = 2.0
+"""Longest sweep to open a store. The next process that opens it goes on."""
 _WAIT_S = 30.0
 """Longest wait for other writers to complete, when their announced bytes fill the store."""
 
@@ -88,6 +94,10 @@ class ChunkStore:
         self._writer = writer or (Writer(catalog.folder) if catalog.folder is not None else None)
         self._given_limit = self._new_limit = check_limit(max_bytes)
         self._warned: set[str] = set()
+        self._late: dict[int, Frame] = {}
+        """Writes that are complete, but not recorded yet, by number."""
+        self._has_looked = False
+        """Whether this process compared the medium with the catalog."""
         catalog.database.on_replaced = self._replaced
 
     @classmethod
@@ -110,8 +120,10 @@ class ChunkStore:
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
         writer = Writer(folder)
         store = cls(Catalog(folder), Tiers([*memory, DiskBackend(folder, writer)]), max_bytes, writer)
-        if (folder / FILE_NAME).exists() or (folder / "kv").exists():
-            store.sweep()
+        if os.path.lexists(folder / FILE_NAME) or os.path.lexists(folder / "kv"):
+            with waiting_at_most(ANSWER_WAIT_S):  # the first question may be waiting for it
+                store.sweep(_SWEEP_S)
+                store._shrink_again()
         return store
 
     def on(self, backend: Backend) -> ChunkStore:
@@ -156,6 +168,14 @@ class ChunkStore:
         self.tiers.count_evictions(count)
         return count
 
+    def _shrink_again(self) -> None:
+        """Hold the limits if a process was killed before it had."""
+        try:
+            if self.catalog.is_above_limits:
+                self.shrink()
+        except StoreError as error:
+            logger.debug("the store's limits are not applied yet: %s", error)
+
     def _evict(self, keys: list[str]) -> None:
         try:
             self.tiers.delete(keys)
@@ -166,10 +186,11 @@ class ChunkStore:
 
     def write(self, namespace: str, key: str, data: bytearray) -> bool:
         """Write a payload and its entry; False if it does not fit the limits. See :meth:`TenantStore.put`."""
-        self.complete()
-        self.apply_limit()
         size = self.tiers.round_up(len(data))
         try:
+            self.complete()
+            self.apply_limit()
+            self._finish_late()
             writer = self._writer.name if self._writer is not None else ""
             number = self._reserve(namespace, key, size, writer)
             if number is None:
@@ -184,8 +205,33 @@ class ChunkStore:
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        self.catalog.finish(number, lambda: self.measure(key), lambda: self._evict([key]))
+        self._finish(number, Frame.parse(data, key))
         return True
+
+    def _finish(self, number: int, frame: Frame) -> None:
+        """Record a payload that was written. If another process has the catalog for too long, the next write does."""
+        key = frame.key
+        try:
+            self.catalog.finish(number, lambda: self._measure_written(frame), lambda: self._evict([key]))
+        except StoreError as error:
+            if not is_busy(error):
+                raise
+            self._late[number] = replace(frame, data=frame.data[: frame.start])
+
+    def _finish_late(self) -> None:
+        for number in [*self._late]:
+            if (frame := self._late.pop(number, None)) is not None:
+                self._finish(number, frame)
+
+    def _measure_written(self, frame: Frame) -> Entry | None:
+        """As :meth:`measure`, of a payload that was written just now."""
+        try:
+            return self.measure(frame.key)
+        except FrameError:
+            return None
+        except (OSError, MemoryError):  # it cannot be read now
+            size = self.tiers.round_up(frame.num_bytes)
+            return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec, frame.text)
 
     def _reserve(self, namespace: str, key: str, size: int, writer: str) -> int | None:
         """Number of the announced write, or None if the payload can never fit."""
@@ -207,7 +253,8 @@ class ChunkStore:
             time.sleep(0.01)
 
     def measure(self, key: str) -> Entry | None:
-        """The entry of a payload on the last tier, from its header; None if there is none that can be read."""
+        """The entry of a payload on the last tier, from its header; None if there is none. Raises what :meth:`header`
+        does."""
         frame = self.header(key)
         return self.entry_of(frame) if frame is not None else None
 
@@ -217,75 +264,103 @@ class ChunkStore:
         return Entry(frame.key, frame.namespace, frame.digest, size, frame.num_tokens, frame.codec, frame.text)
 
     def header(self, key: str) -> Frame | None:
-        """The header of a payload on the last tier; None if it is missing or damaged."""
-        try:
-            found = self.tiers.head(key, _HEAD_BYTES)
-            return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
-        except (OSError, FrameError):
-            return None
+        """The header of a payload on the last tier; None if it is missing.
 
-    def sweep(self) -> int:
+        Raises:
+            FrameError: it is damaged or, as OtherVersionError, of another version.
+            OSError: it cannot be read now, and may be intact.
+            MemoryError: likewise.
+        """
+        found = self.tiers.head(key, _HEAD_BYTES)
+        if found is not None and _HEAD_BYTES < (needed := Frame.header_bytes(found[0])) <= _MOST_HEADER_BYTES:
+            found = self.tiers.head(key, needed)
+        return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
+
+    def sweep(self, most_s: float = math.inf) -> int:
         """Complete or remove what killed processes left; returns how many writes there were.
+
+        Args:
+            most_s: stop after so many seconds.
 
         Raises:
             StoreError: the catalog is of another version. Other errors are only logged.
         """
-        count = 0
+        count, swept, until = 0, set[str](), time.monotonic() + most_s
         if self._writer is None:
             return 0
         try:
             self.complete()
             for writer in self._writer.dead():
-                count += self._sweep(writer)
-            writing = {*self.catalog.writers(), *self._temporaries()}
-            for writer in writing - self.living_writers():  # after ``writing``: a writer registers before it writes
-                count += self._sweep(writer)
+                count += self._settle_all({writer})
+                swept.add(writer)
+                if time.monotonic() > until:
+                    break
+            last = self.tiers.last
+            temporaries = {last.writer_of(name) for name in last.temporaries()} if isinstance(last, DiskBackend) else ()
+            writing = {*self.catalog.writers(), *temporaries}
+            unknown = writing - self.living_writers()  # after ``writing``: a writer registers before it writes
+            unknown = {writer for writer in unknown if Writer.is_name(str(writer))}
+            if unknown and time.monotonic() < until:
+                count += self._settle_all(unknown)
+            swept |= unknown
+            if isinstance(last, DiskBackend):
+                last.sweep(swept)
         except FormatError:
             raise
-        except (OSError, StoreError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             logger.debug("what killed processes left could not be removed: %s", error)
         return count
 
     def complete(self) -> int:
         """Record the payloads that a new or empty catalog does not know, because the old one was deleted or cut off;
         returns how many."""
+        if self._has_looked:
+            return 0
         is_empty = not self.catalog.total().entries and next(iter(self.tiers.list()), None) is not None
         if self.catalog.is_complete and not is_empty:
             return 0
         self._new_limit = self._given_limit
-        count = unreadable = 0
-        for key in self.tiers.list():
-            if self.catalog.is_announced(key):
-                continue  # another process is filling the new catalog too
-            frame = self.header(key)
-            if frame is None:
-                unreadable += 1
-            else:
-                self.catalog.record(self.entry_of(frame))
-                count += 1
-        if count or unreadable:
+        count = damaged = unreadable = 0
+        try:
+            for key in self.tiers.list():
+                if self.catalog.is_announced(key):
+                    continue  # another process is filling the new catalog too
+                try:
+                    entry = self.measure(key)
+                except FrameError:
+                    damaged += 1
+                except (OSError, MemoryError):
+                    unreadable += 1
+                else:
+                    if entry is not None:
+                        self.catalog.record(entry)
+                        count += 1
+        except (OSError, MemoryError):
+            unreadable += 1
+        if count or damaged or unreadable:
             logger.warning(
-                "the store's catalog was missing; %d chunk caches were found and recorded again, %d cannot be read; "
-                "set limits anew",
+                "the store's catalog was missing; %d chunk caches were found and recorded again, %d are damaged or of "
+                "another version, %d cannot be read now; set limits anew",
                 count,
+                damaged,
                 unreadable,
             )
-        self.catalog.set_complete()
+        self._has_looked = True
+        if not unreadable:
+            self.catalog.set_complete()
         return count
 
     def _replaced(self) -> None:
         """Record the payloads again after the catalog was deleted under this store."""
         logger.warning("the store's catalog was deleted or replaced; limits, sources, and texts without KV are lost")
+        self._has_looked = False
         try:
             self.complete()
-        except (OSError, StoreError) as error:
+        except (OSError, MemoryError, StoreError) as error:
             logger.warning("the store's catalog could not be made anew: %s", error)
 
-    def _sweep(self, writer: str) -> int:
-        count = self.catalog.settle(writer, self._settle, self._evict)
-        if isinstance(self.tiers.last, DiskBackend):
-            self.tiers.last.sweep(writer)
-        return count
+    def _settle_all(self, writers: set[str]) -> int:
+        return self.catalog.settle(writers, self._settle, self._evict)
 
     def living_writers(self) -> set[str]:
         """Processes that may be writing now, and those whose end nobody has noticed yet."""
@@ -304,17 +379,16 @@ class ChunkStore:
         """Registered writers but this one: other processes, and other stores on this folder in this process."""
         return self.living_writers() - {self._writer.name} if self._writer is not None else set()
 
-    def _temporaries(self) -> set[str]:
-        """Writers of temporary files."""
-        last = self.tiers.last
-        return {path.name.partition("-")[0] for path in last.temporaries()} if isinstance(last, DiskBackend) else set()
-
     def _settle(self, key: str) -> Entry | None:
-        """The entry of a payload whose writer was killed. A payload that cannot be read is removed."""
-        entry = self.measure(key)
-        if entry is None:
+        """The entry of a payload whose writer was killed. A damaged payload is removed. Raises OtherVersionError,
+        OSError or MemoryError for what others may still read."""
+        try:
+            return self.measure(key)
+        except OtherVersionError:
+            raise
+        except FrameError:
             self.tiers.delete([key])
-        return entry
+            return None
 
     # -- all tenants --------------------------------------------------------------------------------------------
 
@@ -344,11 +418,12 @@ class ChunkStore:
 def is_store(folder: Path) -> bool:
     """Whether a folder holds a store. Raises StoreError if it holds one of an older format."""
     _refuse_old_format(folder)
-    return (folder / FILE_NAME).is_file()
+    return is_file(folder / FILE_NAME)
 
 
 def _refuse_old_format(folder: Path) -> None:
-    if (folder / "index.sqlite3").exists() or next(folder.glob("chunks/*/*.safetensors"), None) is not None:
+    chunks = () if (folder / "chunks").is_symlink() else folder.glob("chunks/*/*.safetensors")
+    if (folder / "index.sqlite3").exists() or next(iter(chunks), None) is not None:
         raise StoreError(
             f"the store {folder} has an older format, which this version of cacheclip-rag does not read. Ingest the "
             "documents again into a new folder: cacheclip ingest PATH --store NEW_FOLDER. Then these files of the old "

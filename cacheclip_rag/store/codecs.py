@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from ..finding.texts import TextRow
 
@@ -37,6 +38,7 @@ __all__ = [
     "Frame",
     "FrameError",
     "LayerKV",
+    "OtherVersionError",
     "ArrayPart",
     "StoredKV",
     "decode",
@@ -44,6 +46,7 @@ __all__ = [
     "frame_bytes",
     "keeps",
     "layer_of",
+    "most_bytes",
     "part_of",
 ]
 
@@ -57,6 +60,10 @@ _ALIGNMENT = 64
 
 class FrameError(ValueError):
     """A payload is damaged, or belongs to another key."""
+
+
+class OtherVersionError(FrameError):
+    """A payload of another version of this package, which may be intact: a miss, and nobody's to delete."""
 
 
 class LayerKV(NamedTuple):
@@ -322,8 +329,15 @@ class Frame:
             whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
             if not whole or frame.shape[1] != 2 or len(frame.checksums) != frame.shape[0]:
                 raise FrameError("its header contradicts itself")
+            check_namespace(frame.namespace)
+            if {*map(type, frame.checksums)} != {str}:
+                raise FrameError("its header is not understood")
+            if (frame.digest is not None and len(frame.digest) != 16) or (
+                frame.text is not None and frame.text.digest != frame.digest
+            ):
+                raise FrameError("its header contradicts itself")
             expected = start + frame.shape[0] * CODECS[frame.codec].num_bytes(frame.shape[1:])
-        except (KeyError, TypeError, ValueError, struct.error) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
             if isinstance(error, FrameError):
                 raise
             raise FrameError(f"its header is not understood ({error})") from error
@@ -371,6 +385,11 @@ class Frame:
         return stop
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole payload."""
+        return self.start + self.shape[0] * self.layer_size
+
+    @property
     def layer_size(self) -> int:
         """Bytes of a layer."""
         return CODECS[self.codec].num_bytes(self.shape[1:])
@@ -414,6 +433,11 @@ def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:
     return len(header) + shape[0] * CODECS[codec].num_bytes(shape[1:])
 
 
+def most_bytes(shape: Sequence[int]) -> int:
+    """The most bytes that the layers of KV of this shape take, whatever the codec."""
+    return shape[0] * max(codec.num_bytes(shape[1:]) for codec in CODECS.values())
+
+
 def decode(data: Buffer, key: str) -> StoredKV:
     """The KV in a frame, with all checksums verified. Raises FrameError if it is damaged or of another key."""
     frame = Frame.parse(data, key)
@@ -454,15 +478,17 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
     if view.nbytes < _PREAMBLE.size:
         raise FrameError("it is cut off")
     magic, version, length, checksum = _PREAMBLE.unpack_from(view)
-    if magic != _MAGIC or version != FRAME_VERSION:
-        raise FrameError("it is no chunk cache of this version")
+    if magic != _MAGIC:
+        raise FrameError("it is no chunk cache")
+    if version != FRAME_VERSION:
+        raise OtherVersionError(f"it has format {version}, and this version of cacheclip-rag reads {FRAME_VERSION}")
     start = _PREAMBLE.size + length
     text = view[_PREAMBLE.size : start]
     if text.nbytes != length or xxhash.xxh3_64_intdigest(text) != checksum:
         raise FrameError("its header does not match its checksum")
     try:
         header = json.loads(bytes(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FrameError(f"its header is not understood ({error})") from error
     if not isinstance(header, dict):
         raise FrameError("its header is not understood")

@@ -13,16 +13,18 @@ import errno
 import io
 import mmap
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..base.paths import make_private_folder, private_mode
+from ..base.folder import Folder, open_folder, private_mode
+from ..base.keys import is_key
 from .backend import Backend, Sink
 from .writer import Writer
 
@@ -34,9 +36,10 @@ __all__ = ["CAN_DROP_PAGE_CACHE", "PAGE_CACHE", "DiskBackend"]
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 1 << 22  # smaller pieces cost more calls than the cache saves
-_NO_FILE = (FileNotFoundError, NotADirectoryError)
-_OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-"""A link would lead out of the store, and opening a pipe would wait for its writer."""
+_SHARD = re.compile("[0-9a-f]{2}")
+_TEMPORARY = re.compile("([0-9a-f]{32})-[0-9a-f]{1,16}")
+_NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""What opening a link, a socket or a folder ends in."""
 PAGE_CACHE = "page cache"
 """The medium of files that the system holds in memory."""
 CAN_DROP_PAGE_CACHE = hasattr(os, "posix_fadvise")
@@ -54,17 +57,11 @@ class DiskBackend(Backend):
         """``writer``: this process, by whose name temporary files are known; default a new one."""
         self._root = Path(folder)
         self.folder = self._root / "kv"
-        self._folder = str(self.folder)
-        self._temporary = Path(folder) / "tmp"
         self._writer = writer or Writer(Path(folder))
 
     def path_of(self, key: str) -> Path:
         """Path of the payload of ``key``."""
-        return Path(self._path_of(key))
-
-    def _path_of(self, key: str) -> str:
-        assert key.isalnum(), f"a key must be made of letters and digits to be a file name, got {key!r}"
-        return f"{self._folder}{os.sep}{key[:2]}{os.sep}{key}{_SUFFIX}"  # ten times as fast as with pathlib
+        return self.folder / key[:2] / _file_name(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         return self._read_each(keys)
@@ -91,10 +88,11 @@ class DiskBackend(Backend):
 
     def occupied(self, key: str) -> int:
         try:
-            found = os.lstat(self._path_of(key))
-        except _NO_FILE:
+            with self._folder_of(key) as folder:
+                found = folder.status(_file_name(key))
+        except FileNotFoundError:
             return 0
-        return max(self.round_up(found.st_size), getattr(found, "st_blocks", 0) * 512)
+        return 0 if found is None else max(self.round_up(found.st_size), getattr(found, "st_blocks", 0) * 512)
 
     def round_up(self, num_bytes: int) -> int:
         return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -119,38 +117,104 @@ class DiskBackend(Backend):
                     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def put(self, key: str, data: Buffer) -> None:
-        target = self.path_of(key)
-        make_private_folder(self._root, self._temporary.name)
-        make_private_folder(self._root, self.folder.name, target.parent.name)
-        temporary = self._temporary / f"{self._writer.name}-{secrets.token_hex(4)}"
-        mode = private_mode(self._root) & 0o666
-        file = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), mode)
-        try:
+        name = _file_name(key)
+        with (
+            open_folder(self._root, "tmp", make=True) as folder,
+            open_folder(self._root, "kv", key[:2], make=True) as target,
+        ):
+            temporary = f"{self._writer.name}-{secrets.token_hex(4)}"
+            file = folder.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, private_mode(self._root) & 0o666)
             try:
-                _write_all(file, memoryview(data).cast("B"))
-            finally:
-                os.close(file)
-            # without fsync: a payload that a power failure damaged is a miss
-            os.replace(temporary, target)
-        except BaseException:
-            _unlink(temporary)
-            raise
+                try:
+                    _write_all(file, memoryview(data).cast("B"))
+                finally:
+                    os.close(file)
+                # without fsync: a payload that a power failure damaged is a miss
+                folder.replace(temporary, target, name)
+            except BaseException:
+                folder.unlink(temporary)
+                raise
 
     def delete(self, keys: Iterable[str]) -> int:
-        return sum([_unlink(self.path_of(key)) for key in keys])
+        return sum([self._delete(key) for key in keys])
+
+    def _delete(self, key: str) -> bool:
+        try:
+            with self._folder_of(key) as folder:
+                return folder.unlink(_file_name(key))
+        except (FileNotFoundError, NotADirectoryError):  # what is elsewhere is not the store's
+            return False
 
     def list(self) -> Iterator[str]:
-        for file in self.folder.glob(f"[!.]*/[!.]*{_SUFFIX}"):
-            yield file.stem
+        """Every key. Raises OSError after all others if some folder could not be read."""
+        failed: OSError | None = None
+        for shard in filter(_SHARD.fullmatch, self._names("kv")):
+            try:
+                names = self._names("kv", shard)
+            except OSError as error:
+                failed = error
+                continue
+            except MemoryError:
+                failed = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                continue
+            yield from (key for key in map(_key_in, names) if key is not None and key.startswith(shard))
+        if failed is not None:
+            raise failed
 
-    def sweep(self, writer: str) -> int:
-        """Remove the temporary files of a killed process; returns how many."""
-        return sum([_unlink(file) for file in self._temporary.glob(f"{writer}-*")])
+    def sweep(self, writers: Collection[str]) -> int:
+        """Remove the temporary files of killed processes; returns how many."""
+        return self.remove_temporaries([name for name in self.temporaries() if self.writer_of(name) in writers])
 
-    def temporaries(self) -> Iterator[Path]:
-        """Files of writes that are not complete."""
-        if self._temporary.is_dir():
-            yield from self._temporary.iterdir()
+    def temporaries(self) -> Sequence[str]:
+        """Names of the files of writes that are not complete, and of what else is among them."""
+        return self._names("tmp")
+
+    def remove_temporaries(self, names: Iterable[str]) -> int:
+        """Remove files among those of :meth:`temporaries`; returns how many existed."""
+        try:
+            with open_folder(self._root, "tmp") as folder:
+                return sum([folder.unlink(name) for name in names])
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
+    @staticmethod
+    def writer_of(temporary: str) -> str | None:
+        """The writer of a temporary file; None if it is something else."""
+        found = _TEMPORARY.fullmatch(temporary)
+        return found[1] if found is not None else None
+
+    def foreign(self) -> Iterator[tuple[str, ...]]:
+        """What is no payload among the payloads, and what stands in place of a folder of the store: names from the
+        store's folder on."""
+        with open_folder(self._root) as root:
+            for name in ("kv", "tmp", "writers"):
+                if root.status(name) is not None and not root.is_folder(name):
+                    yield (name,)
+        yield from (("writers", name) for name in self._names("writers") if not self._writer.is_name(name))
+        for shard in self._names("kv"):
+            try:
+                with open_folder(self._root, "kv", shard) as folder:
+                    names = folder.names()
+            except NotADirectoryError:
+                yield "kv", shard
+            except OSError:  # a folder that cannot be read; list says so
+                continue
+            else:
+                is_ours = bool(_SHARD.fullmatch(shard))
+                others = (name for name in names if not is_ours or not (_key_in(name) or "").startswith(shard))
+                yield from (("kv", shard, name) for name in others)
+
+    def _names(self, *folders: str) -> Sequence[str]:
+        """Names in a folder of the store; none if it is missing, or no folder."""
+        try:
+            with open_folder(self._root, *folders) as folder:
+                return folder.names()
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+
+    def _folder_of(self, key: str) -> Folder:
+        """Raises FileNotFoundError if nothing was ever stored there, NotADirectoryError for a link."""
+        return open_folder(self._root, "kv", key[:2])
 
     def close(self) -> None:
         """Nothing to release: files are open only while they are read."""
@@ -159,12 +223,13 @@ class DiskBackend(Backend):
     def _opened(self, key: str) -> Iterator[tuple[int | None, int | None]]:
         """The open file and its size. ``(None, None)``: no file; ``(None, 0)``: something that is not a file."""
         try:
-            file = os.open(self._path_of(key), _OPEN)
-        except _NO_FILE:
+            with self._folder_of(key) as folder:
+                file = folder.open(_file_name(key), os.O_RDONLY)
+        except FileNotFoundError:
             yield None, None
             return
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link, a socket, a folder
+            if error.errno not in _NOT_OURS:
                 raise
             yield None, 0
             return
@@ -206,13 +271,13 @@ def _write_all(file: int, data: memoryview) -> None:
         done += os.write(file, data[done:])
 
 
-def _unlink(path: Path) -> bool:
-    try:
-        path.unlink()
-    except _NO_FILE:
-        return False
-    except OSError:
-        if path.is_dir() and not path.is_symlink():
-            return False  # no payload, and not ours to remove
-        raise
-    return True
+def _file_name(key: str) -> str:
+    if not is_key(key):
+        raise ValueError(f"expected a key of 64 hexadecimal digits, got {key!r}. Make keys with chunk_key.")
+    return key + _SUFFIX
+
+
+def _key_in(name: str) -> str | None:
+    """The key whose payload has this file name; None if it is no payload's."""
+    key = name.removesuffix(_SUFFIX)
+    return key if key != name and is_key(key) else None

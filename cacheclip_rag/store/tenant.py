@@ -8,29 +8,37 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from ..base.checks import check_namespace
+from ..base.database import is_busy
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import TextIndex, text_row
 from .backend import Sink
 from .catalog import Entry
 from .chunk_store import ChunkStore
-from .codecs import CODECS, Frame, FrameError, StoredKV, encode
+from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode, most_bytes
 
 __all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
 
 logger = logging.getLogger(__name__)
 
+Shape = Sequence[int]
+"""Of KV: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``."""
+
 _USES = 64
-"""Uses that are recorded in one transaction."""
+"""Uses after which they are recorded."""
+_MOST_USES = 64 * _USES
+"""Uses that are remembered while another process has the catalog."""
 _HEAD_BYTES = 1 << 14
 """Enough for the header of a frame with 300 layers; a payload with a longer one is read as a whole."""
+_MOST_HEADER_BYTES = 1 << 20
+_ANY: Mapping[str, Shape] = {}
 _FAILURES = (FrameError, OSError, MemoryError, StoreError)
 
 
@@ -53,15 +61,19 @@ class ReadBuffer:
 class _FrameSink(Sink):
     """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
 
-    def __init__(self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None) -> None:
+    def __init__(
+        self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None, shape: Shape | None
+    ) -> None:
         """``num_bytes``: what the entry says."""
-        self._store, self._key, self._expected, self._buffer = store, key, num_bytes, buffer
+        self._store, self._key, self._expected, self._buffer, self._shape = store, key, num_bytes, buffer, shape
         self._memory = memoryview(b"")
         self.frame: Frame | None = None
         self.verified = 0
         """Layers compared."""
 
     def allocate(self, num_bytes: int) -> memoryview:
+        if self._shape is not None and num_bytes > _MOST_HEADER_BYTES + most_bytes(self._shape):
+            raise FrameError(f"it has {num_bytes} bytes, more than KV of this shape can have")
         # a payload that was replaced just now may be larger than its entry
         if num_bytes > self._expected and self._store.header(self._key) is None:
             raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
@@ -72,7 +84,7 @@ class _FrameSink(Sink):
         if self.frame is None:
             if num_bytes < min(self._memory.nbytes, Frame.header_bytes(self._memory[:num_bytes])):
                 return  # a short read
-            self.frame = Frame.parse(self._memory, self._key)
+            self.frame = _checked(Frame.parse(self._memory, self._key), self._shape)
         self.verified = self.frame.verify(self.verified, num_bytes)
 
 
@@ -110,20 +122,27 @@ class TenantStore:
         self._uses: list[str] = []
         self._lock = threading.Lock()
 
-    def get(self, key: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
+    def get(self, key: str, buffer: ReadBuffer | None = None, shape: Shape | None = None) -> StoredKV | None:
         """The stored KV, or None. Counts as a use for eviction.
 
         Args:
             buffer: memory to read into. The KV is then valid until the next read into it.
+            shape: that the KV must have, as the model's has. Any other one is damage.
         """
-        return next(self.get_each([key], buffer))
+        return next(self.get_each([key], buffer, {key: shape} if shape is not None else {}))
 
-    def get_each(self, keys: Sequence[str], buffer: ReadBuffer | None = None) -> Iterator[StoredKV | None]:
+    def get_each(
+        self, keys: Sequence[str], buffer: ReadBuffer | None = None, shapes: Mapping[str, Shape] = _ANY
+    ) -> Iterator[StoredKV | None]:
         """As :meth:`get`, for many keys in order. One query asks the catalog for all of them; payloads are read one by
-        one, when they are asked for."""
+        one, when they are asked for.
+
+        Args:
+            shapes: that the KV must have, by key.
+        """
         known, entries = self._entries(keys)
         for key in keys:
-            stored = self._get(key, buffer, known, entries.get(key))
+            stored = self._get(key, buffer, known, entries.get(key), shapes.get(key))
             if stored is None:
                 self._misses += 1
             else:
@@ -170,19 +189,19 @@ class TenantStore:
         """Whether a faster tier gets a copy of every payload that is read as a whole."""
         return len(self.store.tiers.backends) > 1
 
-    def begin_each(self, keys: Sequence[str]) -> Iterator[StoredKV | None]:
+    def begin_each(self, keys: Sequence[str], shapes: Mapping[str, Shape] = _ANY) -> Iterator[StoredKV | None]:
         """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read_layers` reads.
         None where the payload must be read by :meth:`get`, which also says what is wrong with it."""
         known, entries = self._entries(keys)
         for key in keys:
-            yield None if known and key not in entries else self._begin(key, entries.get(key))
+            yield None if known and key not in entries else self._begin(key, entries.get(key), shapes.get(key))
 
-    def _begin(self, key: str, entry: Entry | None) -> StoredKV | None:
+    def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
             found = self.store.tiers.head(key, _HEAD_BYTES)
             if found is None:
                 return None
-            frame = Frame.parse(found[0], key, num_bytes=found[1])
+            frame = _checked(Frame.parse(found[0], key, num_bytes=found[1]), shape)
             if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
                 return None
             memory = _returnable_memory(found[1])
@@ -226,13 +245,15 @@ class TenantStore:
         if is_whole:
             self.store.tiers.promote(stored.frame.key, stored.frame.data, len(self.store.tiers.backends) - 1)
 
-    def _get(self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None) -> StoredKV | None:
+    def _get(
+        self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None, shape: Shape | None = None
+    ) -> StoredKV | None:
         """``known``: whether the catalog could be asked for ``entry``."""
         tiers = self.store.tiers
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        sink = _FrameSink(self.store, key, entry.num_bytes if entry is not None else 0, buffer)
+        sink = _FrameSink(self.store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
         tier = len(tiers.backends) - 1
         try:
             found = tiers.find(key, sink)
@@ -241,11 +262,15 @@ class TenantStore:
                     self._correct(key)
                 return None
             data, tier = found
-            frame = sink.frame or Frame.parse(data, key)
+            frame = sink.frame or _checked(Frame.parse(data, key), shape)
             if frame.namespace != self.namespace:
                 raise FrameError("it belongs to another tenant")
             if not tiers.backends[tier].in_memory:
                 frame.verify(sink.verified)
+        except OtherVersionError as error:
+            message = "chunk cache %s… cannot be used (%s); it is computed for this answer, and stays"
+            self.store.warn_once("version", message, key[:12], error)
+            return None
         except FrameError as error:
             tiers.count_damaged(tier)
             logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
@@ -259,7 +284,7 @@ class TenantStore:
             if tier < len(tiers.backends) - 1:  # another process has replaced it
                 tiers.drop_copies([key])
                 known, entries = self._entries([key])
-                return self._get(key, buffer, known, entries.get(key))
+                return self._get(key, buffer, known, entries.get(key), shape)
             self._correct(key)
         tiers.promote(key, data, tier)
         return StoredKV(frame)
@@ -289,6 +314,11 @@ class TenantStore:
         self.store.warn_once("limit", message, len(data))
         self.delete([key])  # an older version must not be read any more
         return False
+
+    def check_writable(self) -> None:
+        """Raise StoreError if nothing can be written now: another process uses the catalog, or it may only be read."""
+        with self.catalog.database.transaction():
+            pass
 
     def delete(self, keys: Iterable[str]) -> int:
         """Remove entries; returns how many existed. Keys of other tenants are left alone."""
@@ -327,8 +357,7 @@ class TenantStore:
         known, entries = self._entries(keys)
         if known:
             return {key: entry.codec for key, entry in entries.items() if entry.codec in CODECS}
-        frames = {key: self.store.header(key) for key in keys}
-        own = {key: frame for key, frame in frames.items() if frame is not None and frame.namespace == self.namespace}
+        own = {key: frame for key in keys if (frame := self._own_header(key)) is not None}
         return {key: frame.codec for key, frame in own.items()}
 
     def __contains__(self, key: object) -> bool:
@@ -351,8 +380,8 @@ class TenantStore:
         self.store.close()
 
     def flush(self) -> None:
-        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are then
-        lost."""
+        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are lost,
+        or recorded later."""
         with self._lock:
             uses, self._uses = self._uses, []
         if not uses:
@@ -360,13 +389,16 @@ class TenantStore:
         try:
             self.catalog.use(uses)
         except StoreError as error:
-            logger.debug("%d uses were not recorded: %s", len(uses), error)
+            logger.debug("%d uses are not recorded yet: %s", len(uses), error)
+            if is_busy(error):
+                with self._lock:
+                    self._uses = [*uses, *self._uses][-_MOST_USES:]
 
     def record_use(self, key: str) -> None:
         """Count a use for eviction, as :meth:`get` does. For entries that another process reads."""
         with self._lock:
             self._uses.append(key)
-            full = len(self._uses) >= _USES
+            full = len(self._uses) % _USES == 0
         if full:
             self.flush()
 
@@ -383,14 +415,20 @@ class TenantStore:
         """Whether an entry, or a payload without an entry, is the tenant's or nobody's."""
         if self.catalog.entry(self.namespace, key) is not None:
             return True
-        frame = self.store.header(key)
-        return frame is not None and frame.namespace == self.namespace
+        return self._own_header(key) is not None
+
+    def _own_header(self, key: str) -> Frame | None:
+        """The header of the tenant's payload; None if it is missing, another tenant's, damaged, or cannot be read."""
+        with suppress(*_FAILURES):
+            frame = self.store.header(key)
+            return frame if frame is not None and frame.namespace == self.namespace else None
+        return None
 
     def _correct(self, key: str) -> None:
         """Make the entry say what the medium holds."""
         try:
             self.catalog.correct(key, self.store.measure)
-        except StoreError as error:
+        except _FAILURES as error:
             logger.debug("an entry was not corrected: %s", error)
 
     def _remove_damaged(self, key: str) -> None:
@@ -408,4 +446,13 @@ def _returnable_memory(num_bytes: int) -> memoryview:
 
 
 def _new_memory(num_bytes: int) -> memoryview:
-    return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+    try:
+        return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+    except RuntimeError as error:  # what torch raises if there is no memory
+        raise MemoryError(str(error)) from error
+
+
+def _checked(frame: Frame, shape: Shape | None) -> Frame:
+    if shape is not None and frame.shape != tuple(shape):
+        raise FrameError(f"it has the shape {frame.shape}, but KV of this model has {tuple(shape)}")
+    return frame

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import stat
 import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..base.paths import make_private_folder, private_mode
+from ..base.folder import Folder, open_folder, private_mode
 
 fcntl: Any
 try:
@@ -25,12 +27,14 @@ except ImportError:  # Windows: all writers are taken for living
 
 __all__ = ["Writer"]
 
+_NAME = re.compile("[0-9a-f]{32}")
+
 
 class Writer:
     """This process as a writer of a store folder. A forked process gets a name of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "writers"
+        self._root = folder
         self._lock = threading.Lock()
         _writers.add(self)
         self._pid = 0
@@ -50,55 +54,63 @@ class Writer:
                 self._pid = os.getpid()
             return self._name
 
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a name has the form of a writer's."""
+        return _NAME.fullmatch(name) is not None
+
     def names(self) -> set[str]:
-        """Names that are registered, of living and killed processes."""
-        return {path.name for path in self._folder.iterdir()} if self._folder.is_dir() else set()
+        """Names that are registered, of living and killed processes.
+
+        Raises:
+            OSError: nobody can tell, so that all writers must be taken for living.
+        """
+        try:
+            with open_folder(self._root, "writers") as folder:
+                return {name for name in folder.names() if self.is_name(name) and _is_regular(folder, name)}
+        except FileNotFoundError:
+            return set()
 
     def dead(self) -> Iterator[str]:
         """Names of writers whose processes have ended. Each stays locked while the caller handles it, and its file is
-        removed afterwards."""
-        if fcntl is None or not self._folder.is_dir():
-            return
-        for path in self._folder.iterdir():
-            if path.name == self._name:
-                continue
-            try:
-                file = os.open(path, os.O_RDWR)
-            except OSError:
-                continue
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # it lives, or another process handles it
-                os.close(file)
-                continue
-            try:
-                yield path.name
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-            finally:
-                os.close(file)
+        removed afterwards. Raises OSError as :meth:`names` does."""
+        for name in self.names() - {self._name} if fcntl is not None else ():
+            with open_folder(self._root, "writers") as folder:
+                try:
+                    file = folder.open(name, os.O_RDWR)
+                except OSError:
+                    continue
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:  # it lives, or another process handles it
+                    os.close(file)
+                    continue
+                try:
+                    yield name
+                    folder.unlink(name)
+                finally:
+                    os.close(file)
 
     def __del__(self) -> None:
         """Give the name up. Not before: another thread may be writing under it."""
         if self._file is not None and self._pid == os.getpid():
-            with contextlib.suppress(OSError):
-                (self._folder / self._name).unlink()
+            with contextlib.suppress(OSError), open_folder(self._root, "writers") as folder:
+                folder.unlink(self._name)
             with contextlib.suppress(OSError):
                 os.close(self._file)
 
     def _register(self) -> tuple[str, int]:
         """Make and lock a file under a new name."""
-        make_private_folder(self._folder.parent, self._folder.name)
-        while True:
-            name = secrets.token_hex(16)
-            path = self._folder / name
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, private_mode(self._folder.parent) & 0o666)
-            if fcntl is None:
-                return name, file
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_there(path, file):  # not removed by a sweep between making and locking it
-                return name, file
-            os.close(file)
+        with open_folder(self._root, "writers", make=True) as folder:
+            while True:
+                name = secrets.token_hex(16)
+                file = folder.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, private_mode(self._root) & 0o666)
+                if fcntl is None:
+                    return name, file
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if _is_there(folder, name, file):  # not removed by a sweep between making and locking it
+                    return name, file
+                os.close(file)
 
 
 def _forget_in_fork() -> None:
@@ -115,8 +127,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-def _is_there(path: Path, file: int) -> bool:
-    try:
-        return os.stat(path).st_ino == os.fstat(file).st_ino
-    except OSError:
-        return False
+def _is_regular(folder: Folder, name: str) -> bool:
+    """Whether a name is a file's: nothing else can be locked by a writer."""
+    found = folder.status(name)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def _is_there(folder: Folder, name: str, file: int) -> bool:
+    found = folder.status(name)
+    return found is not None and found.st_ino == os.fstat(file).st_ino

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..answering.turns import CallerLeft, Waiter
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
 from ..frontend.tools import uses_tools
 from ..fusion.wire import FusionPlan
@@ -136,7 +137,8 @@ class Planning:
 
     def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
         try:
-            self.planner(tenant).drop_unreadable(fusion)
+            with waiting_at_most(ANSWER_WAIT_S):
+                self.planner(tenant).drop_unreadable(fusion)
         except Exception as error:
             self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
@@ -153,8 +155,8 @@ class Planning:
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
         try:
-            planner = self.planner(tenant)
-            with caller.asking():
+            with waiting_at_most(ANSWER_WAIT_S), caller.asking():
+                planner = self.planner(tenant)
                 planned = self._planned(planner, asked, field, _method(planner, field))
             reason = planned.reason
         except (RequestError, CallerLeft):

@@ -25,6 +25,7 @@ from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
+from tests.store.samples import failing
 
 
 class Result:
@@ -637,6 +638,30 @@ class TestStoreCommands:
         again = cacheclip("ingest", stored.parent / "corpus", "--store", stored, "--json").json
         assert again["computed"] >= 1 and again["changed"] + again["added"] == 1
         assert cacheclip("store", "verify", "--store", stored).code == 0
+
+    def test_what_cannot_be_read_is_told_and_stays(self, cacheclip: Any, stored: Path) -> None:
+        path = next(iter(stored.glob("kv/*/*")))
+        with failing("open", lambda: OSError(5, "Input/output error"), lambda name: name == path.name):
+            for command in ("verify", "repair"):
+                found = cacheclip("store", command, "--store", stored, "--json")
+                assert found.code == 1 and found.json["unreadable"] == [path.stem]
+                told = cacheclip("store", command, "--store", stored)
+                assert told.code == 1 and path.stem in told.out and "cannot be read now" in told.out
+        assert path.exists() and cacheclip("store", "verify", "--store", stored).code == 0
+
+    def test_links_in_place_of_files(self, cacheclip: Any, stored: Path, tmp_path: Path) -> None:
+        """They are named, moved aside, and lead nowhere."""
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside" / ("0" * 32)).write_text("precious")
+        for name in ("writers", "library.sqlite3"):
+            (stored / name).rename(tmp_path / name)
+            (stored / name).symlink_to(tmp_path / ("outside" if name == "writers" else name))
+        assert cacheclip("store", "verify", "--store", stored).code == 1
+        repaired = cacheclip("store", "repair", "--store", stored, "--json")
+        assert repaired.code == 0 and "unknown/writers" in repaired.json["moved_files"]
+        assert "library.sqlite3.damaged" in repaired.json["library"][0]
+        assert cacheclip("store", "verify", "--store", stored).code == 0
+        assert (tmp_path / "outside" / ("0" * 32)).read_text() == "precious"
 
     def test_gc_and_clear(self, cacheclip: Any, stored: Path) -> None:
         assert cacheclip("store", "gc", "--store", stored, "--json").json["payloads"] == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from cacheclip_rag.finding.texts import text_row
@@ -120,3 +123,39 @@ def full_disk(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def failing(call: str, error: Callable[[], BaseException], only: Callable[[Any], bool]) -> Iterator[list[object]]:
+    """Calls of the system raise an error, of the files that ``only`` chooses by path, name or descriptor. Yields what
+    failed."""
+    failed: list[object] = []
+    patch = pytest.MonkeyPatch()
+
+    def fail(what: Any) -> None:
+        if only(what):
+            failed.append(what)
+            raise error()
+
+    if call == "read":
+
+        class Failing(io.FileIO):
+            def readinto(self, buffer: Any, /) -> int:
+                fail(os.readlink(f"/proc/self/fd/{self.fileno()}"))
+                return super().readinto(buffer)
+
+        patch.setattr("cacheclip_rag.store.disk.io.FileIO", Failing)
+        read = os.read
+        patch.setattr(os, "read", lambda file, size: (fail(os.readlink(f"/proc/self/fd/{file}")), read(file, size))[1])
+    else:
+        original = getattr(os, call)
+
+        def called(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            fail(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else str(path))
+            return original(path, *arguments, **options)
+
+        patch.setattr(os, call, called)
+    try:
+        yield failed
+    finally:
+        patch.undo()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import random
+import re
 import sqlite3
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +21,7 @@ from typing_extensions import Buffer
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.ingest.library import Library
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
@@ -126,12 +130,19 @@ def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
     assert store.catalog.source_texts("t", "node") == [LONG.format(1)]
 
 
-def test_repair_evicts_down_to_the_limit(folder: Path) -> None:
+@pytest.mark.parametrize("of", ["store", "tenant"])
+def test_opening_evicts_down_to_the_limit(folder: Path, of: str) -> None:
+    """A process that was to lower it may have been killed before it evicted."""
     with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
-        catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
+        if of == "store":
+            catalog.execute("UPDATE meta SET value = ? WHERE name = 'max_bytes'", (6 * 4096,))
+        else:
+            catalog.execute("UPDATE quotas SET bytes = ?", (4096,))
     catalog.close()
-    assert [line.split(":")[0] for line in verify(folder).problems] == ["limit"]
-    assert repair(folder).entries == 6 and verify(folder).is_clean
+    store = ChunkStore.open(folder)
+    assert store.stats().entries == 6 and totals_are_right(store)
+    assert store.catalog.tenants()["u"].entries == (3 if of == "store" else 1)
+    assert verify(folder).is_clean and repair(folder).entries == 6
 
 
 def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
@@ -384,6 +395,36 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
     assert clear(folder) == 5 and payload_files(folder) == []
 
 
+def test_a_text_that_is_stored_while_it_is_released_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(folder)
+    library = ChunkLibrary(store)
+    remove = store.index.remove
+
+    def stored_meanwhile(texts: list[str]) -> None:
+        opened(folder).put(key(1), kv(1), "float32", text=LONG.format(1))
+        remove(texts)
+
+    monkeypatch.setattr(store.index, "remove", stored_meanwhile)
+    assert library.release([LONG.format(1), LONG.format(2)]) == 2
+    assert is_intact(store, 1) and library.index.known(LONG.format(1)) and not library.index.known(LONG.format(2))
+    assert verify(folder).is_clean
+
+
+def test_what_is_written_after_its_tenant_was_dropped_outlives_an_older_write(folder: Path) -> None:
+    store, other = ChunkStore.open(folder), ChunkStore.open(folder)
+    writing = store.tiers.put
+
+    def dropped_and_written_meanwhile(name: str, data: Buffer) -> None:
+        other.drop_tenant("u")
+        put(TenantStore(other, "u"), 8)
+        writing(name, data)
+
+    store.tiers.put = dropped_and_written_meanwhile  # type: ignore[method-assign]
+    TenantStore(store, "u").put(key(8, "u"), kv(8), "bfloat16")
+    found = TenantStore(ChunkStore.open(folder), "u").get(key(8, "u"))
+    assert found is not None and found.codec == "bfloat16" and verify(folder).is_clean
+
+
 def test_a_read_does_not_wait_for_a_writer_to_correct_an_entry(folder: Path) -> None:
     """Another process is evicting: the payload is gone, the entry not yet."""
     store = opened(folder)
@@ -467,6 +508,96 @@ def test_eviction_ends_if_nothing_can_be_removed() -> None:
     run = Stubborn()
     assert make_room(run, "t", "", 0, lambda keys: None) == (False, 0)
     run.database.close()
+
+
+class TestFlippedBits:
+    def test_in_names_of_the_catalog(self, folder: Path) -> None:
+        """Text that is no UTF-8 any more: a repair ends, and nothing is wrong afterwards."""
+        opened(folder).close()
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        catalog.close()
+        original = (folder / "catalog.sqlite3").read_bytes()
+        places = [match.start() for name in (key(1), key(2), "float32", "node", "document", "max_bytes", "CREATE")
+                  for match in re.finditer(name.encode(), original)]  # fmt: skip
+        assert len(places) > 20
+        for place in places:
+            for file in folder.glob("catalog.sqlite3*"):
+                file.unlink()
+            data = bytearray(original)
+            data[place + 2] ^= 0x80
+            (folder / "catalog.sqlite3").write_bytes(data)
+            verify(folder)
+            repair(folder)
+            left = verify(folder)
+            assert left.is_clean and intact(folder, 1, 2, 3, 4, 5), (place, left)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "UPDATE entries SET namespace = CAST(x'74ff' AS TEXT) WHERE key > '8'",
+            "UPDATE entries SET codec = CAST(x'ff' AS TEXT)",
+            "UPDATE entries SET key = CAST(x'ff' AS TEXT) || substr(key, 2) WHERE namespace = 'u'",
+            "UPDATE texts SET namespace = CAST(x'ff' AS TEXT) WHERE namespace = 'u'",
+            "UPDATE contents SET namespace = CAST(x'ff' AS TEXT) WHERE namespace = 'u'",
+            "UPDATE sources SET source = CAST(x'ff' AS TEXT)",
+            "UPDATE sources SET document = CAST(x'ff' AS TEXT)",
+            "UPDATE sources SET namespace = CAST(x'ff' AS TEXT)",
+            "UPDATE quotas SET namespace = CAST(x'ff' AS TEXT)",
+            "UPDATE totals SET namespace = CAST(x'ff' AS TEXT) WHERE namespace = 'u'",
+            "UPDATE meta SET name = CAST(x'ff' AS TEXT) WHERE name = 'uses'",
+            "INSERT INTO writes VALUES (1, CAST(x'ff' AS TEXT), CAST(x'ff' AS TEXT), 1, CAST(x'ff' AS TEXT))",
+        ],
+    )
+    def test_in_each_column(self, folder: Path, change: str) -> None:
+        for name in "tu":
+            TenantStore(ChunkStore.open(folder), name).index.add([LONG.format(number) * 4 for number in range(1, 4)])
+        with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
+            catalog.execute(change)
+        catalog.close()
+        store = opened(folder)
+        assert all(store.get(key(number)) is None or is_intact(store, number) for number in range(1, 6))
+        assert store.keys() is not None and store.stats() is not None
+        store.close()
+        assert not verify(folder).is_clean
+        repair(folder)
+        left = verify(folder)
+        assert left.is_clean and intact(folder, 1, 2, 3, 4, 5), left
+
+
+class TestBesideWriters:
+    def test_a_healthy_store_is_clean(self, folder: Path) -> None:
+        """Whatever others do between two looks: put, replace, delete, evict, drop."""
+        stop, wrong = threading.Event(), []
+
+        def write(seed: int) -> None:
+            chance = random.Random(seed)
+            store = ChunkStore.open(folder)
+            store.set_limit(12 * 4096)
+            while not stop.is_set():
+                tenant = TenantStore(store, chance.choice("tu"))
+                number = chance.randrange(1, 9)
+                action = chance.random()
+                if action < 0.7:
+                    codec = chance.choice(("float32", "bfloat16"))
+                    tenant.put(key(number, tenant.namespace), kv(number), codec, text=LONG.format(number))
+                elif action < 0.95:
+                    tenant.release([LONG.format(number)])
+                else:
+                    store.drop_tenant("u")
+            store.close()
+
+        threads = [threading.Thread(target=write, args=(seed,)) for seed in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(25):
+            report = verify(folder)
+            if not report.is_clean:
+                wrong.append(report)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == [] and verify(folder).is_clean
 
 
 class TestPartsOfTexts:

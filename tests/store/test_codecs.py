@@ -67,9 +67,9 @@ def test_header_says_whose_it_is() -> None:
     """All that the catalog knows of an entry, so that it can be made again from payloads."""
     text = "The keeper lit the lamp at dusk and wrote the hour down."
     row = text_row(text)
-    data = encode(kv(1), "float16", key(1), namespace="é \ud800", digest=text_digest(text), text=row)
+    data = encode(kv(1), "float16", key(1), namespace="é \U0001f40b", digest=text_digest(text), text=row)
     parsed = Frame.parse(data, key(1))
-    assert (parsed.namespace, parsed.digest, parsed.codec) == ("é \ud800", text_digest(text), "float16")
+    assert (parsed.namespace, parsed.digest, parsed.codec) == ("é \U0001f40b", text_digest(text), "float16")
     assert row is not None and parsed.text == row and parsed.num_tokens == 4
     bare = Frame.parse(encode(kv(1), "float16", key(1), namespace="t"), key(1))
     assert bare.digest is None and bare.text is None

@@ -40,10 +40,15 @@ def first(store: TenantStore, folder: Path) -> Path:
 
 def with_header(content: bytes, change: Callable[[dict[str, object]], None]) -> bytes:
     """A frame with another header, and the right checksum for it: written by a program, not by an accident."""
-    magic, version, length, _ = struct.unpack_from("<8sIIQ", content)
-    header = json.loads(content[24 : 24 + length])
+    header = json.loads(content[24 : 24 + struct.unpack_from("<8sIIQ", content)[2]])
     change(header)
-    text = json.dumps(header).encode().ljust(length)
+    return with_text(content, json.dumps(header).encode())
+
+
+def with_text(content: bytes, text: bytes) -> bytes:
+    """A frame with another text as its header, and the right checksum for it."""
+    magic, version, length, _ = struct.unpack_from("<8sIIQ", content)
+    text = text.ljust(length)
     return (
         struct.pack("<8sIIQ", magic, version, len(text), xxhash.xxh3_64_intdigest(text)) + text + content[24 + length :]
     )
@@ -67,12 +72,22 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
     "huge header": lambda content, other: content[:12] + b"\xff\xff\xff\xff" + content[16:],
     "of another key": lambda content, other: other,
     "appended": lambda content, other: content + b"tail",
-    "another version": lambda content, other: content[:8] + b"\x63" + content[9:],
     "another magic": lambda content, other: b"safetens" + content[8:],
     "unknown codec": lambda content, other: with_header(content, lambda header: header.update(codec="int3")),
     "other shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2, 2, 8, 1])),
     "fewer layers": lambda content, other: with_header(content, lambda header: header.update(shape=[1, 2, 4, 4, 4])),
     "shape of text": lambda content, other: with_header(content, lambda header: header.update(shape="abcde")),
+    "nested too deeply": lambda content, other: with_text(content, b"[" * 100_000),
+    "a number without end": lambda content, other: with_text(content, b'{"shape": 1' + b"0" * 50_000 + b"}"),
+    "no object": lambda content, other: with_text(content, b"[1]"),
+    "namespace of numbers": lambda content, other: with_header(content, lambda header: header.update(namespace=[1])),
+    "half a character": lambda content, other: with_header(content, lambda header: header.update(namespace="\ud800")),
+    "short digest": lambda content, other: with_header(content, lambda header: header.update(digest="00")),
+    "digest of numbers": lambda content, other: with_header(content, lambda header: header.update(digest=[0])),
+    "row of another text": lambda content, other: with_header(content, lambda header: header.update(text="00" * 64)),
+    "checksums of numbers": lambda content, other: with_header(content, lambda header: header.update(checksums=[1, 2])),
+    "a codec of lists": lambda content, other: with_header(content, lambda header: header.update(codec=[["int8"]])),
+    "huge shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2**70, 9, 9])),
     "header without a key": lambda content, other: with_header(content, lambda header: header.pop("key") and None),
 }
 
@@ -127,7 +142,7 @@ class TestDamage:
             raise PermissionError(13, "denied")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", denied)
+            patch.setattr(os, "unlink", denied)
             assert store.get(key(1)) is None
         assert "could not be removed" in caplog.text and is_intact(store, 2)
 

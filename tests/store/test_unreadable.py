@@ -1,0 +1,177 @@
+"""A failing disk, no file handles, no memory, files of another user or version: nothing whole is deleted."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.store import ChunkStore, TenantStore
+from cacheclip_rag.store.care import collect_garbage, repair, verify
+from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
+
+NUMBERS = range(1, 7)
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    **{name: (lambda name=name: OSError(getattr(errno, name), name)) for name in ("EIO", "EMFILE", "EACCES", "ESTALE")},
+    "no memory": lambda: MemoryError(),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = opened(tmp_path / "store")
+    put(store, *NUMBERS)
+    store.close()
+    return tmp_path / "store"
+
+
+CALLS = {
+    "open": lambda path: path.endswith(".kv"),
+    "open of folders": lambda path: len(path) == 2,
+    "read": lambda path: path.endswith(".kv"),
+    "stat": lambda path: path.endswith(".kv"),
+    "listdir": lambda path: len(Path(path).name) == 2,
+}
+
+
+def ask(folder: Path) -> None:
+    store = opened(folder)
+    for number in NUMBERS:
+        store.get(key(number))
+    store.close()
+
+
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "ask": ask,
+    "ask without a catalog": lambda folder: (remove_catalog(folder), ask(folder)),
+    "drop what cannot be read": lambda folder: opened(folder).drop_unreadable([key(number) for number in NUMBERS]),
+    "verify": verify,
+    "repair": repair,
+    "repair without a catalog": lambda folder: (remove_catalog(folder), repair(folder)),
+    "gc": collect_garbage,
+    "gc without a catalog": lambda folder: (remove_catalog(folder), collect_garbage(folder)),
+    "open after a kill": lambda folder: opened(folder).store.sweep(),
+}
+
+
+def remove_catalog(folder: Path) -> None:
+    for file in folder.glob("catalog.sqlite3*"):
+        file.unlink()
+
+
+def payloads(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("kv/*/*.kv")}
+
+
+class TestFaults:
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("action", ACTIONS)
+    def test_delete_nothing(self, folder: Path, error: Callable[[], BaseException], call: str, action: str) -> None:
+        """And when they are over, everything is there: nothing was forgotten that repair cannot find."""
+        if action == "open after a kill":
+            kill_between_payload_and_entry(folder)
+        before = payloads(folder)
+        with failing(call.split()[0], error, CALLS[call]), suppress(StoreError):
+            ACTIONS[action](folder)
+        assert payloads(folder) == before
+        repair(folder)
+        assert verify(folder).is_clean
+        store = opened(folder)
+        assert all(is_intact(store, number) for number in NUMBERS) and totals_are_right(store)
+
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    @pytest.mark.parametrize("call", ["open", "read", "stat"])
+    def test_are_reported(self, folder: Path, error: Callable[[], BaseException], call: str) -> None:
+        bad = path_of(folder, 1).name
+        with failing(call, error, lambda path: path.endswith(bad)) as failed:
+            report, done = verify(folder), repair(folder)
+        assert failed and report.unreadable == done.unreadable == [key(1)] and not report.is_clean
+        assert (report.damaged, report.missing, done.deleted, done.forgotten) == ([], [], 0, 0)
+        assert verify(folder).is_clean and is_intact(opened(folder), 1)
+
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    def test_of_the_catalog_do_not_replace_it(self, folder: Path, error: Callable[[], BaseException]) -> None:
+        opened(folder).catalog.add_source("t", "node", "a text")
+        with failing("open", error, lambda path: "catalog" in path), suppress(StoreError, MemoryError):
+            repair(folder)
+        assert not list(folder.glob("*.damaged"))
+        assert opened(folder).catalog.source_texts("t") == ["a text"]
+
+    def test_while_writing_are_errors_and_the_entry_is_recorded(self, folder: Path) -> None:
+        """What was written is known, also if it cannot be read at once."""
+        store = opened(folder)
+        with failing("read", ERRORS["EIO"], CALLS["read"]):
+            put(store, 9)
+        assert is_intact(store, 9) and totals_are_right(store) and verify(folder).is_clean
+
+    def test_while_an_entry_is_corrected_leave_it(self, folder: Path) -> None:
+        store = opened(folder)
+        with failing("read", ERRORS["EIO"], CALLS["read"]):
+            store._correct(key(1))
+        assert key(1) in store and is_intact(store, 1)
+
+
+def kill_between_payload_and_entry(folder: Path) -> None:
+    program = f"""
+store = opened(Path({str(folder)!r}))
+store.catalog.finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+put(store, 6)
+"""
+    assert run(program).returncode == -9
+
+
+class TestOtherVersions:
+    """A rolling upgrade: two versions of the package share a store."""
+
+    @pytest.fixture
+    def older(self, folder: Path) -> bytes:
+        """Entry 1 was written by another version."""
+        content = path_of(folder, 1).read_bytes()
+        written = content[:8] + b"\x63" + content[9:]
+        path_of(folder, 1).write_bytes(written)
+        return written
+
+    @pytest.mark.parametrize("catalog", [True, False])
+    def test_are_misses_and_stay(
+        self, folder: Path, older: bytes, catalog: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if not catalog:
+            remove_catalog(folder)
+        store = opened(folder)
+        assert store.get(key(1)) is None and store.get(key(1)) is None and [*store.begin_each([key(1)])] == [None]
+        if catalog:
+            warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+            assert len(warnings) == 1 and "format 99" in caplog.text
+        store.drop_unreadable([key(1)])
+        store.store.sweep()
+        store.close()
+        report = verify(folder)
+        assert report.is_clean and report.other_versions == [key(1)]
+        assert repair(folder).other_versions == [key(1)] and collect_garbage(folder)["payloads"] == 0
+        assert path_of(folder, 1).read_bytes() == older
+        assert all(is_intact(opened(folder), number) for number in NUMBERS[1:])
+
+    def test_of_a_killed_writer_stay(self, folder: Path) -> None:
+        kill_between_payload_and_entry(folder)
+        content = path_of(folder, 6).read_bytes()
+        path_of(folder, 6).write_bytes(content[:8] + b"\x63" + content[9:])
+        for _ in range(2):
+            opened(folder)
+        assert path_of(folder, 6).exists()
+        path_of(folder, 6).write_bytes(content)
+        assert is_intact(opened(folder), 6)
+
+    def test_make_room_as_all_others(self, folder: Path, older: bytes) -> None:
+        assert ChunkStore.open(folder).drop_tenant("t") == 6
+        assert not payloads(folder)
+
+    def test_are_replaced_by_what_is_written(self, folder: Path, older: bytes) -> None:
+        """Else the store would never hold the chunk again."""
+        store = TenantStore(ChunkStore.open(folder), "t")
+        put(store, 1)
+        assert is_intact(store, 1)
