@@ -551,7 +551,7 @@ def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
 
 
 def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:
-    with pytest.raises(CacheClipError, match="fit model"):
+    with pytest.raises(CacheClipError, match="fit the model"):
         llm.complete("word " * 5000)
 
 
