@@ -325,9 +325,12 @@ async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterat
     async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
         if response.is_error:
             raise RuntimeError(f"status {response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                yield json.loads(line.removeprefix("data: "))
+        rest = b""
+        async for piece in response.aiter_bytes():  # only a line feed ends a line: answers hold U+2028
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: ") and line != b"data: [DONE]":
+                    yield json.loads(line.removeprefix(b"data: "))
 
 
 async def whole(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:

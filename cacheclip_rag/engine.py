@@ -32,7 +32,7 @@ from .guards.standard import standard_observers
 from .methods.base import Method
 from .plan.plan import Plan
 from .plan.planner import choose_method
-from .prompt.messages import Documents, Prompt
+from .prompt.messages import Documents, Prompt, check_template_kwargs
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
@@ -309,9 +309,12 @@ class CacheClipEngine:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
-        return self.parts.segment(prompt, given_texts(documents), date=date, tools=check_tools(tools))
+        variables = check_template_kwargs(chat_template_kwargs or {})
+        given = given_texts(documents)
+        return self.parts.segment(prompt, given, date=date, tools=check_tools(tools), variables=variables)
 
     def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
         """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""

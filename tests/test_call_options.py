@@ -93,3 +93,25 @@ def test_refusals(given: dict[str, Any], message: str) -> None:
 def test_checking_them_loads_no_torch() -> None:
     code = "import sys, cacheclip_rag.answering.options as o; o.CallOptions(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("enable_thinking", "must be a JSON object"),
+        (["enable_thinking"], "must be a JSON object"),
+        ({"chat_template": "{{ 1 }}"}, "cannot set 'chat_template'"),
+        ({"messages": []}, "cannot set 'messages'"),
+        ({"add_generation_prompt": False}, "cannot set"),
+        ({"bos_token": "x"}, "cannot set"),
+        ({"a b": 1}, "cannot set"),
+        ({1: 1}, "cannot set"),
+        ({"x": {1, 2}}, "must be JSON"),
+        ({"x": float("nan")}, "must be JSON"),
+        ({"x": "y" * 20_000}, "20009 characters"),
+    ],
+)
+def test_variables_of_a_template(given: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        CallOptions().with_options({"chat_template_kwargs": given})
+    assert CallOptions().with_options({"chat_template_kwargs": {"x": False}}).chat_template_kwargs == {"x": False}

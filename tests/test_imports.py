@@ -20,7 +20,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
-    ("finding",),
+    ("finding", "sampling"),
     ("store",),
     # the protocol of a running model; transformers' internals
     ("runtime",),
@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("plan",),
     ("fusion",),
-    ("models",),
+    ("models", "types"),
     ("guards",),
     ("timing",),
     ("answering",),

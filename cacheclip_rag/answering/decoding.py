@@ -43,11 +43,16 @@ def decode(
         turn: taken for each computation of the model, and given back before an event is yielded.
         constraint: says which tokens may come next; not with verified finishing, which compares free choices.
         text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
+
+    An answer to a chat may begin with reasoning, unless a constraint says otherwise.
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, text_of or runtime.decode_ids)
+    prompt_end = prefilled.layout.generation_prompt if constraint is None else None
+    text_of = text_of or runtime.decode_ids
+    streams = lambda: TextStream(text_of, params.stop, prompt_end)  # noqa: E731
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, streams)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
     yield from answer.events()
@@ -58,8 +63,15 @@ def decode(
     stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
-    whole = Answer(answer.stream.text, tuple(answer.ids), reason, stats, answer.prefilled.trace)
-    yield Event(rest, whole, answer.revised_from)
+    whole = Answer(
+        answer.stream.text,
+        tuple(answer.ids),
+        reason,
+        stats,
+        answer.prefilled.trace,
+        reasoning=answer.reasoning + answer.stream.reasoning,
+    )
+    yield Event(rest, whole, answer.revised_from, reasoning=answer.stream.reasoning)
 
 
 class _Decoding:
@@ -73,18 +85,20 @@ class _Decoding:
         sampler: Sampler,
         beside: Beside,
         turn: Callable[[], AbstractContextManager[None]],
-        text_of: Callable[[Sequence[int]], str],
+        new_stream: Callable[[], TextStream],
     ) -> None:
         self.prefilled = prefilled
         self.cache = prefilled.cache
         self.ids = [sampler.pick(prefilled.logits)]
-        self.stream = TextStream(text_of, params.stop)
+        self.stream = new_stream()
+        self.reasoning = ""
+        """Reasoning that events have given."""
         self.has_ended = False
         """Whether the last token, or a stop string, ends the answer."""
         self.revised_from: int | None = None
         """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
         self._runtime, self._params, self._sampler = runtime, params, sampler
-        self._beside, self._turn, self._text_of = beside, turn, text_of
+        self._beside, self._turn, self._new_stream = beside, turn, new_stream
         self._num_prompt = prefilled.layout.num_tokens
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
 
@@ -114,8 +128,12 @@ class _Decoding:
             return
         piece = self.stream.push(self.ids[-1])
         self.has_ended = self.stream.stopped
-        if piece or self.revised_from is not None:
-            yield Event(piece, None, self.revised_from, not self._beside.may_withdraw)
+        may_withdraw = self._beside.may_withdraw
+        reasoning = "" if may_withdraw else self.stream.reasoning
+        if piece or reasoning or self.revised_from is not None:
+            if reasoning:
+                self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
+            yield Event(piece, None, self.revised_from, not may_withdraw, reasoning=reasoning)
             self.revised_from = None
 
     def _settle(self) -> bool:
@@ -129,7 +147,7 @@ class _Decoding:
         self._go_on_from(found)
         if found.ids == self.ids:
             return False
-        self.ids, self.stream = found.ids, TextStream(self._text_of, self._params.stop)
+        self.ids, self.stream = found.ids, self._new_stream()
         self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
         return True
 

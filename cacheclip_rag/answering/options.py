@@ -6,12 +6,13 @@ This module does not import torch, so that front ends can check options quickly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from ..base.checks import AUTO_RATIO, aliases_of, by_real_names, check_choice, check_ratio_and_limit, did_you_mean
 from ..base.errors import ConfigurationError
 from ..base.sampling import FINISH_MODES, SamplingParams
+from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import check_tools
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class CallOptions:
     """Definitions of tools that the model may call, in OpenAI's function format. The chat template tells the model of
     them; calls are in ``tool_calls`` of events and answer, and no longer in their text. Text that may be a call, or be
     withdrawn, is held back. Segments are not changed."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as ``{"enable_thinking": False}``. Templates ignore those they do not know.
+    Segments are not changed."""
     finish: str | None = None
     """``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may withdraw text
     (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
@@ -64,6 +68,8 @@ class CallOptions:
             check_choice("finish", self.finish, FINISH_MODES)
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         object.__setattr__(self, "tools", tuple(check_tools(self.tools)))
+        if self.chat_template_kwargs or not isinstance(self.chat_template_kwargs, Mapping):
+            object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
 
     @property
     def finishes(self) -> bool:

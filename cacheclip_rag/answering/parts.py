@@ -206,6 +206,7 @@ class Parts:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         isolated: bool = False,
     ) -> list[Segment]:
         """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`.
@@ -218,7 +219,9 @@ class Parts:
         check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
         reader = PromptReader(self.runtime, self.config.system_prompt)
         given = _watched(documents) if documents or CALLER.get() else ()
-        return reader.segments(prompt, self.library.index, given, date=date, tools=tools, parts=not isolated)
+        return reader.segments(
+            prompt, self.library.index, given, date=date, tools=tools, variables=variables, parts=not isolated
+        )
 
     def segment_as_it_stands(
         self, text: str, documents: Collection[str] = (), *, isolated: bool = False

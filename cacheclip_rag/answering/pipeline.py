@@ -84,7 +84,7 @@ class Answering:
             options, runtime = request.options, sources.primary.runtime
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
-            text_of = runtime.decode_calls if options.tools else None
+            text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
             clock, turns = PhaseClock(), turns_of(runtime)
             read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.prompt():  # until the first text is there: most first tokens have one
@@ -152,7 +152,13 @@ class Answering:
             segments = as_segments(prompt)
             if segments is None:
                 isolated = sources.primary.context.isolated
-                segments = self.parts.segment(prompt, given, tools=options.tools, isolated=isolated)  # type: ignore[arg-type]
+                segments = self.parts.segment(
+                    prompt,  # type: ignore[arg-type]
+                    given,
+                    tools=options.tools,
+                    variables=options.chat_template_kwargs,
+                    isolated=isolated,
+                )
             question = options.question
             if question is None and not isinstance(prompt, str):
                 messages = [message for message in prompt if isinstance(message, dict)]

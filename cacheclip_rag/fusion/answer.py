@@ -163,6 +163,9 @@ class Answer:
     """Set if the request has ``trace`` and chunks were reused."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that the model asks for, if the request has tools. ``text`` does not contain them."""
+    reasoning: str = ""
+    """What the model wrote for itself before ``text``, between markers such as ``<think>`` and ``</think>``. Calls and
+    stop strings in it are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +184,5 @@ class Event:
     """False: a later event may withdraw text of this event or of earlier events. True: none will."""
     tool_calls: tuple[ToolCall, ...] = ()
     """Calls that are complete since the last event, if the request has tools. They come after ``text``."""
+    reasoning: str = ""
+    """New reasoning since the last event. It comes before ``text``, and is never withdrawn."""

@@ -96,6 +96,8 @@ class Layout:
     altered: Mapping[str, int] = field(default_factory=dict)
     """Texts of which half or more stands in the prompt, but in another form (escaped, or with accents apart), so that
     no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
+    generation_prompt: str | None = None
+    """What the chat template wrote before the answer; None if the prompt does not end with text of a template."""
 
     @property
     def num_known(self) -> int:
@@ -167,7 +169,9 @@ def lay_out(
     # at least one token must be computed: its logits give the first new token
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
     num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
-    layout = Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    end = segments[-1].text if segments and segments[-1].control else None
+    opens_with_prefix = num_prefix == len(prefix_ids)
+    layout = Layout(tuple(ids), tuple(spans), num_prefix, opens_with_prefix, generation_prompt=end)
     placed = {span.whole for span in spans if span.is_chunk}
     lost = [segment for segment in segments if isinstance(segment, Chunk) and segment.whole not in placed]
     return replace(layout, altered=_altered(lost, tokenize_chunk)) if lost else layout

@@ -2,13 +2,65 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 
-__all__ = ["Documents", "Prompt"]
+__all__ = ["Documents", "Prompt", "check_template_kwargs"]
 
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also gives each text's ``(source, document)`` pairs, as in
 :meth:`CacheClipEngine.precompute` (the document may be empty). Texts stored after an answer get these sources."""
+
+_MOST_CHARACTERS = 10_000
+"""Of the variables of a chat template, as JSON."""
+_NOT_VARIABLES = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *(
+            "continue_final_message",
+            "padding",
+            "truncation",
+            "max_length",
+            "return_tensors",
+            "return_dict",
+            "processor",
+        ),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "raise_exception", "strftime_now"),
+    }
+)
+"""What shapes a prompt in other ways: arguments of transformers, and what it gives templates itself."""
+
+
+def check_template_kwargs(given: Any) -> dict[str, Any]:
+    """Variables of a chat template, as ``chat_template_kwargs`` give them.
+
+    Raises:
+        ConfigurationError: they are no JSON object of words, hold more than a few values, or one of them is not a
+            variable of templates.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            'chat_template_kwargs must be a JSON object such as {"enable_thinking": false}, got '
+            f"{type(given).__name__}."
+        )
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name in _NOT_VARIABLES or name.endswith("_token"):
+            raise ConfigurationError(
+                f"chat_template_kwargs cannot set {str(name)[:80]!r}: give variables of the chat template, such as "
+                "enable_thinking."
+            )
+    try:
+        written = json.dumps(given if isinstance(given, dict) else dict(given), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"chat_template_kwargs must be JSON: {str(error)[:200]}.") from error
+    if len(written) > _MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"chat_template_kwargs have {len(written)} characters as JSON, and at most {_MOST_CHARACTERS} are taken."
+        )
+    found: dict[str, Any] = json.loads(written)
+    return found

@@ -6,7 +6,6 @@ tokenised as a whole (:mod:`cacheclip_rag.prompt.layout`).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts
 from ..runtime.base import Message
+from .contents import escaped, find_contents
 from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
 
@@ -132,9 +132,11 @@ def segment_chat(
 ) -> list[Segment]:
     """Segments of a chat: the template's text as control segments, each content cut by :func:`segment_text`.
 
-    The template is rendered with a sentinel in place of each content, and split there. So the template cannot change
-    contents, and no content can imitate the template. White space around a content does pass through the template,
-    because some templates strip it. Contents in ``verbatim`` are not searched for chunks.
+    The template is rendered with a sentinel in place of each content, and split there, so that no content can imitate
+    the template. White space around a content does pass through the template, because some templates strip it. Some
+    templates look at contents, and leave the reasoning of earlier answers out: what they make of the real contents is
+    the prompt, if contents and template can be told apart in it (:mod:`~cacheclip_rag.prompt.contents`). Contents in
+    ``verbatim`` are not searched for chunks.
 
     Templates write arguments of calls and definitions of tools as JSON. Strings in them are marked, pass through the
     template, and become fresh text that is no control text. Calls that the template does not write become text of
@@ -162,10 +164,12 @@ def segment_chat(
     # a template may ask whether a message with calls has a content, and may drop the content
     calling = {number for number, message in enumerate(messages) if "tool_calls" in message}
     marked = ["" if n in calling and not cores[n] else text for n, text in enumerate(marked)]
-    shown = [{**marks.calls(message), "content": text} for message, text in zip(messages, marked, strict=True)]
+    real = [marks.fields(message) for message in messages]
+    shown = [{**message, "content": text} for message, text in zip(real, marked, strict=True)]
     rendered = render(shown)
     if tools:
-        without, rendered = rendered, render(shown, tools=[marks.definition(tool) for tool in tools])
+        render = partial(render, tools=[marks.definition(tool) for tool in tools])
+        without, rendered = rendered, render(shown)
         if rendered == without:
             raise ConfigurationError(
                 "this model's chat template does not use tools, so the model cannot be told of them. Use a model that "
@@ -180,19 +184,30 @@ def segment_chat(
             f"this model's chat template drops a message of role {messages[number]['role']!r}. Use roles it knows "
             "(usually system, user, assistant, in alternation), or pass the prompt as one string."
         )
-    segments: list[Segment] = []
-    for position, (number, escape) in enumerate(zip(numbers, escapes, strict=True)):
+    # a backslash for JSON, three for JSON in JSON
+    times = [max(0, len(escape).bit_length() - 1) for escape in escapes]
+    written: list[tuple[str, bool]] = []
+    for position, number in enumerate(numbers):
         text, (lead, trail) = cores[number], around[number]
-        for _ in range(len(escape).bit_length() - 1):  # a backslash for JSON, three for JSON in JSON
-            text = json.dumps(text, ensure_ascii=False)[1:-1]
+        text = escaped(text, times[position]) if times[position] else text
         if lead and pieces[position].endswith(lead):
             pieces[position], text = pieces[position].removesuffix(lead), lead + text
         if trail and pieces[position + 1].startswith(trail):
             pieces[position + 1], text = pieces[position + 1].removeprefix(trail), text + trail
-        segments += _template_segments(pieces[position], marks)
-        whole = messages[number]["content"] in verbatim
-        segments.extend([Fresh(text)] if whole else segment_text(text, index, documents, parts=parts))
-    segments += _template_segments(pieces[-1], marks)
+        written += [(pieces[position], False), (text, True)]
+    written.append((pieces[-1], False))
+    rendered = render(real)
+    if "".join(text for text, _ in written) != rendered:
+        written = find_contents(render, real, rendered, dict(zip(numbers, times, strict=True))) or written
+    own = [text.strip() for text in verbatim]
+    segments: list[Segment] = []
+    for text, is_content in written:
+        if not is_content:
+            segments += [Fresh(piece, control=control) for piece, control in marks.split(text)]
+        elif text.strip() in own:
+            segments.append(Fresh(text))
+        else:
+            segments += segment_text(text, index, documents, parts=parts)
     return [segment for segment in segments if segment.text]
 
 
@@ -205,11 +220,6 @@ def _calls_for(render: Callable[..., str], messages: list[Message], marks: Marks
         messages = with_short_ids(messages)
         written = render([marks.renamed(message) for message in messages])
     return messages if marks.nonce in written else [calls_as_text(message) for message in messages]
-
-
-def _template_segments(text: str, marks: Marks) -> list[Segment]:
-    """Segments of text that the template wrote: control text, except for what was marked."""
-    return [Fresh(piece, control=control) for piece, control in marks.split(text)]
 
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -232,7 +242,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
         if not isinstance(message, dict):
             raise ConfigurationError(f"each message must be a dict, got {type(message).__name__}.")
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
+        if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
             content = ""
         if not isinstance(message.get("role"), str) or not isinstance(content, str):
             raise ConfigurationError(
@@ -252,8 +262,10 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
                 f"{', '.join(map(repr, others))}. Write what the model should read into the content."
             )
         fields = {name: message[name] for name in known[2:] if message.get(name)}
-        for name in fields.keys() - {"tool_calls"}:
+        for name in fields.keys() & {"tool_call_id", "name"}:
             check_name(f"{name} of a message", fields[name])
+        if not isinstance(fields.get("reasoning_content", ""), str):
+            raise ConfigurationError(f"reasoning_content must be a string, got {type(fields['reasoning_content'])}.")
         if "tool_calls" in fields:
             fields["tool_calls"] = check_calls(fields["tool_calls"])
             names |= {call["id"]: call["function"]["name"] for call in fields["tool_calls"] if "id" in call}
@@ -263,7 +275,7 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return checked
 
 
-_FIELDS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+_FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
 """Fields that a message may have beside role and content, by role."""
 
 
@@ -315,6 +327,16 @@ def as_segments(prompt: Prompt | Sequence[Segment]) -> list[Segment] | None:
     return segments
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """All strings and keys in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from value
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _strings(each)
+
+
 _PREFIX_DATE = "01 Jan 2025"
 """Date in the shared prefix, for chat templates that state the date. With today's date, all chunks would become misses
 every night."""
@@ -336,6 +358,7 @@ class PromptReader:
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         parts: bool = True,
     ) -> list[Segment]:
         """Cut a prompt into chunks and fresh text.
@@ -348,6 +371,8 @@ class PromptReader:
             date: for chat templates that state the date; default today.
             tools: definitions of tools that the model may call, which
                 :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
+            variables: further variables of the chat template, which
+                :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
             parts: False finds whole texts only, as tokenizers without offsets do.
 
         Raises:
@@ -365,9 +390,11 @@ class PromptReader:
             messages = [*self._system_messages(), *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
         verbatim = (own,) if own else ()
-        return segment_chat(
-            messages, partial(runtime.render_chat, date=date), texts, documents, verbatim, tools, parts=parts
-        )
+        render: Callable[..., str] = partial(runtime.render_chat, date=date)
+        if variables:
+            self._check_no_control(_strings(variables), "chat_template_kwargs have")
+            render = partial(render, variables=variables)
+        return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""
@@ -388,11 +415,14 @@ class PromptReader:
                 "this model has no chat template, so it cannot be told of tools. Use a model that was trained to call "
                 "tools, or describe the tools in the prompt."
             )
-        for name in unmarked(tools):
-            if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:
+        self._check_no_control(unmarked(tools), "a definition of a tool has the name or key")
+
+    def _check_no_control(self, texts: Iterable[str], what: str) -> None:
+        """Raise ConfigurationError if a text holds the name of a control token."""
+        for text in texts:
+            if self.runtime.tokenize(text, control=True).ids != self.runtime.tokenize(text).ids:
                 raise ConfigurationError(
-                    f"a definition of a tool has the name or key {name[:80]!r}, which holds the name of a control "
-                    "token of this model. Rename it."
+                    f"{what} {text[:80]!r}, which holds the name of a control token of this model. Rename it."
                 )
 
     def _system_messages(self) -> list[Message]:

@@ -1,4 +1,4 @@
-"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.answering.calls`.
+"""Tools: their definitions and calls in a prompt. Calls in an answer are read by :mod:`~cacheclip_rag.prompt.calls`.
 
 Definitions and calls have the format of OpenAI's API, which chat templates read too::
 
@@ -12,6 +12,8 @@ a document or a tool server may have written, and what is marked never yields co
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import json
 import re
@@ -32,7 +34,9 @@ __all__ = [
     "check_calls",
     "check_name",
     "check_tools",
+    "as_name",
     "is_name",
+    "past_calls",
     "unmarked",
     "with_short_ids",
 ]
@@ -41,6 +45,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 """What the name of a tool and the id of a call may be: templates write them as control text."""
 _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})
 """Keys of a definition whose strings templates compare, so that they must not be marked."""
+_MOST_LITERAL = 10_000
+"""Most characters of arguments that are read as a Python literal."""
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 """An id of a call that every template accepts: Mistral's want nine letters and digits."""
 
@@ -128,6 +134,53 @@ def _checked_call(call: Any) -> dict[str, Any]:
     return checked
 
 
+def past_calls(calls: Any) -> list[dict[str, Any]]:
+    """Calls in the history of a conversation, read leniently, as :func:`check_calls` wants them. A call that was cut
+    off or malformed comes back in every later request, and must not end the conversation.
+
+    Arguments that are no JSON object are kept as text in the argument ``arguments``. What is no call is left out.
+    """
+    found: list[dict[str, Any]] = []
+    for call in calls if isinstance(calls, list | tuple) else ():
+        if not isinstance(call, Mapping):
+            continue
+        function = call.get("function")
+        if not isinstance(function, Mapping):  # OpenAI's custom tools have a text instead of arguments
+            custom = call.get("custom")
+            custom = custom if isinstance(custom, Mapping) else {}
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            continue
+        id = {"id": as_name(call["id"])} if isinstance(call.get("id"), str) and call["id"] else {}
+        arguments = _past_arguments(function.get("arguments"))
+        found.append({**id, "type": "function", "function": {"name": as_name(name), "arguments": arguments}})
+    return found
+
+
+def _past_arguments(given: Any) -> dict[str, Any]:
+    found = as_object(given)
+    if found is None and isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+                found = as_object(ast.literal_eval(given) if len(given) <= _MOST_LITERAL else None)  # Python's way
+        else:
+            found = as_object(given)  # JSON in JSON
+    if found is None:
+        return {"arguments": given} if given else {}
+    try:
+        return dict(json.loads(json.dumps(found)))  # templates write them as JSON
+    except (TypeError, ValueError, RecursionError):
+        return {"arguments": str(given)}
+
+
+def as_name(text: str) -> str:
+    """A text as one word; see :func:`is_name`."""
+    return re.sub(r"[^A-Za-z0-9_.:/-]", "_", text)[:256]
+
+
 def as_object(value: Any) -> dict[str, Any] | None:
     """A JSON object, or the one that a string holds; None for anything else."""
     if isinstance(value, str):
@@ -207,15 +260,16 @@ class Marks:
                 return [self.definition(each, plain=plain) for each in value]
         return value if plain and isinstance(value, str) else self.mark(value)
 
-    def calls(self, message: Message) -> Message:
-        """The message with the arguments of its calls marked."""
-        if "tool_calls" not in message:
-            return message
+    def fields(self, message: Message) -> Message:
+        """The message with the arguments of its calls marked, and its reasoning."""
         calls = [
             {**call, "function": {**call["function"], "arguments": self.mark(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
+            for call in message.get("tool_calls", ())
         ]
-        return {**message, "tool_calls": calls}
+        marked: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if "reasoning_content" in message:
+            marked["reasoning_content"] = self.mark(message["reasoning_content"])
+        return {**message, **marked}
 
     def renamed(self, message: Message) -> Message:
         """The message with calls of a tool that has the marks' name, to see whether a template writes calls."""

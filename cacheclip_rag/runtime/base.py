@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CALL_MARKERS",
     "DTYPES",
+    "REASONING_MARKERS",
     "Constraint",
     "Message",
     "Runtime",
@@ -42,9 +44,16 @@ CALL_MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[AR
 """What models write around calls of tools. In some tokenizers these are special tokens, which the text of an answer
 lacks."""
 
+REASONING_MARKERS = (
+    ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<seed:think>", "</seed:think>"),
+)
+"""What models write before and after reasoning. Special tokens in some tokenizers, too."""
+
 Message = dict[str, Any]
-"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``, and a tool's
-message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
+"""A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``
+and ``reasoning_content``, and a tool's message ``tool_call_id`` and ``name`` (:mod:`cacheclip_rag.prompt.tools`)."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ class Runtime(ABC):
     can_extend: bool = False
     """Whether a prompt can be read block by block (:meth:`begin`, :meth:`extend`, :meth:`cut`). Verified finishing
     needs this; without it, answers are not verified."""
+    marks_reasoning: bool = False
+    """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     context_tokens: int
@@ -169,8 +180,8 @@ class Runtime(ABC):
         """Text of token ids, without special tokens."""
 
     def decode_calls(self, ids: Sequence[int]) -> str:
-        """Like :meth:`decode_ids`, with the special tokens that mark calls of tools
-        (:data:`CALL_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
+        """Like :meth:`decode_ids`, with the special tokens that mark calls of tools and reasoning
+        (:data:`CALL_MARKERS`, :data:`REASONING_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""
         return self.decode_ids(ids)
 
     def constrain(self, json_schema: str) -> Constraint:
@@ -195,9 +206,12 @@ class Runtime(ABC):
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today).
-        ``tools`` are definitions in OpenAI's function format; a template that does not use tools ignores them."""
+        ``tools`` are definitions in OpenAI's function format; a template that does not use tools ignores them.
+        ``variables`` are further ones of the template (``enable_thinking``); those that it does not use change
+        nothing."""
 
     # -- KV -----------------------------------------------------------------------------------------------------
 

@@ -205,6 +205,7 @@ class App:
         else:
             async with self._large.place(caller.tenants[0]):
                 body, question = await asyncio.to_thread(self._read, came, kind, caller, card)
+        self._counters.ignored.update(body.ignored)
         return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
 
     def _read(self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard) -> tuple[Body, ServedQuestion]:

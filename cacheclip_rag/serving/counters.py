@@ -15,6 +15,8 @@ class Counters:
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Responses, by path and status."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Fields of requests that were not read, because they change nothing."""
     disconnects: int = 0
     """Requests whose client hung up before the end."""
 
@@ -30,8 +32,12 @@ class Counters:
             waiting: questions that wait for their turn.
         """
         requests = [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self.requests.items())]
+        ignored = [(f'field="{name}"', n) for name, n in sorted(self.ignored.items())]
         return (
             exposition("http_requests_total", "counter", "Responses, by path and status.", requests)
+            + exposition(
+                "ignored_fields_total", "counter", "Requests with a field that was ignored, by field.", ignored
+            )
             + exposition(
                 "http_disconnects_total",
                 "counter",

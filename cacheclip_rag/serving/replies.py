@@ -95,10 +95,14 @@ class ChatReply(Reply):
     def _said(self, answer: Answer) -> dict[str, Any]:
         calls = [call.to_dict() for call in answer.tool_calls]
         content = answer.text if answer.text or not calls else None
-        message = {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
-        return {"message": message}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        return {"message": {**message, **({"tool_calls": calls} if calls else {})}}
 
     def _deltas(self, event: Event) -> Iterator[dict[str, Any]]:
+        if event.reasoning:
+            yield {"delta": {"reasoning_content": event.reasoning}}
         yield from super()._deltas(event)
         for call in event.tool_calls:
             yield {"delta": {"tool_calls": [{"index": self._calls, **call.to_dict()}]}}

@@ -1,5 +1,6 @@
 """Bodies of requests in OpenAI's format. Whatever would change the answer and is not followed is refused by name; what
-cannot change it is ignored."""
+cannot change it is ignored, and counted. The history of a conversation is read leniently: what is odd in it would be
+sent again with every later question."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..base.errors import CacheClipError, ConfigurationError
 from ..frontend.tools import forced_tool, with_tool_choice
-from ..prompt.tools import check_calls, check_tools
+from ..prompt.messages import check_template_kwargs
+from ..prompt.tools import as_name, check_tools, past_calls
 from ..runtime.base import Message
 from .bounds import check_size, check_values
 from .errors import RequestError, error_of, unsupported
@@ -22,7 +24,8 @@ __all__ = ["Body", "ChatBody", "CompletionBody", "parse", "parse_field", "read_j
 _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
-        *("prompt_cache_retention", "prompt_cache_options"),
+        *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
+        *("session_id", "chat_id", "request_id"),
     }
 )
 """Fields that do not change the answer."""
@@ -41,6 +44,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "min_p": (0,),
     "ignore_eos": (False,),
+    "verbosity": ("medium",),
+    "reasoning_effort": ("none", "medium"),
+    "include_reasoning": (True,),
+    "web_search_options": ({},),
+    "min_tokens": (0,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "extra_body": ({},),
 }
 """Values with which a field that is not followed changes nothing; null never does."""
 _REASONS = {
@@ -52,8 +69,30 @@ _REASONS = {
     "functions": "give tools instead",
     "function_call": "give tool_choice instead",
 }
-_IGNORED_IN_MESSAGES = frozenset({"refusal", "annotations", "reasoning", "reasoning_content", "audio"})
-"""Fields of earlier answers that are no text of the conversation."""
+_REFUSED_IN_MESSAGES = frozenset(
+    {
+        *("function_call", "prefix", "partial", "documents"),
+        *("image", "images", "image_url", "video", "videos", "input_audio", "file", "files", "attachments"),
+    }
+)
+"""Fields that shape a prompt where they are followed. Other fields of a message are no text of the conversation."""
+_COUNTED_IN_MESSAGES = frozenset(
+    {
+        *("refusal", "annotations", "audio", "provider_specific_fields", "cache_control", "id", "name", "created_at"),
+        *("reasoning_details", "thinking_blocks", "thinking", "signature", "additional_kwargs", "metadata", "parts"),
+    }
+)
+"""Those that are counted by name if they are ignored."""
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Kinds of parts of a content, each with the field of its text."""
+_REASONING_PARTS = {
+    "thinking": "thinking",
+    "reasoning": "reasoning",
+    "redacted_thinking": "",
+    "reasoning_content": "text",
+}
+_CALL_PARTS = frozenset({"tool_use", "tool_call", "function_call"})
+"""Calls of an earlier answer, which are also in its ``tool_calls``."""
 
 B = TypeVar("B", bound="Body")
 
@@ -68,51 +107,102 @@ def _text(value: Any) -> Any:
         return value
     texts: list[str] = []
     for part in value:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text":
+        kind = part.get("type") if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
+        if kind in _REASONING_PARTS or kind in _CALL_PARTS:
+            continue
+        if kind not in _TEXT_PARTS:
             raise ValueError(f"this server reads parts of type 'text' only, got {str(kind)[:80]!r}")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a part of type 'text' must have a string 'text'")
-        texts.append(part["text"])
+        text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise ValueError(f"a part of type {kind!r} must have a string {_TEXT_PARTS[kind]!r}")
+        texts.append(text)
     return "\n".join(texts)
 
 
 class _Message(_ContentPart):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_text)] = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    name: Any = None
+
+    @property
+    def ignored(self) -> set[str]:
+        """Names of fields that were not read, as they are counted."""
+        extra = {name for name, value in (self.model_extra or {}).items() if value}
+        read = {"reasoning_content", "reasoning", "function_call"} if self.role == "assistant" else set()
+        found = extra - read - ({"refusal"} if self.content is None else set())
+        if self.name and self.role not in ("tool", "function"):
+            found.add("name")
+        return {name if name in _COUNTED_IN_MESSAGES else "other" for name in found}
 
     def for_engine(self, place: str) -> Message:
         """The message in the engine's format."""
-        for name, value in (self.model_extra or {}).items():
-            if value and name not in _IGNORED_IN_MESSAGES:
-                raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
-        if self.name and self.role != "tool":
-            raise unsupported(f"{place}.name", "names of participants are not followed. Write them into the content.")
-        if self.content is None and not self.tool_calls:
-            raise RequestError(f"{place}.content: a text is missing.", param=f"{place}.content")
-        message: Message = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
-        }
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value}
+        if self.role == "assistant":
+            return self._answer(extra, place)
+        for name in _REFUSED_IN_MESSAGES.intersection(extra):
+            raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
         if self.tool_calls:
-            if self.role != "assistant":
-                raise RequestError("only an assistant's message has tool_calls.", param=f"{place}.tool_calls")
-            try:
-                check_calls(self.tool_calls)
-            except ConfigurationError as error:
-                raise RequestError(str(error), param=f"{place}.tool_calls") from error
-            message["tool_calls"] = self.tool_calls
-        if self.role == "tool":
-            message |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key))}
+            raise RequestError("only an assistant's message has tool_calls.", param=f"{place}.tool_calls")
+        content = self._content(place)
+        if self.role in ("tool", "function"):
+            named = {key: as_name(value) for key in ("tool_call_id", "name") if (value := _stated(getattr(self, key)))}
+            return {"role": "tool", "content": content or "", **named}
+        if content is None:
+            raise RequestError(f"{place}.content: a text is missing.", param=f"{place}.content")
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+    def _content(self, place: str) -> str | None:
+        try:
+            content = _text(self.content)
+        except ValueError as error:
+            raise RequestError(f"{place}.content: {error}.", param=f"{place}.content") from error
+        if content is not None and not isinstance(content, str):
+            raise RequestError(f"{place}.content: Input should be a valid string.", param=f"{place}.content")
+        return content
+
+    def _answer(self, extra: Mapping[str, Any], place: str) -> Message:
+        """An earlier answer, whatever it lacks."""
+        for name in _REFUSED_IN_MESSAGES.intersection(extra) - {"function_call", "images"}:
+            raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
+        content = self._content(place)
+        message: Message = {
+            "role": "assistant",
+            "content": content if content is not None else _stated(extra.get("refusal")),
+        }
+        calls = self.tool_calls or [{"function": extra.get("function_call")}]  # the old name of a single one
+        if found := past_calls(calls):
+            message["tool_calls"] = found
+        if reasoning := _stated(extra.get("reasoning_content") or extra.get("reasoning")) or _reasoning(self.content):
+            message["reasoning_content"] = reasoning
         return message
+
+
+def _stated(value: Any) -> str:
+    """A text, or none."""
+    return value if isinstance(value, str) else ""
+
+
+def _reasoning(content: Any) -> str:
+    """The reasoning in the parts of a content."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    texts = [part.get(_REASONING_PARTS.get(str(part.get("type")), "")) for part in parts]
+    return "\n".join(filter(None, map(_stated, texts)))
+
+
+def _whole(value: Any) -> Any:
+    """Many clients write whole numbers as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _no_limit(value: Any) -> Any:
     """-1 is what llama.cpp's clients send for no limit."""
-    return None if value == -1 and not isinstance(value, bool) else value
+    return None if value == -1 and not isinstance(value, bool) else _whole(value)
+
+
+WholeNumber = Annotated[int | None, BeforeValidator(_whole)]
+Limit = Annotated[int | None, BeforeValidator(_no_limit)]
 
 
 class _StreamOptions(_ContentPart):
@@ -126,11 +216,11 @@ class Body(_ContentPart):
     """Name that the server serves; absent: whatever it serves."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: WholeNumber = Field(default=None, ge=-1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    max_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
+    max_tokens: Limit = Field(default=None, ge=1, lt=2**31)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cacheclip: CacheClipField | None = None
@@ -155,6 +245,11 @@ class Body(_ContentPart):
         """Whether calls of tools after the first are left out."""
         return False
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that were sent and not read, as they are counted."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
     def sampling(self) -> dict[str, Any]:
         """Options of the call that the request states, by the engine's names. Tools are among them."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "max_tokens")
@@ -165,6 +260,8 @@ class Body(_ContentPart):
         """Raise RequestError for fields that would change the answer and are not followed."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _IGNORED or _is_neutral(name, value):
+                continue
+            if name in ("enable_thinking", "thinking") and isinstance(value, bool | dict):
                 continue
             why = _REASONS.get(name, "this server does not follow it. Leave it out")
             raise unsupported(name, f"{name} is not supported with this value: {why}.")
@@ -183,11 +280,21 @@ class ChatBody(Body):
     """Body of a request to ``/v1/chat/completions``."""
 
     messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
+    max_completion_tokens: Limit = Field(default=None, ge=1, lt=2**31)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        in_messages = set().union(*(message.ignored for message in self.messages))
+        read = {"enable_thinking", "thinking", *(("reasoning_effort",) if self.turns_thinking_off else ())}
+        return [
+            *(name for name in super().ignored if name not in read),
+            *sorted(f"messages.{name}" for name in in_messages),
+        ]
 
     @property
     def prompt_or_messages(self) -> str | list[Message]:
@@ -206,10 +313,31 @@ class ChatBody(Body):
             options["json_schema"] = schema
         if self.tools:
             options["tools"] = _checked_tools(self.tools)
+        variables = {**self._thinking(), **(self.chat_template_kwargs or {})}
+        if variables:
+            try:
+                options["chat_template_kwargs"] = check_template_kwargs(variables)
+            except ConfigurationError as error:
+                raise RequestError(str(error), param="chat_template_kwargs") from error
         try:
             return with_tool_choice({**options, "tool_choice": _checked_choice(self.tool_choice, bool(self.tools))})
         except ConfigurationError as error:
             raise RequestError(str(error), param="tool_choice") from error
+
+    def _thinking(self) -> dict[str, Any]:
+        """Thinking switched off or on by other fields, as Qwen 3's and others' templates have it."""
+        extra = self.model_extra or {}
+        kind = extra["thinking"].get("type") if isinstance(extra.get("thinking"), dict) else None
+        if self.turns_thinking_off or kind == "disabled" or extra.get("enable_thinking") is False:
+            return {"enable_thinking": False, "thinking": False}
+        if kind == "enabled" or extra.get("enable_thinking") is True:
+            return {"enable_thinking": True, "thinking": True}
+        return {}
+
+    @property
+    def turns_thinking_off(self) -> bool:
+        """Whether OpenAI's field says that the answer has no reasoning."""
+        return (self.model_extra or {}).get("reasoning_effort") == "none"
 
     def check(self) -> None:
         super().check()
@@ -226,7 +354,7 @@ def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 param=f"tools[{number}]",
             )
     try:
-        return check_tools(tools)
+        return check_tools([{"type": "function", "function": tool["function"]} for tool in tools])
     except ConfigurationError as error:
         raise RequestError(str(error), param="tools") from error
 

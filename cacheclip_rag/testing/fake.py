@@ -17,6 +17,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,10 @@ class FakeRuntime(Runtime):
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        turns = f"[tools] {json.dumps(list(tools), ensure_ascii=False)} [end]\n" if tools else ""
+        turns = f"[variables] {json.dumps(dict(variables), ensure_ascii=False)} [end]\n" if variables else ""
+        turns += f"[tools] {json.dumps(list(tools), ensure_ascii=False)} [end]\n" if tools else ""
         for message in messages:
             calls = message.get("tool_calls")
             called = f" [calls] {json.dumps(calls, ensure_ascii=False)}" if calls else ""

@@ -157,6 +157,7 @@ class Planner:
         method: str | Method | None = None,
         documents: Documents = (),
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
     ) -> list[Segment]:
         """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method.
@@ -168,7 +169,8 @@ class Planner:
         isolated = self.parts.context_of(chosen).isolated
         given = given_texts(documents)
         if not as_it_stands:
-            return self.parts.segment(prompt, given, tools=check_tools(tools), isolated=isolated)
+            checked = check_tools(tools)
+            return self.parts.segment(prompt, given, tools=checked, variables=variables, isolated=isolated)
         assert isinstance(prompt, str), "only a text can be read as it stands"
         return self.parts.segment_as_it_stands(prompt, given, isolated=isolated)
 

@@ -186,11 +186,16 @@ class Planning:
             if runtime.model.config.model_type == "gpt_oss":
                 raise NotPlanned("vLLM has its own format for chats of GPT-OSS")
         segments = planner.segments(
-            asked.prompt, method=method, documents=field.documents, tools=asked.tools, as_it_stands=is_text
+            asked.prompt,
+            method=method,
+            documents=field.documents,
+            tools=asked.tools,
+            variables=asked.variables,
+            as_it_stands=is_text,
         )
         if not is_text:
             # what vLLM makes of the messages, so that a plan never changes a prompt
-            shown = runtime.render_chat(asked.prompt, tools=asked.tools)  # type: ignore[arg-type]
+            shown = runtime.render_chat(asked.prompt, tools=asked.tools, variables=asked.variables)  # type: ignore[arg-type]
             if "".join(segment.text for segment in segments) != shown:
                 raise NotPlanned("chat template")
             _check_null(runtime, asked, shown)
@@ -229,7 +234,7 @@ def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) ->
     messages: list[Any] = list(asked.prompt)
     for number in asked.without_content:
         messages[number] = {**messages[number], "content": []}
-    if runtime.render_chat(messages, tools=asked.tools) != shown:
+    if runtime.render_chat(messages, tools=asked.tools, variables=asked.variables) != shown:
         raise NotPlanned("no content")
 
 

@@ -7,9 +7,11 @@ that plans cannot follow goes to vLLM as it is, and is prefilled in full.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..base.errors import ConfigurationError
+from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_object
 from ..runtime.base import Message
 from ..serving.errors import unsupported
@@ -34,6 +36,8 @@ class PlannablePrompt:
     without_content: tuple[int, ...] = ()
     """Numbers of the messages with calls whose content is null. It is an empty text here; vLLM makes an empty list of
     it where the template loops over parts of contents."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template."""
 
 
 _CHAT: dict[str, tuple[Any, ...]] = {
@@ -44,7 +48,6 @@ _CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "reasoning_effort": (),
     "truncate_prompt_tokens": (),
@@ -117,9 +120,13 @@ def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
         raise NotPlanned("malformed")
     if tools and body.get("tool_choice") == "none":
         raise NotPlanned("tools with tool_choice none")  # vLLM has a flag that leaves them out
+    try:
+        variables = check_template_kwargs(body.get("chat_template_kwargs") or {})
+    except ConfigurationError as error:  # vLLM says what it takes
+        raise NotPlanned("chat_template_kwargs") from error
     read = [_message(each) for each in messages]
     null = tuple(number for number, each in enumerate(messages) if each.get("content") is None)
-    return PlannablePrompt(read, tuple(map(_tool, tools)), null)
+    return PlannablePrompt(read, tuple(map(_tool, tools)), null, variables)
 
 
 def read_completion(body: Mapping[str, Any], name: str) -> PlannablePrompt:
@@ -136,11 +143,11 @@ def read_completion(body: Mapping[str, Any], name: str) -> PlannablePrompt:
 def _check_fields(body: Mapping[str, Any], name: str, neutral: Mapping[str, tuple[Any, ...]]) -> None:
     if body.get("model") not in (None, name):
         raise NotPlanned("another model")  # an adapter, or none that there is
-    for field, values in neutral.items():
-        given = body.get(field)
+    for each_field, values in neutral.items():
+        given = body.get(each_field)
         if given is None or any(given == each and isinstance(given, bool) == isinstance(each, bool) for each in values):
             continue
-        raise NotPlanned(field)
+        raise NotPlanned(each_field)
 
 
 def _message(given: Any) -> Message:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.base.errors import (
     CacheClipError,
     ConfigurationError,
@@ -23,7 +25,6 @@ from cacheclip_rag.prompt.tools import ToolCall, as_object, check_calls
 if TYPE_CHECKING:
     import httpx
 
-    from cacheclip_rag.answering.options import CallOptions
     from cacheclip_rag.base.sampling import SamplingParams
     from cacheclip_rag.prompt.messages import Prompt
 
@@ -80,15 +81,18 @@ class RemoteEngine:
         """What the server says of its model; asked once."""
         return _served(self)
 
-    def stream(self, prompt: Prompt, *, options: CallOptions) -> Iterator[Event]:
-        """Events of an answer, as of :meth:`~cacheclip_rag.engine.CacheClipEngine.stream`. A string is one user
-        message. Sources of documents stay here: a server has no use for them.
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, options: CallOptions | None = None, **given: Any
+    ) -> Iterator[Event]:
+        """Events of an answer, with the arguments of :meth:`~cacheclip_rag.engine.CacheClipEngine.stream`. A string is
+        one user message. Sources of documents stay here: a server has no use for them.
 
         Raises:
             ConfigurationError: the server refuses the request.
             PromptTooLongError: the prompt does not fit the model's context.
             ServerError: the server cannot be reached, has no room, or refuses the API key.
         """
+        options = (options or CallOptions()).with_options({"params": params, **given})
         if options.method is not None and not isinstance(options.method, str):
             raise ConfigurationError("a server takes names of methods only. Give a preset's name, or leave it out.")
         own = {
@@ -105,6 +109,7 @@ class RemoteEngine:
             **_sampling(options.params),
             **({"model": self.model} if self.model else {}),
             **({"tools": list(options.tools)} if options.tools else {}),
+            **({"chat_template_kwargs": dict(variables)} if (variables := options.chat_template_kwargs) else {}),
             "stream": True,
             "stream_options": {"include_usage": True},
             "cacheclip": {name: value for name, value in own.items() if value not in (None, [])},
@@ -120,14 +125,15 @@ class RemoteEngine:
             if found.status_code != 200:
                 found.read()
                 raise _refusal(found)
-            for line in found.iter_lines():
-                if line.startswith(":"):
+            for line in _lines(found.iter_bytes()):
+                if line.startswith(b":"):
                     yield Event("")  # the server is alive; a consumer who has left stops here
-                if not line.startswith("data: "):
+                if not line.startswith(b"data:"):
                     continue
-                if line == "data: [DONE]":
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
                     break
-                chunk = json.loads(line.removeprefix("data: "))
+                chunk = self._chunk(data)
                 _names[self.base_url] = chunk.get("model") or self.name
                 event = reading.read(chunk)
                 if event is not None:
@@ -136,6 +142,15 @@ class RemoteEngine:
         if calls:
             yield Event("", tool_calls=calls)
         yield Event("", reading.answer(self.base_url, calls))
+
+    def _chunk(self, data: bytes) -> dict[str, Any]:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise ServerError(f"the server at {self.base_url} sent what is no JSON object: {data[:80]!r}.")
+        return chunk
 
     def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_message, prompt)]
@@ -178,6 +193,7 @@ class _StreamReading:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: dict[int, _CallPieces] = {}
         """By the index that its pieces name."""
         self._reason = "stop"
@@ -190,15 +206,17 @@ class _StreamReading:
             raise _error(200, chunk["error"])
         self._usage = chunk.get("usage") or self._usage
         self._stats = chunk.get("cacheclip") or self._stats
-        text = ""
+        text = reasoning = ""
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             text += delta.get("content") or ""
+            reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""  # ours, and vLLM's
             for piece in delta.get("tool_calls") or ():
                 self._calls.setdefault(piece.get("index", len(self._calls)), _CallPieces()).add(piece)
             self._reason = choice.get("finish_reason") or self._reason
         self._texts.append(text)
-        return Event(text) if text else None
+        self._reasoning.append(reasoning)
+        return Event(text, reasoning=reasoning) if text or reasoning else None
 
     def calls(self) -> tuple[ToolCall, ...]:
         """The calls of the whole answer. One that was cut off, or that is no call, is left out, and logged."""
@@ -217,7 +235,7 @@ class _StreamReading:
             ) from error
         ids = (_UNKNOWN_ID,) * int(self._usage.get("completion_tokens") or 0)
         reason = "length" if self._reason == "length" else "stop"
-        return Answer("".join(self._texts), ids, reason, stats, tool_calls=calls)
+        return Answer("".join(self._texts), ids, reason, stats, tool_calls=calls, reasoning="".join(self._reasoning))
 
 
 @dataclass(slots=True)
@@ -246,6 +264,16 @@ class _CallPieces:
             )
             return None
         return ToolCall(self.name, arguments, self.id) if self.id else ToolCall(self.name, arguments)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines of a stream. Only a line feed ends one: JSON may hold other characters that count as ends of lines."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,11 +342,18 @@ def _served(engine: RemoteEngine) -> ServedModel:
     return ServedModel(card["id"], card["max_model_len"], own["uses_tools"], own["can_constrain"])
 
 
-@lru_cache(1)
+_clients: dict[int, httpx.Client] = {}
+"""Connections, by the process that opened them. Those of the process from which this one was forked stay as they are:
+two processes on one connection would take each other's answers."""
+
+
 def _client() -> httpx.Client:
     """The connections of this process."""
-    try:
-        import httpx
-    except ImportError as error:
-        raise MissingExtraError("httpx (for base_url)", "langchain") from error
-    return httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=20))
+    if os.getpid() not in _clients:
+        try:
+            import httpx
+        except ImportError as error:
+            raise MissingExtraError("httpx (for base_url)", "langchain") from error
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+        _clients.setdefault(os.getpid(), httpx.Client(limits=limits))
+    return _clients[os.getpid()]

@@ -41,6 +41,9 @@ class ServedFields(ModelFields):
     timeout: float | None = None
     """Longest wait in seconds for the next piece of a server's answer; None: 600. Ignored without ``base_url``."""
 
+    chat_template_kwargs: Mapping[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, here or in the server, such as ``{"enable_thinking": False}``."""
+
     @property
     def engine(self) -> CacheClipEngine:
         """The engine in use, if the model runs here.
@@ -116,6 +119,8 @@ class ServedFields(ModelFields):
         self._remote()
 
     def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
+        if self.chat_template_kwargs:
+            given = {"chat_template_kwargs": self.chat_template_kwargs, **given}
         options = super()._call_options(given)
         if self.base_url is None:
             return options

@@ -26,6 +26,7 @@ from cacheclip_rag.base.errors import ConfigurationError, ServerError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.tools import can_constrain, with_tool_choice
 from cacheclip_rag.models.context import known_context, knows_tools
+from cacheclip_rag.prompt.tools import as_name, past_calls
 
 from .base import LangChainFields, ending, last_answer, last_answer_async
 
@@ -63,7 +64,9 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     Async calls run the model in a separate thread; a cancelled call stops before the next token.
 
     The constructor only checks settings. Weights load at the first call, and models with equal settings share them.
-    The model reads the text of messages, ignores reasoning, and refuses other content. Tools, calls and tool messages
+    The model reads the text of messages and refuses other content. Its reasoning is in
+    ``additional_kwargs["reasoning_content"]``, and its template says what it reads of earlier reasoning;
+    ``chat_template_kwargs={"enable_thinking": False}`` switches it off in Qwen 3's way. Tools, calls and tool messages
     are rendered by the chat template. If the template does not write earlier calls, they become text of their message:
     JSON between ``<tool_call>`` and ``</tool_call>``. A model whose template does not use tools refuses ``tools``.
 
@@ -244,6 +247,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         metadata = {"model_name": self.model_name, **ending(answer)}
         message = AIMessage(
             content=answer.text,
+            additional_kwargs=_reasoned(answer.reasoning),
             tool_calls=[tool_call(name=call.name, args=call.arguments, id=call.id) for call in answer.tool_calls],
             response_metadata=metadata,
             usage_metadata=_usage(answer, self._stored_tokens(answer)),
@@ -259,13 +263,23 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
             metadata = {"model_name": self.model_name} if metadata is None else metadata
             chunks = [_call_chunk(call, called + number) for number, call in enumerate(event.tool_calls)]
             called += len(chunks)
-            message = AIMessageChunk(content=event.text, tool_call_chunks=chunks, response_metadata=metadata)
+            message = AIMessageChunk(
+                content=event.text,
+                additional_kwargs=_reasoned(event.reasoning),
+                tool_call_chunks=chunks,
+                response_metadata=metadata,
+            )
             if event.answer:
                 message.response_metadata = {**metadata, **ending(event.answer)}
                 message.usage_metadata = _usage(event.answer, self._stored_tokens(event.answer))
                 message.chunk_position = "last"
             yield ChatGenerationChunk(message=message)
             metadata = {}
+
+
+def _reasoned(text: str) -> dict[str, Any]:
+    """Reasoning, where LangChain looks for it."""
+    return {"reasoning_content": text} if text else {}
 
 
 def _call_chunk(call: ToolCall, index: int) -> Any:
@@ -289,12 +303,31 @@ def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def _calling(message: BaseMessage) -> dict[str, Any]:
-    """What a message says of calls: an AI message the calls, a tool message which call it answers."""
+    """What a message says beside its content: an AI message calls and reasoning, a tool message which call it
+    answers."""
     if isinstance(message, ToolMessage):
-        return {"tool_call_id": message.tool_call_id, "name": message.name}
-    calls = getattr(message, "tool_calls", None) or ()
-    named = [{"id": c["id"], "function": {"name": c["name"], "arguments": c["args"]}} for c in calls]
-    return {"tool_calls": named} if named else {}
+        return {"tool_call_id": as_name(message.tool_call_id), "name": as_name(message.name or "")}
+    if not isinstance(message, AIMessage):
+        return {}
+    named = past_calls(
+        [
+            {"id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
+            for call in (*message.tool_calls, *message.invalid_tool_calls)  # cut off, or malformed
+        ]
+    )
+    return {**({"tool_calls": named} if named else {}), **_reasoned(_reasoning(message))}
+
+
+def _reasoning(message: AIMessage) -> str:
+    """The reasoning of an earlier answer, beside or in its content."""
+    found = message.additional_kwargs.get("reasoning_content")
+    if isinstance(found, str):
+        return found
+    texts = [block.get(str(block.get("type"))) for block in _blocks(message)]
+    kinds = ("reasoning", "thinking")
+    return "\n".join(
+        t for t, b in zip(texts, _blocks(message), strict=True) if b.get("type") in kinds and isinstance(t, str)
+    )
 
 
 def _role(message: BaseMessage) -> str:
@@ -324,7 +357,7 @@ def _content(message: BaseMessage) -> str:
                 "Leave the block out, or put its text in a text block."
             )
     text = "\n\n".join(filter(None, paragraphs))
-    if message.content and not text and not getattr(message, "tool_calls", None):
+    if message.content and not text and not isinstance(message, AIMessage):
         raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without text.")
     return text
 

@@ -61,7 +61,8 @@ class TestSchema:
 
     def test_streamed_from_reused_chunks(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks[:2])
-        *pieces, last = engine.stream(f"{chunks[0]}\n\n{chunks[1]}\n\nWho lived there?", JSON)
+        params = SamplingParams(max_tokens=400, temperature=1.0, top_p=0.9, seed=1, json_schema=SCHEMA)
+        *pieces, last = engine.stream(f"{chunks[0]}\n\n{chunks[1]}\n\nWho lived there?", params)
         assert last.answer is not None and last.answer.stats.hits == 2
         assert len(pieces) > 10 and "".join(event.text for event in [*pieces, last]) == last.answer.text
         check(last.answer.text)

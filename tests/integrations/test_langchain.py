@@ -271,8 +271,29 @@ def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     ):
         with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
             llm.invoke([HumanMessage([text, block])])
-    with pytest.raises(ConfigurationError, match="'ai' without text"):
-        llm.invoke([HumanMessage(PROMPT), AIMessage([{"type": "reasoning", "reasoning": "Hm."}])])
+    with pytest.raises(ConfigurationError, match="'human' without text"):
+        llm.invoke([HumanMessage([{"type": "reasoning", "reasoning": "Hm."}])])
+
+
+@pytest.mark.parametrize(
+    ("fields", "content"),
+    [
+        ({"content": [{"type": "reasoning", "reasoning": "Hm."}]}, ""),
+        ({"content": "", "additional_kwargs": {"reasoning_content": "Hm."}}, ""),
+        (
+            {"content": "Wait.", "invalid_tool_calls": [{"name": "f g", "args": '{"a', "id": "1|2", "error": None}]},
+            "Wait.",
+        ),
+    ],
+    ids=["reasoning", "reasoning beside", "call that was cut off"],
+)
+def test_an_earlier_answer_is_read_whatever_it_lacks(
+    llm: ChatCacheClip, read: Read, fields: dict[str, Any], content: str
+) -> None:
+    llm.invoke([HumanMessage(PROMPT), AIMessage(**fields), ToolMessage("No.", tool_call_id="1|2"), HumanMessage("So?")])
+    said = read()[1]["content"]
+    assert said.startswith(content) and "Hm." not in said
+    assert ('"name": "f_g", "arguments": {"arguments": "{\\"a"}' in said) == ("invalid_tool_calls" in fields), said
 
 
 # -- options --------------------------------------------------------------------------------------------------------

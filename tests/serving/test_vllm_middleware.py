@@ -234,7 +234,7 @@ CHATS: dict[str, tuple[dict[str, Any], str]] = {
     # name: fields beside a user's message, and the reason
     "adapter": ({"model": "an-adapter"}, "another model"),
     "template": ({"chat_template": "{{ 1 }}"}, "chat_template"),
-    "template's settings": ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    "template's settings": ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
     "documents": ({"documents": [{"text": "a"}]}, "documents"),
     "reasoning": ({"reasoning_effort": "low"}, "reasoning_effort"),
     "no generation prompt": ({"add_generation_prompt": False}, "add_generation_prompt"),
@@ -308,6 +308,25 @@ class TestNullContents:
         assert self.ask(served, "")["outcome"] == "fused"
         said = self.ask(served, None)
         assert (said["outcome"], said["reason"]) == (("plain", "no content") if template == PARTS else ("fused", None))
+
+
+class TestVariablesOfTheTemplate:
+    def test_a_plan_follows_them(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        runtime = served.middleware.planning.planner("default").primary
+        template = runtime.tokenizer.chat_template + "{% if enable_thinking is false %}<think>\n\n</think>{% endif %}"
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
+
+        def planned(**fields: Any) -> list[int]:
+            body = {"messages": [{"role": "user", "content": PROMPT}], **fields}
+            assert served.client.post(CHAT, json=body).json()["cacheclip"]["outcome"] == "fused"
+            assert served.inner.last.get("chat_template_kwargs") == fields.get("chat_template_kwargs")
+            return list(served.inner.last["kv_transfer_params"]["prompt_token_ids"])
+
+        with_thinking = planned(chat_template_kwargs={"enable_thinking": True})
+        assert planned() == with_thinking
+        without = planned(chat_template_kwargs={"enable_thinking": False})
+        assert without[: len(with_thinking)] == with_thinking
+        assert runtime.decode_ids(without[len(with_thinking) :]) == "<think>\n\n</think>"
 
 
 class TestAsItIs:

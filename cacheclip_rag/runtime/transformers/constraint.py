@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -21,8 +21,9 @@ from ...base.errors import ConfigurationError, MissingExtraError, ModelError, is
 
 __all__ = ["Grammars", "SchemaConstraint", "closed"]
 
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python and chat templates write it, on one line: a model could write white space without end."""
+_WRITING = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]{1,2}|[ ]?\n[ \t]{0,24}"}
+"""White space where JSON may hold it: a space or two, or a line's end and its indentation. Models write lists over
+several lines, and do not end them on one. Without a limit, a model could write white space for ever."""
 
 
 class Grammars:
@@ -42,23 +43,14 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
         """
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ImportError as error:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
             vocabulary = self._vocabulary
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
-            matcher = LLMatcher(vocabulary, grammar, log_level=0)
-            if not matcher.is_error():
-                matcher.compute_bitmask()  # references that only lead to themselves show here
-            why = matcher.get_error()
-        except BaseException as error:
-            if not (isinstance(error, ValueError | RecursionError | OverflowError) or is_panic(error)):
-                raise
-            why = str(error)
-        if why:
-            raise ConfigurationError(f"json_schema cannot be followed: {why.splitlines()[0]}. Change this part of it.")
+        matcher, why = _compiled(vocabulary, json_schema)
+        if matcher is None:
+            raise ConfigurationError(_refusal(vocabulary, json_schema, why))
         return SchemaConstraint(matcher)
 
     @cached_property
@@ -75,6 +67,51 @@ class Grammars:
         return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
 
 
+def _compiled(vocabulary: Any, json_schema: str) -> tuple[Any, str]:
+    """What follows a schema, or None and why there is nothing."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # references that only lead to themselves show here
+        why = matcher.get_error()
+    except BaseException as error:
+        if not (isinstance(error, ValueError | RecursionError | OverflowError) or is_panic(error)):
+            raise
+        why = str(error) or type(error).__name__
+    return (None, why) if why else (matcher, "")
+
+
+def _refusal(vocabulary: Any, json_schema: str, why: str) -> str:
+    """Why a schema cannot be followed, with the innermost part of it that is refused by itself, too."""
+    path, tried = "", 0
+    part = json.loads(json_schema)
+    shared = {name: part[name] for name in _SHARED if name in part}
+    ahead = _parts_of(part)
+    while (found := next(ahead, None)) is not None and (tried := tried + 1) <= _MOST_TRIED:
+        step, each = found
+        matcher, own = _compiled(vocabulary, json.dumps({**shared, **each}))
+        if matcher is None:
+            path, part, why, ahead = f"{path}/{step}", each, own, _parts_of(each)
+    what = " ".join(line.strip() for line in why.splitlines())[:500]
+    where = f"at {path[1:]!r} ({json.dumps(part, ensure_ascii=False)[:200]})" if path else "as a whole"
+    return f"json_schema cannot be followed {where}: {what}. Change this part of it."
+
+
+def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that a schema names, each with its place; those that others refer to first."""
+    for key, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
+        named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        if key in _NOT_CLOSED - {"allOf"}:
+            continue
+        if isinstance(value, dict) and key not in _OF_SCHEMAS:
+            yield key, value
+        else:
+            yield from ((f"{key}/{name}", each) for name, each in named if isinstance(each, dict))
+
+
 def closed(schema: Any) -> Any:
     """The schema without further properties in objects that name some, unless it says something about them."""
     if isinstance(schema, list):
@@ -89,6 +126,11 @@ def closed(schema: Any) -> Any:
 
 _NOT_CLOSED = frozenset({"allOf", "enum", "const", "default", "examples"})
 """Parts of one object, of which each may name properties of its own; and values that are no schemas."""
+_SHARED = ("$defs", "definitions")
+_OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", *_SHARED})
+"""Keys whose values are schemas by name."""
+_MOST_TRIED = 200
+"""Parts of a schema that are compiled to find the one that is refused."""
 _OPENING = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref"})
 
 

@@ -10,17 +10,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
-from ..base import CALL_MARKERS, Runtime, TokenizedText
+from ..base import CALL_MARKERS, REASONING_MARKERS, Runtime, TokenizedText
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
 __all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
+
+_REASONING = frozenset(marker for pair in REASONING_MARKERS for marker in pair)
 
 
 def check_encodable(text: str) -> None:
@@ -63,6 +66,7 @@ class TextModel(Runtime):
         )
         """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
         self._control_ids = sorted(control)
+        self.marks_reasoning: bool = not _REASONING.isdisjoint(self._call_markers.values())
 
     @property
     def model(self) -> Any:
@@ -136,9 +140,9 @@ class TextModel(Runtime):
 
     @cached_property
     def _call_markers(self) -> dict[int, str]:
-        """Special tokens that mark calls of tools."""
+        """Special tokens that mark calls of tools and reasoning."""
         special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return {number: text for number, text in special.items() if text in CALL_MARKERS}
+        return {number: text for number, text in special.items() if text in CALL_MARKERS or text in _REASONING}
 
     def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
@@ -157,6 +161,7 @@ class TextModel(Runtime):
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Messages rendered by the chat template. ``date`` is used by templates that state the date (default today)."""
         definitions = list(tools) or None
@@ -171,6 +176,7 @@ class TextModel(Runtime):
                     add_generation_prompt=True,
                     chat_template=template,
                     tools=definitions,
+                    **variables,
                 )
             )
         except (MemoryError, CacheClipError):

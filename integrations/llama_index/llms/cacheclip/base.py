@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ServedFields
+from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -38,6 +39,7 @@ from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.tools import can_constrain, forced_tool
 from cacheclip_rag.frontend.usage import telemetry, token_usage
 from cacheclip_rag.models.context import is_here, known_context, knows_tools
+from cacheclip_rag.prompt.tools import as_name, past_calls
 
 from .counting import count_with
 from .events import CacheClipFusionEvent
@@ -443,10 +445,20 @@ def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
-    """What a message says of calls: an assistant's message the calls, a tool message which call it answers."""
+    """What a message says beside its content: an assistant's message calls and reasoning, a tool message which call it
+    answers."""
     if role == "tool":
-        return {name: message.additional_kwargs.get(name) for name in ("tool_call_id", "name")}
-    return {"tool_calls": _calls(message)} if role == "assistant" else {}
+        return {name: as_name(str(message.additional_kwargs.get(name) or "")) for name in ("tool_call_id", "name")}
+    if role != "assistant":
+        return {}
+    reasoning = _reasoning(message)
+    return {"tool_calls": past_calls(_calls(message)), **({"reasoning_content": reasoning} if reasoning else {})}
+
+
+def _reasoning(message: ChatMessage) -> str:
+    """The reasoning of an earlier answer."""
+    blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ThinkingBlock"]
+    return "\n".join(block.content for block in blocks if isinstance(block.content, str))
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
@@ -506,6 +518,8 @@ def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list
 def _details(answer: Answer) -> dict[str, Any]:
     """Token counts (for LlamaIndex's token counter) and fusion statistics."""
     extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason, **telemetry(answer)}
+    if answer.reasoning:
+        extra["reasoning_content"] = answer.reasoning
     return {"raw": {"usage": token_usage(answer)}, "additional_kwargs": extra}
 
 
@@ -514,13 +528,22 @@ def _completion(answer: Answer) -> CompletionResponse:
 
 
 def _chat(answer: Answer) -> ChatResponse:
-    return ChatResponse(message=_said(answer.text, answer.tool_calls), **_details(answer))
+    return ChatResponse(message=_said(answer.text, answer.tool_calls, answer.reasoning), **_details(answer))
 
 
-def _said(text: str, calls: Iterable[ToolCall]) -> ChatMessage:
+def _said(text: str, calls: Iterable[ToolCall], reasoning: str) -> ChatMessage:
     named = [call.to_dict() for call in calls]
     extra = {"additional_kwargs": {"tool_calls": named}} if named else {}
-    return ChatMessage(role=MessageRole.ASSISTANT, content=text, **extra)
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=text, **extra)
+    if reasoning:
+        message.blocks = [*_thinking(reasoning), *message.blocks]
+    return message
+
+
+def _thinking(reasoning: str) -> list[Any]:
+    """Reasoning as a block of a message, if this version of LlamaIndex has such blocks."""
+    kind = getattr(types, "ThinkingBlock", None)
+    return [] if kind is None else [kind(content=reasoning)]
 
 
 def _completions(events: Iterator[Event]) -> CompletionResponseGen:
@@ -532,10 +555,13 @@ def _completions(events: Iterator[Event]) -> CompletionResponseGen:
 
 
 def _chats(events: Iterator[Event]) -> ChatResponseGen:
-    text = ""
+    text = reasoning = ""
     calls: list[ToolCall] = []
     for event in events:
         text += event.text
+        reasoning += event.reasoning
         calls += event.tool_calls
         details = _details(event.answer) if event.answer else {}
-        yield ChatResponse(message=_said(text, calls), delta=event.text, **details)
+        if event.reasoning:  # as LlamaIndex's agents read it
+            details["additional_kwargs"] = {**details.get("additional_kwargs", {}), "thinking_delta": event.reasoning}
+        yield ChatResponse(message=_said(text, calls, reasoning), delta=event.text, **details)

@@ -1,0 +1,310 @@
+"""Reads the calls of tools out of an answer while it is written, in the formats that models are trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ..runtime.base import REASONING_MARKERS
+from .reasoning import may_begin
+from .tools import ToolCall, as_object, check_tools, is_name
+
+__all__ = ["CallReader", "Parameters", "parameters_of"]
+
+_JSON = json.JSONDecoder(strict=False)
+"""Models write line ends and tabs into strings as they are."""
+_OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
+_MAY_BE_CALL = re.compile(r"\{\s*(\"|$)|\[\s*(\{|$)|$")
+_FENCE = re.compile(r"\s{0,3}(```|~~~)(?!.*```)")
+"""A line that opens a block of code."""
+"""Beginning of an answer that may be a call without a marker."""
+_WRAPPINGS = ("```json", "```", "<tools>")
+"""What models without markers of their own may put before such a call."""
+_BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|</?tool_call>|[\s;,])*")
+"""What may stand before, between and after such calls."""
+_NAMED = re.compile(r"([A-Za-z0-9_.:/-]{1,256})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]{1,64}\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.:/-]{1,256})>\s*")
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
+Parameters = Mapping[str, Mapping[str, Any]]
+"""Names of tools, each with the JSON schema of its arguments; empty if it has none."""
+_Found = tuple[list[ToolCall], int]
+"""Calls, and where the text after them begins."""
+
+
+class CallReader:
+    """Separates calls from an answer's text while it is written.
+
+    Formats: ``<tool_call>{…}</tool_call>`` (Hermes, Qwen); ``<function=name><parameter=key>value</parameter>…
+    </function>``, usually between the same markers (Qwen 3 Coder); ``[TOOL_CALLS] [{…}]`` and
+    ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` with or without the id (Mistral); and an answer that is nothing but
+    ``{"name": …, "parameters": {…}}``, a list of these, or several with ``;`` between them, perhaps after
+    ``<|python_tag|>`` (Llama 3), in a fenced block or between ``<tools>`` and ``</tools>`` (Qwen 2.5 Coder).
+    ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be that of a known tool. What cannot
+    be read as a call stays text, and so does what only shows one: in a block of code beside other text, in backticks,
+    or in reasoning. Every call gets a new id.
+
+    Args:
+        tools: the known tools. Values that are not written as JSON get their types from the schema of the arguments.
+    """
+
+    def __init__(self, tools: Parameters) -> None:
+        self._tools = tools
+        self._held = ""
+        self._began = False
+        """Whether text or a call was given out."""
+        self._after_call = False
+        self._shown = _Shown()
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Add text; returns what is certain: text, and the calls after it."""
+        return self._read(text, last=False)
+
+    def close(self) -> tuple[str, list[ToolCall]]:
+        """The rest, after the last text."""
+        return self._read("", last=True)
+
+    def _read(self, text: str, *, last: bool) -> tuple[str, list[ToolCall]]:
+        self._held += text
+        given: list[str] = []
+        calls: list[ToolCall] = []
+        while True:
+            if not self._began and _may_be_calls(self._held):
+                if not last:
+                    break
+                found = _plain_calls(self._held, self._tools)
+                if found is not None:
+                    calls, self._held = found, ""
+                    break
+            places = [(at, opening) for opening in _OPENINGS if (at := self._held.find(opening)) >= 0]
+            if not places:
+                self._give(given, len(self._held) - (0 if last else may_begin(self._held, _OPENINGS)))
+                break
+            at, opening = min(places)
+            self._give(given, at)
+            if self._shown.holds_no_calls:
+                self._give(given, len(opening))
+                continue
+            read = _calls_after(opening, self._held[len(opening) :], last, self._tools)
+            if read is None and not last:
+                break
+            if read is None:
+                self._give(given, len(opening))
+                continue
+            calls += read[0]
+            self._held = self._held[len(opening) + read[1] :]
+            self._began = self._after_call = True
+        return "".join(given), calls
+
+    def _give(self, given: list[str], length: int) -> None:
+        piece, self._held = self._held[:length], self._held[length:]
+        if self._after_call:
+            piece = piece.lstrip()
+        if piece:
+            self._after_call = False
+            self._began = self._began or not piece.isspace()
+            self._shown.add(piece)
+            given.append(piece)
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether an answer that begins so may consist of calls without markers."""
+    text = text.lstrip()
+    if any(wrapping.startswith(text) for wrapping in _WRAPPINGS):
+        return True  # also if there is no text yet
+    wrapping = next(filter(text.startswith, _WRAPPINGS), "")
+    rest = text[len(wrapping) :].lstrip()
+    in_fence = bool(wrapping) and (rest.startswith("<tool_call>") or "<tool_call>".startswith(rest))
+    return in_fence or bool(_MAY_BE_CALL.match(rest))
+
+
+class _Shown:
+    """Whether text stands where calls are only shown: in a block of code, in backticks, in reasoning."""
+
+    def __init__(self) -> None:
+        self._line = ""
+        """The last line, as far as it is written."""
+        self._end = ""
+        """What ends the block of code, or the reasoning, that began on a line before."""
+
+    def add(self, text: str) -> None:
+        """Add text of the answer."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._end = _end_after(line, self._end)
+
+    @property
+    def holds_no_calls(self) -> bool:
+        """Whether a call that comes next is none."""
+        return self._line.endswith("`") or bool(_end_after(self._line, self._end))
+
+
+def _end_after(line: str, end: str) -> str:
+    """What ends the block that a line leaves open.
+
+    Args:
+        end: the same before the line; empty outside.
+    """
+    if end in ("```", "~~~"):
+        closes = line.strip().startswith(end) and not line.strip().strip(end[0])
+        return "" if closes else end
+    if not end:
+        fence = _FENCE.match(line)
+        if fence is not None:
+            return fence[1]
+        pairs = ((opening, closing) for opening, closing in REASONING_MARKERS if line.lstrip().startswith(opening))
+        end = next((closing for _, closing in pairs), "")
+    return "" if end in line else end
+
+
+def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Found | None:
+    """Calls at the beginning of the text after a marker; None if there are none, or not yet."""
+    if opening == "<|python_tag|>":
+        calls = _plain_calls(text, None) if last else None
+        return None if calls is None else (calls, len(text))
+    if opening == "[TOOL_CALLS]":
+        return _named_call(text) or _json_calls(text)
+    if opening == "<function=":
+        found = _xml_call(opening + text, tools)
+        if found is None or found[0][0].name not in tools:
+            return None
+        found = found[0], found[1] - len(opening)
+    else:
+        found = _xml_call(text, tools) or _json_calls(text)
+    return found and _closed(found, text, last)
+
+
+def _closed(found: _Found, text: str, last: bool) -> _Found | None:
+    """Calls with the closing marker after them, if there is one; None if it may still come."""
+    calls, end = found
+    rest = text[end:].lstrip()
+    if not last and "</tool_call>".startswith(rest) and rest != "</tool_call>":
+        return None
+    if rest.startswith("</tool_call>"):
+        end = text.index("</tool_call>", end) + len("</tool_call>")
+    return calls, end
+
+
+def _json_calls(text: str) -> _Found | None:
+    """A call as a JSON object, or several as a list."""
+    value, end = _value_at(text, 0)
+    found = [_call_of(each, None) for each in (value if isinstance(value, list) else [value])]
+    calls = [call for call in found if call is not None]
+    return (calls, end) if calls and len(calls) == len(found) else None
+
+
+def _named_call(text: str) -> _Found | None:
+    """A name, perhaps an id, and arguments as a JSON object."""
+    named = _NAMED.match(text, len(text) - len(text.lstrip()))
+    if named is None:
+        return None
+    value, end = _value_at(text, named.end())
+    call = _call_of({"name": named[1], "arguments": value}, None) if isinstance(value, dict) else None
+    return None if call is None else ([call], end)
+
+
+def _xml_call(text: str, tools: Parameters) -> _Found | None:
+    """A call whose arguments are written one by one."""
+    head = _FUNCTION.match(text)
+    if head is None or "</function>" not in text:
+        return None
+    schema, end = tools.get(head[1]) or {}, head.end()
+    properties = schema.get("properties") or {}
+    arguments: dict[str, Any] = {}
+    while (found := _PARAMETER.match(text, end)) is not None:
+        arguments[found[1]] = _typed(found[2], _types(properties.get(found[1]), schema))
+        end = found.end()
+    call = _call_of({"name": head[1], "arguments": arguments}, None)
+    return ([call], end + len("</function>")) if call and text.startswith("</function>", end) else None
+
+
+_JSON_TYPES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    dict: ("object",),
+    list: ("array",),
+    type(None): ("null",),
+}
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""What models write for JSON's words."""
+
+
+def _typed(text: str, types: frozenset[str]) -> Any:
+    """The JSON value that ``text`` stands for, if it has one of the ``types``; else the text."""
+    try:
+        value = json.loads(_PYTHON.get(text, text), strict=False)
+    except (ValueError, RecursionError):
+        return text
+    return value if types.intersection(_JSON_TYPES.get(type(value), ())) else text
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
+    """JSON types other than text that a schema allows."""
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    named = schema.get("type")
+    found = {named} if isinstance(named, str) else {*filter(lambda each: isinstance(each, str), named or ())}
+    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]:
+        found.update(_JSON_TYPES.get(type(value), ()))
+    others = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, ())]
+    reference = str(schema.get("$ref", "")).split("/")
+    if reference[0] == "#" and len(reference) == 3:
+        others.append((root.get(reference[1]) or {}).get(reference[2]))
+    return frozenset(found.union(*(_types(each, root, depth - 1) for each in others)))
+
+
+def _value_at(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON value at ``begin``, and its end; None for what is no JSON."""
+    begin += len(text[begin:]) - len(text[begin:].lstrip())
+    try:
+        return _JSON.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None, begin
+
+
+def _plain_calls(text: str, names: Collection[str] | None) -> list[ToolCall] | None:
+    """The calls that a text consists of; None if it holds anything else."""
+    calls: list[ToolCall] = []
+    at = _after_wrapping(text, 0)
+    while at < len(text):
+        value, end = _value_at(text, at)
+        for each in value if isinstance(value, list) and value else [value]:
+            call = _call_of(each, names)
+            if call is None:
+                return None
+            calls.append(call)
+        at = _after_wrapping(text, end)
+    return calls or None
+
+
+def _after_wrapping(text: str, begin: int) -> int:
+    found = _BETWEEN.match(text, begin)
+    assert found is not None, "the pattern matches nothing, too"
+    return found.end()
+
+
+def _call_of(value: Any, names: Collection[str] | None) -> ToolCall | None:
+    """A call from its JSON object; None if it is none, or not of a known tool."""
+    if not isinstance(value, dict):
+        return None
+    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not is_name(name) or (names is not None and name not in names):
+        return None
+    if given is None and names is None and set(value) <= {"name", "id", "type"}:
+        given = {}  # between markers, a call without arguments is certain
+    arguments = as_object(given)
+    try:
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # half a character
+        return None
+    return None if arguments is None else ToolCall(name, arguments)
+
+
+def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Names of definitions, checked, each with the schema of its arguments."""
+    functions = [tool["function"] for tool in check_tools(tools)]
+    return {function["name"]: function.get("parameters") or {} for function in functions}

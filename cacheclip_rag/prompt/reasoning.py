@@ -1,0 +1,96 @@
+"""Reasoning in an answer: what a model writes for itself, between markers, before it says something."""
+
+from __future__ import annotations
+
+from ..runtime.base import REASONING_MARKERS
+
+__all__ = ["OPENINGS", "ReasoningReader", "may_begin"]
+
+OPENINGS = tuple(opening for opening, _ in REASONING_MARKERS)
+"""Markers before reasoning."""
+
+
+def may_begin(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest end of ``text`` that may begin one of the ``markers``, but is none."""
+    longest = max(map(len, markers), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in markers)), 0)
+
+
+class ReasoningReader:
+    """Separates reasoning from an answer's text while it is written.
+
+    Reasoning stands at the beginning of an answer. The chat template may have written its opening marker. White space
+    around reasoning belongs to neither. Markers after the first word of the text are text: models explain them.
+    """
+
+    def __init__(self, prompt_end: str = "") -> None:
+        """``prompt_end``: what the chat template wrote before the answer."""
+        self._held = ""
+        self._closing = ""
+        """The marker that ends the reasoning; empty outside."""
+        self._opening = ""
+        """The marker before the reasoning whose first word has not come yet."""
+        self.has_ended = False
+        """Whether the text has begun."""
+        self._has_reasoned = False
+        prompt_end = prompt_end.rstrip()
+        for opening, closing in REASONING_MARKERS:
+            if prompt_end.endswith(opening):
+                self._opening, self._closing = opening, closing
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text; returns the reasoning and the text that are certain."""
+        return self._read(text, last=False)
+
+    def close(self) -> tuple[str, str]:
+        """The rest, after the last text."""
+        return self._read("", last=True)
+
+    def _read(self, text: str, *, last: bool) -> tuple[str, str]:
+        self._held += text
+        reasoning = ""
+        while not self.has_ended:
+            if self._closing:
+                piece, goes_on = self._inside(last)
+            else:
+                piece, goes_on = "", self._outside(last)
+            reasoning += piece
+            if not goes_on:
+                return reasoning, ""
+        text, self._held = self._held, ""
+        return reasoning, text
+
+    def _inside(self, last: bool) -> tuple[str, bool]:
+        """Reasoning up to its closing marker, and whether the marker has come."""
+        lead = ""
+        if self._opening:
+            self._held = self._held.lstrip()
+            while self._held.startswith(self._opening):  # written once more, after the template's
+                self._held = self._held.removeprefix(self._opening).lstrip()
+            if not last and self._opening.startswith(self._held):
+                return "", False
+            if self._held:
+                lead, self._opening = "\n\n" if self._has_reasoned else "", ""
+        at = self._held.find(self._closing)
+        end = at if at >= 0 else len(self._held) - (0 if last else may_begin(self._held, (self._closing,)))
+        piece = self._held[:end].rstrip()
+        if at >= 0:
+            self._held, self._closing, self._opening = self._held[at + len(self._closing) :], "", ""
+            self._has_reasoned = True
+        else:
+            self._held = "" if last else self._held[len(piece) :]
+        return lead + piece if piece else "", at >= 0
+
+    def _outside(self, last: bool) -> bool:
+        """Look for an opening marker. Returns whether it is certain what the answer goes on with."""
+        rest = self._held.lstrip()
+        for opening, closing in REASONING_MARKERS:
+            if rest.startswith(opening):
+                self._held, self._opening, self._closing = rest[len(opening) :], opening, closing
+                return True
+        if not last and any(opening.startswith(rest) for opening in OPENINGS):  # also if there is no text yet
+            return False
+        self._held = rest if self._has_reasoned else self._held
+        self.has_ended = True
+        return True

@@ -1,0 +1,254 @@
+"""Adapters with ``base_url`` before a server that remembers what it is asked and says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from cacheclip_adapters import remote
+from cacheclip_adapters.remote import RemoteEngine
+from langchain_cacheclip import CacheClipLLM as TextModel
+from langchain_cacheclip import ChatCacheClip
+from langchain_core.messages import AIMessage, HumanMessage, trim_messages
+from llama_index.core.llms import ChatMessage
+from llama_index.llms.cacheclip import CacheClipLLM
+
+from cacheclip_rag import FusionStats, SamplingParams
+from cacheclip_rag.base.errors import ServerError
+from cacheclip_rag.serving.replies import server_sent
+
+STATS = {each.name: "full" if each.type == "str" else 3 for each in fields(FusionStats) if each.default is MISSING}
+STATS |= {"phases_s": {}, "fallback": None}
+SCHEMA = {"type": "object", "properties": {"year": {"type": "integer"}}}
+SENT: dict[str, tuple[Any, str, Any]] = {
+    # field: a value that is not the default, and what arrives
+    "max_tokens": (7, "max_tokens", 7),
+    "temperature": (0.25, "temperature", 0.25),
+    "top_p": (0.75, "top_p", 0.75),
+    "top_k": (5, "top_k", 5),
+    "repetition_penalty": (1.5, "repetition_penalty", 1.5),
+    "stop": (["x", "y"], "stop", ["x", "y"]),
+    "seed": (11, "seed", 11),
+    "json_schema": (
+        SCHEMA,
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}},
+    ),
+    "chat_template_kwargs": ({"enable_thinking": False}, "chat_template_kwargs", {"enable_thinking": False}),
+}
+KINDS: list[Any] = [ChatCacheClip, TextModel, CacheClipLLM]
+WAYS = ("whole", "streamed", "async", "async streamed")
+
+
+class Server(ThreadingHTTPServer):
+    """Streams the chunks of :attr:`says` in pieces of :attr:`size` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.size = 1000
+        self.say("Twelve metres.")
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def say(self, text: str, *, reason: str = "stop", reasoning: str = "") -> None:
+        head = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        thought = [{"reasoning_content": piece} for piece in (reasoning[:3], reasoning[3:]) if piece]
+        deltas = [*thought, *({"content": piece} for piece in (text[:4], text[4:]))]
+        chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+        chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        chunks.append(
+            {**head, "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}, "cacheclip": STATS}
+        )
+        self.says = b"".join(map(server_sent, chunks)) + b"data: [DONE]\n\n"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        own = {"uses_tools": False, "can_constrain": False}
+        body = json.dumps({"data": [{"id": "m", "max_model_len": 4096, "cacheclip": own}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for at in range(0, len(self.server.says), self.server.size):
+            self.wfile.write(self.server.says[at : at + self.server.size])
+            self.wfile.flush()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as found:
+        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield found
+        finally:
+            found.shutdown()
+            thread.join(10)
+
+
+def ask(llm: Any, way: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Text and metadata of an answer."""
+    if isinstance(llm, CacheClipLLM):
+        messages = [ChatMessage(role="user", content="How tall?")]
+        if way == "whole":
+            found = llm.chat(messages, **options)
+        elif way == "streamed":
+            found = list(llm.stream_chat(messages, **options))[-1]
+        elif way == "async":
+            found = asyncio.run(llm.achat(messages, **options))
+        else:
+
+            async def last_of() -> Any:
+                return [each async for each in await llm.astream_chat(messages, **options)][-1]
+
+            found = asyncio.run(last_of())
+        return found.message.content or "", dict(found.additional_kwargs)
+    if way == "whole":
+        said = llm.generate([prompt(llm)], **options).generations[0]
+    elif way == "async":
+        said = asyncio.run(llm.agenerate([prompt(llm)], **options)).generations[0]
+    elif way == "streamed":
+        said = [summed(list(llm._stream(prompt(llm), **options)))]
+    else:
+
+        async def pieces() -> list[Any]:
+            return [each async for each in llm._astream(prompt(llm), **options)]
+
+        said = [summed(asyncio.run(pieces()))]
+    (generation,) = said
+    message = getattr(generation, "message", None)
+    return generation.text, dict(message.response_metadata if message is not None else generation.generation_info)
+
+
+def prompt(llm: Any) -> Any:
+    return [HumanMessage("How tall?")] if isinstance(llm, ChatCacheClip) else "How tall?"
+
+
+def summed(chunks: list[Any]) -> Any:
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    return whole
+
+
+def test_every_field_has_a_row() -> None:
+    assert {*SENT} == {*(each.name for each in fields(SamplingParams)), "chat_template_kwargs"}
+    assert all(value != getattr(SamplingParams(), name, None) for name, (value, *_) in SENT.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("place", ["field", "call"])
+def test_every_field_arrives(server: Server, kind: Any, way: str, name: str, place: str) -> None:
+    value, sent, expected = SENT[name]
+    given = {name: value}
+    ask(kind(base_url=server.url, **(given if place == "field" else {})), way, **(given if place == "call" else {}))
+    (body,) = server.bodies
+    assert body[sent] == expected
+    ask(kind(base_url=server.url), way)
+    assert server.bodies[-1].get(sent) != expected, "without it, something else arrives"
+    assert server.bodies[-1]["max_tokens"] == SamplingParams().max_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_metadata_by_value(server: Server, kind: Any, way: str, reason: str) -> None:
+    server.say("Twelve metres.", reason=reason)
+    text, metadata = ask(kind(base_url=server.url), way)
+    assert (text, metadata["finish_reason"]) == ("Twelve metres.", reason)
+    assert metadata["cacheclip"] | STATS == metadata["cacheclip"]
+    assert metadata["gen_ai.usage.output_tokens"] == 5
+    assert metadata["gen_ai.usage.input_tokens"] == STATS["prompt_tokens"]
+
+
+ENDS = ("\u2028", "\u2029", "\x85", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r", "\n", "\r\n")
+"""All that Python takes for the end of a line."""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
+def test_characters_that_end_lines(server: Server, size: int, ends: bytes) -> None:
+    said = "".join(f"one{end}two" for end in ENDS)
+    server.say(said, reasoning=said)
+    server.says, server.size = server.says.replace(b"\n\n", ends * 2), size
+    answer = [*RemoteEngine(server.url).stream("Hello", SamplingParams(max_tokens=8))][-1].answer
+    assert answer is not None and (answer.text, answer.reasoning) == (said, said)
+
+
+def test_what_is_no_json_is_an_error_of_the_server(server: Server) -> None:
+    server.says = b"data: <html>\n\n"
+    with pytest.raises(ServerError, match="no JSON object: b'<html>'"):
+        list(RemoteEngine(server.url).stream("Hello"))
+
+
+class TestReasoning:
+    @pytest.mark.parametrize("way", ["invoke", "stream"])
+    def test_langchain(self, server: Server, way: str) -> None:
+        server.say("Twelve metres.", reasoning="Hm, so.")
+        llm = ChatCacheClip(base_url=server.url)
+        said: Any = llm.invoke("How tall?") if way == "invoke" else summed(list(llm.stream("How tall?")))
+        assert (said.content, said.additional_kwargs["reasoning_content"]) == ("Twelve metres.", "Hm, so.")
+        assert [block["type"] for block in said.content_blocks] == ["reasoning", "text"]
+        llm.invoke([HumanMessage("How tall?"), said, HumanMessage("And the boom?")])
+        assert server.bodies[-1]["messages"][1] == {
+            "role": "assistant",
+            "content": "Twelve metres.",
+            "reasoning_content": "Hm, so.",
+        }
+
+    @pytest.mark.parametrize("way", ["chat", "stream_chat"])
+    def test_llama_index(self, server: Server, way: str) -> None:
+        server.say("Twelve metres.", reasoning="Hm, so.")
+        llm, asked = CacheClipLLM(base_url=server.url), ChatMessage(role="user", content="How tall?")
+        responses = [llm.chat([asked])] if way == "chat" else list(llm.stream_chat([asked]))
+        message = responses[-1].message
+        assert message.content == "Twelve metres."
+        assert [type(block).__name__ for block in message.blocks] == ["ThinkingBlock", "TextBlock"]
+        assert message.blocks[0].content == "Hm, so."
+        if way == "stream_chat":
+            assert "".join(r.additional_kwargs.get("thinking_delta", "") for r in responses) == "Hm, so."
+        llm.chat([asked, message, asked])
+        assert server.bodies[-1]["messages"][1]["reasoning_content"] == "Hm, so."
+        assert llm.complete("How tall?").additional_kwargs["reasoning_content"] == "Hm, so."
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_opens_its_own_connections() -> None:
+    own = remote._client()
+    assert remote._client() is own
+    process = os.fork()
+    if not process:
+        os._exit(remote._client() is own)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_messages_are_trimmed_by_an_estimate() -> None:
+    llm = ChatCacheClip(base_url="http://127.0.0.1:9/v1")
+    messages = [HumanMessage("a " * 50), AIMessage("b"), HumanMessage("c")]
+    kept = trim_messages(messages, max_tokens=40, token_counter=llm, strategy="last")
+    assert [message.content for message in kept] == ["b", "c"]
+    assert [llm.get_num_tokens(text) for text in ("", "a", "abcd", "漢字")] == [0, 1, 2, 2]

@@ -1,0 +1,206 @@
+"""Reasoning before an answer: it is no text, no call and no stop string, in pieces of any length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheclip_rag import Answer, CacheClipEngine, Event
+from cacheclip_rag.answering.text import TextStream
+from cacheclip_rag.prompt.calls import CallReader
+from cacheclip_rag.prompt.reasoning import ReasoningReader
+from cacheclip_rag.runtime.base import REASONING_MARKERS
+from tests.integrations.fakes import Watched, fake_models, watched
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
+PAIRS = pytest.mark.parametrize(("opening", "closing"), REASONING_MARKERS)
+SIZES = pytest.mark.parametrize("size", [1, 2, 5, 1000])
+
+
+def read(text: str, size: int, prompt_end: str = "") -> tuple[str, str]:
+    reader = ReasoningReader(prompt_end)
+    found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
+    return "".join(reasoning for reasoning, _ in found), "".join(said for _, said in found)
+
+
+def streamed(text: str, stop: list[str], prompt_end: str | None) -> tuple[str, str, bool]:
+    """Reasoning, text and whether a stop string ended it, one character a token."""
+    stream, said, reasoning = TextStream(lambda ids: "".join(map(chr, ids)), stop, prompt_end), "", ""
+    for token in text:
+        said += stream.push(ord(token))
+        assert stream.text.startswith(said)
+        reasoning, stream.reasoning = reasoning + stream.reasoning, ""
+        if stream.stopped:
+            break
+    said += stream.flush()
+    assert stream.text == said
+    return reasoning + stream.reasoning, said, stream.stopped
+
+
+class TestReader:
+    @PAIRS
+    @SIZES
+    @pytest.mark.parametrize(
+        ("text", "reasoning", "said"),
+        [
+            ("O\nSo.\nYes.\nC\n\nTwelve.\n", "So.\nYes.", "Twelve.\n"),
+            (" \nO So. C Twelve.", "So.", "Twelve."),
+            ("O\n\nC\n\nTwelve.", "", "Twelve."),
+            ("O So.", "So.", ""),
+            ("O a C O b C c", "a\n\nb", "c"),
+            ("O a < b </ C c", "a < b </", "c"),
+            ("Twelve. O a C", "", "Twelve. O a C"),
+            (" Twelve.", "", " Twelve."),
+            ("C Twelve.", "", "C Twelve."),
+            ("<b>Twelve.</b>", "", "<b>Twelve.</b>"),
+            ("", "", ""),
+            ("\n", "", "\n"),
+        ],
+    )
+    def test_at_the_beginning(
+        self, opening: str, closing: str, size: int, text: str, reasoning: str, said: str
+    ) -> None:
+        marked = [each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said)]
+        assert read(marked[0], size) == (marked[1], marked[2])
+
+    @PAIRS
+    @SIZES
+    @pytest.mark.parametrize("end", ["O", "x\nO\n"])
+    @pytest.mark.parametrize(
+        ("text", "reasoning", "said"),
+        [
+            ("So.\nC\n\nTwelve.", "So.", "Twelve."),
+            ("\n\nC\n\nTwelve.", "", "Twelve."),
+            ("O\nSo.C Twelve.", "So.", "Twelve."),
+            ("So", "So", ""),
+        ],
+    )
+    def test_a_template_that_opens_it(
+        self, opening: str, closing: str, size: int, end: str, text: str, reasoning: str, said: str
+    ) -> None:
+        text, end = (each.replace("O", opening).replace("C", closing) for each in (text, end))
+        assert read(text, size, end) == (reasoning, said)
+        assert streamed(text, ["never"], end) == (reasoning, said, False)
+
+    @PAIRS
+    def test_a_template_that_closes_it(self, opening: str, closing: str) -> None:
+        """Thinking is switched off."""
+        assert read("Twelve.", 3, f"{opening}\n\n{closing}\n\n") == ("", "Twelve.")
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.sampled_from([*"<>[]/ \na", "think", "<think>", "</think>", "[/THINK]"])), st.integers(1, 9))
+    def test_pieces_change_nothing(self, parts: list[str], size: int) -> None:
+        text = "".join(parts)
+        assert read(text, size) == read(text, len(text) or 1)
+        assert streamed(text, [], "")[:2] == read(text, size)
+
+
+class TestStopStrings:
+    @PAIRS
+    def test_in_reasoning_they_end_nothing(self, opening: str, closing: str) -> None:
+        text = f"{opening}\nFirst. STOP. Second.\n{closing}\n\nTwelve metres. STOP. More."
+        assert streamed(text, ["STOP"], "<|im_start|>assistant\n") == (
+            "First. STOP. Second.",
+            "Twelve metres. ",
+            True,
+        )
+
+    def test_line_ends_after_reasoning_are_none(self) -> None:
+        assert streamed("<think>a\n\nb</think>\n\nTwelve.\n\nMore", ["\n\n"], "") == ("a\n\nb", "Twelve.", True)
+
+    def test_a_text_that_is_read_as_it_stands_has_no_reasoning(self) -> None:
+        assert streamed("<think>a STOP", ["STOP"], None) == ("", "<think>a ", True)
+
+
+class TestCalls:
+    @PAIRS
+    @SIZES
+    @pytest.mark.parametrize("before", ["", "Let me see.\n"])
+    def test_in_reasoning_there_are_none(self, opening: str, closing: str, size: int, before: str) -> None:
+        text = f"{before}{opening}\nI could send {CALL}, but no.\n{closing}\n\nIt would delete the file."
+        assert calls_in(text, size) == (text, [])
+        assert calls_in(f"{text}\n{CALL}", size) == (f"{text}\n", ["f"])
+
+    @SIZES
+    @pytest.mark.parametrize(
+        "shown",
+        [
+            f"Calls look so:\n\n```\n{CALL}\n```\nUse them.",
+            f"Calls look so:\n\n```xml\n{CALL}\n```",
+            f"1. So:\n   ~~~\n   {CALL}\n   ~~~\n",
+            f"Write `{CALL}` for a call.",
+            f"```xml\n{CALL}\n```\nThis is what a call looks like.",
+            f"```\n{CALL}\n```\nThis is what a call looks like.",
+            "So:\n```\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n```",
+            'So:\n```\n[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}]\n```',
+            'So:\n```json\n{"name": "f", "arguments": {"a": "x"}}\n```',
+        ],
+    )
+    def test_that_are_only_shown_are_none(self, shown: str, size: int) -> None:
+        assert calls_in(shown, size) == (shown, [])
+
+    @SIZES
+    @pytest.mark.parametrize(
+        "said",
+        [
+            f"```python\nprint(1)\n```\n{CALL}",
+            f"Say ```x``` once.\n{CALL}",
+            f"```x``` is code.\n{CALL}",
+            f"The tag <think> opens it.\n{CALL}",
+            f"<think>a</think>{CALL}",
+        ],
+    )
+    def test_after_what_is_shown(self, said: str, size: int) -> None:
+        assert calls_in(said, size) == (said.removesuffix(CALL), ["f"])
+
+    @SIZES
+    def test_a_fence_around_the_whole_answer_is_a_call(self, size: int) -> None:
+        assert calls_in(f"```\n{CALL}\n```", size) == ("", ["f"])
+
+
+def calls_in(text: str, size: int) -> tuple[str, list[str]]:
+    reader = CallReader({"f": {}})
+    found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
+    return "".join(said for said, _ in found), [call.name for _, calls in found for call in calls]
+
+
+class TestAnswers:
+    SAID = f"<think>I could send {CALL}. STOP.</think>It is twelve metres tall. STOP. More."
+    TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+
+    @pytest.mark.parametrize("options", [{}, {"tools": [TOOL]}], ids=["plain", "tools"])
+    def test_of_an_engine(self, options: dict[str, Any]) -> None:
+        runtime, events = answered(self.SAID, stop="STOP", **options)
+        whole = whole_of(events)
+        assert whole.reasoning == f"I could send {CALL}. STOP."
+        assert (whole.text, whole.tool_calls, whole.finish_reason) == ("It is twelve metres tall. ", (), "stop")
+        assert "".join(event.reasoning for event in events) == whole.reasoning
+        assert "".join(event.text for event in events) == whole.text
+        assert len([event for event in events if event.reasoning]) > 5, "it is streamed"
+        assert isinstance(runtime, Watched)
+
+    def test_that_is_cut_off_while_the_model_reasons(self) -> None:
+        _, events = answered("<think>One two three four five six", max_tokens=6)
+        whole = whole_of(events)
+        assert (whole.text, whole.reasoning, whole.finish_reason) == ("", "One two three", "length")
+
+    def test_to_a_text_that_is_read_as_it_stands(self) -> None:
+        _, events = answered(self.SAID, as_it_stands=True, max_tokens=400)
+        assert whole_of(events).text == self.SAID and not whole_of(events).reasoning
+
+
+def answered(said: str, *, as_it_stands: bool = False, **options: Any) -> tuple[Watched, list[Event]]:
+    engine = CacheClipEngine(**fake_models(), method="full")
+    runtime = watched(engine)
+    runtime.says = [said]
+    prompt: Any = engine.parts.segment_as_it_stands("How tall?") if as_it_stands else "How tall?"
+    return runtime, list(engine.stream(prompt, **options))
+
+
+def whole_of(events: list[Event]) -> Answer:
+    answer = events[-1].answer
+    assert answer is not None
+    return answer

@@ -1,0 +1,88 @@
+"""JSON that must follow a schema: white space where JSON may hold it, with an end; refusals that say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.runtime.transformers.constraint import Grammars
+from cacheclip_rag.testing.tiny import make_tokenizer
+
+LIST = {
+    "type": "object",
+    "properties": {"items": {"type": "array", "items": {"type": "string"}}},
+    "required": ["items"],
+}
+TOKENIZER = make_tokenizer(400)
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(TOKENIZER, [2], "tiny")
+
+
+def taken(grammars: Grammars, text: str) -> str:
+    """The beginning of a text that the schema allows, token by token."""
+    constraint = grammars.constraint(json.dumps(LIST))
+    found: list[int] = []
+    for token in TOKENIZER(text)["input_ids"]:
+        if not torch.isfinite(constraint.allowed(torch.zeros(len(TOKENIZER)))[token]):
+            break
+        constraint.accept(token)
+        found.append(token)
+    return str(TOKENIZER.decode(found))
+
+
+@pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])
+@pytest.mark.parametrize("separators", [None, (",", ":"), (", ", ":"), (" , ", " : ")])
+def test_json_may_be_written_in_any_way(grammars: Grammars, indent: Any, separators: Any) -> None:
+    text = json.dumps({"items": ["a", "b c", ""]}, indent=indent, separators=separators)
+    assert taken(grammars, text) == text
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", " \n", "\n ", "\n\t"])
+@pytest.mark.parametrize("place", ['{X"items": []}', '{"items":X[]}', '{"items": [X]}', '{"items": ["a"X, "b"]}'])
+def test_a_run_of_white_space_ends(grammars: Grammars, blank: str, place: str) -> None:
+    text = place.replace("X", blank * 200)
+    read = taken(grammars, text)
+    assert len(read) < len(place) + 50
+    rest = place.partition("X")[2]
+    assert taken(grammars, read + rest) == read + rest or not read.endswith(blank), "and JSON may go on after it"
+
+
+def test_white_space_in_texts_is_free(grammars: Grammars) -> None:
+    text = json.dumps({"items": [" " * 200]})
+    assert taken(grammars, text) == text
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            of(a={"type": "string"}, code={"type": "string", "pattern": "^(?!0)[0-9]+$"}),
+            ["properties/code", "(?!0)", "look"],
+        ),
+        (of(a={"type": "array", "items": of(b={"not": {}})}), ["properties/a/items/properties/b", "not"]),
+        (of(a={"$ref": "#/$defs/x"}), ["properties/a", "#/$defs/x", "does not exist"]),
+        (
+            {"$defs": {"A": of(b={"type": "string", "pattern": "[a-"})}, **of(a={"$ref": "#/$defs/A"})},
+            ["$defs/A/properties/b", "unclosed"],
+        ),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "multipleOf": 0}]}, ["anyOf/1", "multiple"]),
+        (of(a={"type": "string", "format": "colour"}), ["properties/a", "colour"]),
+        ({"type": "foo"}, ["as a whole", "foo"]),
+        ({"type": "array", "uniqueItems": True}, ["as a whole", "uniqueItems"]),
+    ],
+)
+def test_a_refusal_says_which_part_and_why(grammars: Grammars, schema: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be followed") as caught:
+        grammars.constraint(json.dumps(schema))
+    assert all(word in str(caught.value) for word in words), caught.value

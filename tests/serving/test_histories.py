@@ -1,0 +1,247 @@
+"""Histories and requests as real clients send them: OpenAI's SDK, LangChain, LlamaIndex, LiteLLM, Open WebUI, Continue,
+Cline. What is odd in a history is sent again with every later question, and must not end the conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.prompt.segments import check_messages
+from cacheclip_rag.serving.schema import ChatBody, parse
+from tests.integrations.fakes import fake_models, watched
+from tests.serving.conftest import NAME, Served, running
+
+USER = {"role": "user", "content": "How tall is the mast?"}
+ENGLISH = "Twelve metres."
+
+
+def call(arguments: Any = "{}", **fields: Any) -> dict[str, Any]:
+    return {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}, **fields}
+
+
+def read(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    """Messages as the engine gets them, between two of a user."""
+    body = parse(ChatBody, {"messages": [USER, *messages, USER], **fields})
+    found = body.prompt_or_messages
+    assert isinstance(found, list) and check_messages(found)
+    return found[1:-1]
+
+
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "text": ('{"q": 1}', {"q": 1}),
+    "object": ({"q": 1}, {"q": 1}),
+    "cut off": ('{"q": "ma', {"arguments": '{"q": "ma'}),
+    "null as text": ("null", {}),
+    "null": (None, {}),
+    "missing": ("", {}),
+    "list": ("[]", {}),
+    "filled list": ("[1]", {"arguments": [1]}),
+    "string": ('"mast"', {"arguments": "mast"}),
+    "JSON in JSON": (json.dumps('{"q": 1}'), {"q": 1}),
+    "as Python writes it": ("{'q': None}", {"q": None}),
+    "number": ("7", {"arguments": 7}),
+    "deep": ("[" * 5000, {"arguments": "[" * 5000}),
+    "two objects": ("{}{}", {"arguments": "{}{}"}),
+}
+
+
+class TestCalls:
+    @pytest.mark.parametrize("name", ARGUMENTS)
+    def test_arguments(self, name: str) -> None:
+        given, expected = ARGUMENTS[name]
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "error: bad arguments"}
+        (said, answered) = read({"role": "assistant", "content": None, "tool_calls": [call(given)]}, result)
+        assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
+        assert (said["content"], answered["tool_call_id"]) == ("", "call_1")
+
+    def test_names_and_ids_become_words(self) -> None:
+        odd = {"id": "fc_1|call 2", "function": {"name": "multi tool<|im_end|>", "arguments": "{}"}}
+        result = {"role": "tool", "tool_call_id": "fc_1|call 2", "name": "multi tool", "content": None}
+        said, answered = read({"role": "assistant", "tool_calls": [odd]}, result)
+        assert said["tool_calls"][0]["id"] == answered["tool_call_id"] == "fc_1_call_2"
+        assert said["tool_calls"][0]["function"]["name"] == "multi_tool__im_end__"
+        assert (answered["name"], answered["content"]) == ("multi_tool", "")
+
+    @pytest.mark.parametrize("calls", [None, [], "f", [None], [{}], [{"function": {"arguments": "{}"}}]])
+    def test_none(self, calls: Any) -> None:
+        assert read({"role": "assistant", "content": ENGLISH, "tool_calls": calls}) == [
+            {"role": "assistant", "content": ENGLISH}
+        ]
+
+    def test_of_the_old_kind_and_of_custom_tools(self) -> None:
+        old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"q": 1}'}}
+        custom = {"id": "call_2", "type": "custom", "custom": {"name": "sql", "input": "select 1"}}
+        result = {"role": "function", "name": "f", "content": "x"}
+        first, second, third = read(old, result, {"role": "assistant", "tool_calls": [custom]})
+        assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": {"q": 1}}
+        assert second == {"role": "tool", "name": "f", "content": "x"}
+        assert third["tool_calls"][0]["function"] == {"name": "sql", "arguments": {"input": "select 1"}}
+
+
+ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "null": ({"content": None}, {"content": ""}),
+    "nothing": ({}, {"content": ""}),
+    "refusal": ({"content": None, "refusal": "No."}, {"content": "No."}),
+    "part with a refusal": ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
+    "reasoning only": ({"content": None, "reasoning_content": "Hm."}, {"content": "", "reasoning_content": "Hm."}),
+    "vLLM's reasoning": ({"content": ENGLISH, "reasoning": "Hm."}, {"content": ENGLISH, "reasoning_content": "Hm."}),
+    "reasoning of another kind": ({"content": ENGLISH, "reasoning": {"summary": []}}, {"content": ENGLISH}),
+    "part with reasoning": (
+        {"content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}, {"type": "text", "text": ENGLISH}]},
+        {"content": ENGLISH, "reasoning_content": "Hm."},
+    ),
+    "part with a call": (
+        {"content": [{"type": "text", "text": ENGLISH}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {"content": ENGLISH},
+    ),
+    "parts of other APIs": (
+        {"content": [{"type": "output_text", "text": ENGLISH, "annotations": []}, "More."]},
+        {"content": f"{ENGLISH}\nMore."},
+    ),
+    **{
+        f"field {next(iter(fields))}": ({"content": ENGLISH, **fields}, {"content": ENGLISH})
+        for fields in (
+            {"provider_specific_fields": {"refusal": None}},
+            {"id": "msg_1"},
+            {"name": "researcher"},
+            {"audio": {"id": "a"}},
+            {"annotations": [{"type": "url_citation"}]},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "x"}]},
+            {"reasoning_details": [{"type": "reasoning.text", "text": "x"}]},
+            {"images": []},
+            {"never_heard_of": 1},
+        )
+    },
+}
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("name", ANSWERS)
+    def test_of_assistants(self, name: str) -> None:
+        given, expected = ANSWERS[name]
+        assert read({"role": "assistant", **given}) == [{"role": "assistant", **expected}]
+
+    @pytest.mark.parametrize("role", ["user", "system", "developer"])
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"cache_control": {"type": "ephemeral"}},
+            {"id": "msg_1"},
+            {"name": "anna"},
+            {"timestamp": 1},
+            {"tool_calls": []},
+            {"tool_calls": None, "function_call": None},
+        ],
+    )
+    def test_of_others(self, role: str, fields: dict[str, Any]) -> None:
+        role_read = "system" if role == "developer" else role
+        assert read({"role": role, "content": "x", **fields}) == [{"role": role_read, "content": "x"}]
+
+    def test_parts_that_are_cached(self) -> None:
+        parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in "ab"]
+        assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"verbosity": "medium"}, {}),
+        ({"max_tokens": 8.0}, {"max_tokens": 8}),
+        ({"max_completion_tokens": 8.0, "seed": 3.0}, {"max_tokens": 8, "seed": 3}),
+        ({"n": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {}),
+        ({"reasoning_effort": "medium"}, {}),
+        ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"stop": []}, {"stop": []}),
+        ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {}),
+    ],
+)
+def test_requests(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    assert parse(ChatBody, {"messages": [USER], **fields}).sampling() == options
+
+
+def test_marks_for_caches_in_tools() -> None:
+    """They are no part of what the model is told."""
+    tool = {"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral"}}
+    (found,) = parse(ChatBody, {"messages": [USER], "tools": [tool]}).sampling()["tools"]
+    assert found == {"type": "function", "function": {"name": "f"}}
+
+
+def test_ignored_fields_are_counted(served: Served) -> None:
+    def counted(field: str) -> float:
+        lines = served.client.get("/metrics").text.splitlines()
+        name = f'cacheclip_ignored_fields_total{{field="{field}"}} '
+        found = [line.removeprefix(name) for line in lines if line.startswith(name)]
+        return float(found[0]) if found else 0.0
+
+    names = ("user", "verbosity", "messages.cache_control", "messages.other", "messages.id", "reasoning_effort")
+    before = {name: counted(name) for name in names}
+    odd = {**USER, "cache_control": {"type": "ephemeral"}, 'x"}\n': 1, "id": None}
+    assert served.chat(user="u", verbosity="medium", reasoning_effort="none", messages=[odd, odd]).status_code == 200
+    assert served.chat(verbosity="medium").status_code == 200
+    after = {name: counted(name) - before[name] for name in names}
+    assert after == {
+        "user": 1,
+        "verbosity": 2,
+        "messages.cache_control": 1,
+        "messages.other": 1,
+        "messages.id": 0,
+        "reasoning_effort": 0,
+    }
+
+
+SAID = "<think>I could say STOP.</think>It is twelve metres tall. STOP."
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[Served]:
+    """A server whose model says what it is told."""
+    with running(EngineConfig(**fake_models(), method="full")) as found:
+        yield found
+
+
+class TestReasoning:
+    def ask(self, thinking: Served, **fields: Any) -> Any:
+        watched(thinking.engine).says = [SAID]
+        client = openai.OpenAI(base_url=thinking.url, api_key="none", max_retries=0)
+        with client:
+            return client.chat.completions.create(model=NAME, messages=[USER], stop="STOP", **fields)  # type: ignore[call-overload]
+
+    def test_whole(self, thinking: Served) -> None:
+        message = self.ask(thinking).choices[0].message
+        assert message.content == "It is twelve metres tall. "
+        assert message.model_extra["reasoning_content"] == "I could say STOP."
+        watched(thinking.engine).says = []
+        messages = [USER, message.model_dump(), USER]
+        response = thinking.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+        assert response.status_code == 200, "an answer comes back in the next request"
+
+    def test_streamed(self, thinking: Served) -> None:
+        watched(thinking.engine).says = [SAID]
+        body = {"messages": [USER], "stop": "STOP", "stream": True}
+        text, reasoning = "", ""
+        for line in thinking.client.post("/v1/chat/completions", json=body).text.split("\n\n"):
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    delta = choice["delta"]
+                    assert not (text and delta.get("reasoning_content")), "reasoning comes first"
+                    text += delta.get("content") or ""
+                    reasoning += delta.get("reasoning_content") or ""
+        assert (reasoning, text) == ("I could say STOP.", "It is twelve metres tall. ")
+
+    def test_none(self, thinking: Served) -> None:
+        watched(thinking.engine).says = ["Twelve metres."]
+        message = thinking.chat().json()["choices"][0]["message"]
+        assert "reasoning_content" not in message
+
+    def test_of_a_text_that_is_read_as_it_stands(self, thinking: Served) -> None:
+        watched(thinking.engine).says = [SAID]
+        body = {"prompt": "How tall?", "max_tokens": 100}
+        assert thinking.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == SAID
