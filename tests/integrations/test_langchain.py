@@ -375,7 +375,7 @@ async def test_a_prompt_too_long_is_langchains_error_too(
 ) -> None:
     model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store)
     long = "word " * 5000
-    with pytest.raises(ContextOverflowError, match="fit model") as error:
+    with pytest.raises(ContextOverflowError, match="fit the model") as error:
         model.invoke(long)
     assert isinstance(error.value, PromptTooLongError)
     with pytest.raises(ContextOverflowError):

@@ -86,8 +86,9 @@ def llm(tmp_path: Path) -> CacheClipLLM:
 
 @pytest.fixture
 def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
-    """On a transformer."""
+    """On a transformer. No answer goes on from the KV of an earlier one."""
     return CacheClipLLM(
+        prefix_cache_bytes=0,
         primary=tiny_models["llama"],
         auxiliary=tiny_models["auxiliary"],
         store=str(tmp_path / "store"),
@@ -551,7 +552,7 @@ def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
 
 
 def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:
-    with pytest.raises(CacheClipError, match="fit model"):
+    with pytest.raises(CacheClipError, match="fit the model"):
         llm.complete("word " * 5000)
 
 

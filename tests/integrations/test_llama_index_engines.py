@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from llama_index.core import Document, PromptTemplate, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import ReActAgent
-from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import (
     HierarchicalNodeParser,
@@ -352,20 +352,21 @@ class TestWhatTheModelReads:
         assert seen.fusions[0].hits == 3, "the reranker's own prompt holds the chunks too"
         assert (seen.fusions[1].hits, seen.fusions[1].misses) == (2, 0)
 
-    def test_what_the_pipeline_skipped_is_healed(
+    def test_what_a_pipeline_of_known_documents_skipped_is_healed(
         self,
         llm: CacheClipLLM,
         chunks: list[str],
         question: str,
         seen: Seen,
     ) -> None:
-        """Its cache does not know that the store was emptied; the next answer stores the chunk again."""
-        pipeline = IngestionPipeline(transformations=[SentenceSplitter(), CacheClipTransform.from_llm(llm)])
+        """Its document store does not know that the store was emptied; the next answer stores the chunk again."""
+        steps = [SentenceSplitter(), CacheClipTransform.from_llm(llm)]
+        strategy = DocstoreStrategy.DUPLICATES_ONLY
+        pipeline = IngestionPipeline(transformations=steps, docstore=SimpleDocumentStore(), docstore_strategy=strategy)
         documents = [Document(text=chunks[0], id_="a")]
-        pipeline.run(documents=documents)
-        llm.engine.release([chunks[0]])
         nodes = pipeline.run(documents=documents)
-        assert not llm.engine.is_stored(chunks[0]), "skipped"
+        llm.engine.release([chunks[0]])
+        assert pipeline.run(documents=documents) == [] and not llm.engine.is_stored(chunks[0]), "skipped"
         index = VectorStoreIndex(nodes, embed_model=WordEmbedding())
         engine = index.as_query_engine(llm=llm, response_synthesizer=CacheClipSynthesizer(llm=llm))
         engine.query(question)

@@ -13,12 +13,13 @@ from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from cacheclip_rag.chunks.caches import ChunkCaches
     from cacheclip_rag.ingest.plan import IngestPlan
 
     from .base import CacheClipLLM
@@ -100,7 +101,7 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
         caches = self.engine.chunk_caches(self.engine.context_of(self.method))
         texts = [normalise_chunk(text) for _, text in _read(nodes)]
-        return all(text in each for text in texts for each in caches)
+        return all(text in each or not _fits(text, each) for text in texts for each in caches)
 
     def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
         """Estimate the cost of precomputing nodes: ``chunks``, ``computed`` (chunks that are not stored), their
@@ -115,6 +116,15 @@ class CacheClipTransform(EngineFields, TransformComponent):
         plan = IngestPlan(chunks=len(texts))
         price(self.engine, texts, plan, method=self.method)
         return plan
+
+
+def _fits(text: str, caches: ChunkCaches) -> bool:
+    """Whether the KV of a text can be stored at all."""
+    try:
+        caches.check_length(text)
+    except CacheClipError:
+        return False
+    return True
 
 
 def _asking_about() -> Sequence[BaseNode] | None:
