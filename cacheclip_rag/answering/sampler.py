@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base.errors import ModelError
-from ..base.sampling import SamplingParams, takes_largest
+from ..base.sampling import GREEDY_BELOW, SamplingParams
 
 if TYPE_CHECKING:
     from ..runtime.base import Constraint
@@ -42,7 +42,7 @@ class Sampler:
         )
 
         self._constraint = constraint
-        self._greedy = takes_largest(params)
+        self._greedy = params.temperature < GREEDY_BELOW
         self._penalty = None
         if params.repetition_penalty != 1.0:
             self._penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))

@@ -10,7 +10,7 @@ from typing import Any
 from .checks import aliases_of, by_real_names, check_whole_number, did_you_mean, is_whole_number
 from .errors import ConfigurationError
 
-__all__ = ["FINISH_MODES", "SamplingParams", "is_greedy", "takes_largest"]
+__all__ = ["FINISH_MODES", "GREEDY_BELOW", "SamplingParams", "is_greedy"]
 
 FINISH_MODES = ("none", "verify", "revise")
 """What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
@@ -100,15 +100,10 @@ def _schema_text(schema: Any) -> str | None:
     raise ConfigurationError(f"json_schema must be a JSON schema, as a dict or as JSON text, got {str(schema)[:80]!r}.")
 
 
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether these settings always choose the likeliest token."""
-    return takes_largest(params) and params.repetition_penalty == 1.0
-
-
-def takes_largest(params: SamplingParams) -> bool:
-    """Whether the token with the largest logit is taken, after what changes logits."""
-    return params.temperature < _GREEDY_BELOW
+    return params.temperature < GREEDY_BELOW and params.repetition_penalty == 1.0
