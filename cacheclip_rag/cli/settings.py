@@ -10,7 +10,6 @@ from typing import Any
 from ..config import EngineConfig
 from ..ingest.embedding import DEFAULT_EMBEDDING
 from ..ingest.library import Library, LibrarySettings
-from ..models.load import concrete
 from .tables import CHUNK_TOKENS
 
 __all__ = ["DEFAULT_SETTINGS", "engine_config", "merge_settings"]
@@ -42,9 +41,6 @@ def merge_settings(library: Library | None, given: Mapping[str, Any]) -> Library
     if known and chosen.get("dtype") == "auto":
         del chosen["dtype"]
     settings = replace(known or DEFAULT_SETTINGS, **chosen)
-    if settings.dtype == "auto":  # the next machine would choose another one, and find nothing
-        config = EngineConfig(primary=settings.primary, device=given.get("device", _DEFAULTS.device))
-        settings = replace(settings, dtype=concrete(config).dtype)
     if library:
         library.check_settings(settings)
     return settings

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..base.errors import CacheClipError, ConfigurationError
-from ..frontend.tools import forced_tool, with_tool_choice
+from ..frontend.tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls
 from ..runtime.base import Message
@@ -319,10 +319,18 @@ class ChatBody(Body):
                 options["chat_template_kwargs"] = check_template_kwargs(variables)
             except ConfigurationError as error:
                 raise RequestError(str(error), param="chat_template_kwargs") from error
+        if schema is not None and self._holds_calls:
+            return options
         try:
             return with_tool_choice({**options, "tool_choice": _checked_choice(self.tool_choice, bool(self.tools))})
         except ConfigurationError as error:
             raise RequestError(str(error), param="tool_choice") from error
+
+    @property
+    def _holds_calls(self) -> bool:
+        """Whether the schema of the answer holds the calls of tools already, as the adapters make it."""
+        named = (self.response_format or {}).get("json_schema")
+        return isinstance(named, dict) and named.get("name") == SCHEMA_OF_CALLS
 
     def _thinking(self) -> dict[str, Any]:
         """Thinking switched off or on by other fields, as Qwen 3's and others' templates have it."""

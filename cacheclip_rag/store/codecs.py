@@ -337,7 +337,15 @@ class Frame:
             ):
                 raise FrameError("its header contradicts itself")
             expected = start + frame.shape[0] * CODECS[frame.codec].num_bytes(frame.shape[1:])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, struct.error) as error:
+        except (
+            ConfigurationError,
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            struct.error,
+        ) as error:
             if isinstance(error, FrameError):
                 raise
             raise FrameError(f"its header is not understood ({error})") from error

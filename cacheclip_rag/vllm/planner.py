@@ -28,7 +28,7 @@ from ..guards.base import Observer
 from ..guards.certificate import CertificateGuard, check_certificate
 from ..guards.misses import MissWarning
 from ..methods.base import Method
-from ..models.load import load_planning
+from ..models.load import concrete, load_planning
 from ..plan.plan import Plan
 from ..plan.planner import choose_method
 from ..prompt.messages import Documents, Prompt
@@ -226,7 +226,7 @@ class Planner:
         Raises:
             ConfigurationError: the prompt or a tool is malformed. The errors of :func:`load_planning`.
         """
-        runtime = self._load_primary(self.config.primary, dtype=self.config.dtype)
+        runtime = self._load_primary(self.config.primary, dtype=concrete(self.config).dtype)
         segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=check_tools(tools))
         return tuple(tokenize_whole(segments, runtime).ids)
 

@@ -78,7 +78,7 @@ class ServerSettings:
             values["served"] = Served(**values["served"])
             values["tenants"] = None if values["tenants"] is None else Path(values["tenants"])
             return cls(**values)
-        except (KeyError, ValueError, TypeError) as error:
+        except (ConfigurationError, KeyError, ValueError, TypeError) as error:
             raise ConfigurationError(
                 "this middleware has no settings. Start vLLM by: cacheclip serve --backend vllm --store DIR"
             ) from error

@@ -19,6 +19,7 @@ from cacheclip_rag.base.errors import (
     PromptTooLongError,
     ServerError,
 )
+from cacheclip_rag.frontend.tools import SCHEMA_OF_CALLS
 from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
 from cacheclip_rag.prompt.tools import ToolCall, as_object, check_calls
 
@@ -106,7 +107,7 @@ class RemoteEngine:
         }
         body = {
             "messages": self._messages(prompt),
-            **_sampling(options.params),
+            **_sampling(options.params, has_tools=bool(options.tools)),
             **({"model": self.model} if self.model else {}),
             **({"tools": list(options.tools)} if options.tools else {}),
             **({"chat_template_kwargs": dict(variables)} if (variables := options.chat_template_kwargs) else {}),
@@ -295,7 +296,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _sampling(params: SamplingParams) -> dict[str, Any]:
+def _sampling(params: SamplingParams, *, has_tools: bool) -> dict[str, Any]:
     stated: dict[str, Any] = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
     if params.top_k:
         stated["top_k"] = params.top_k
@@ -306,7 +307,8 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         stated["seed"] = params.seed
     if params.json_schema is not None:
-        schema = {"name": "answer", "schema": json.loads(params.json_schema), "strict": True}
+        name = SCHEMA_OF_CALLS if has_tools else "answer"
+        schema = {"name": name, "schema": json.loads(params.json_schema), "strict": True}
         stated["response_format"] = {"type": "json_schema", "json_schema": schema}
     return stated
 

@@ -36,7 +36,7 @@ class TestFake(RuntimeConformance):
 
     def test_foreign_kv_is_refused(self, engine: CacheClipEngine) -> None:
         """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
-        text, other = "A chunk of seven words and more.", "Another chunk that is stored here."
+        text, other = "A chunk of seven words and more.", "Another chunk of words that is stored."
         engine.precompute([text, other])
         caches = engine.parts.sources(engine.make_method()).primary
         foreign = caches.read(other)
