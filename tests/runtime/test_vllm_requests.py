@@ -116,8 +116,11 @@ class TestReady:
         ready = self.ready(made, carried)
         assert ready.plan == made["plan"] and ready.num_ready == made["plan"].num_ready
         assert ready.digest == made["plan"].digest
-        with pytest.raises(ConfigurationError, match="token ids"):
-            self.ready(made, carried, [5, *made["plan"].token_ids[1:]])
+        whole = made["plan"].token_ids
+        others = {"longer": (*whole, 5), "shorter": whole[:-1], "first": (5, *whole[1:]), "last": (*whole[:-1], 5)}
+        for name, ids in {**others, "turned": whole[::-1], "ready": whole[: made["plan"].num_ready + 1]}.items():
+            with pytest.raises(ConfigurationError, match="token ids"):
+                pytest.fail(f"{name}: {self.ready(made, carried, ids).num_ready} tokens taken")
         with pytest.raises(ConfigurationError, match="no store"):
             self.ready(made, carried, settings=Settings(exchange=Path("x")))
         with pytest.raises(ConfigurationError, match="another tenant"):
