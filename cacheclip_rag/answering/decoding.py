@@ -50,12 +50,13 @@ def decode(
     sampler = Sampler(params, prefilled.logits.device, constraint)
     answer = _Decoding(runtime, prefilled, params, sampler, beside, turn, text_of or runtime.decode_ids)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
-    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
+    first_s = started.elapsed()
+    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + first_s)
     yield from answer.events()
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
     stats = replace(stats, **beside.end(answer.ids))
-    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - first_s)
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
     whole = Answer(answer.stream.text, tuple(answer.ids), reason, stats, answer.prefilled.trace)

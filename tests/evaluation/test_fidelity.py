@@ -23,6 +23,7 @@ from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.methods import preset
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.evaluation.test_certify import short_prompts
+from tests.faketime import FakeTime
 
 INF = float("inf")
 REFERENCE = [[3.0, 1.0, 0.0, -2.0], [0.0, 2.0, 1.5, 1.0], [1.0, 1.1, -3.0, 0.0], [0.0, -1.0, 4.0, 3.5]]
@@ -203,31 +204,87 @@ class TestVerdict:
 def test_a_certificate_tells_what_a_slow_comparison_finds(
     tiny_models: dict[str, str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three prompts, so that a median is no mean."""
-    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-    for name, value in {"bundled_prompts": short_prompts, "_QUICK_PROMPTS": 3, "ANSWER_TOKENS": 5}.items():
-        monkeypatch.setattr(certifying, name, value)
-    monkeypatch.setattr(certifying, "RATIOS", (0.3,))
-    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 4)
+    """Of three prompts, so that a median is no mean. Full prefill finds one needle of two, the method others."""
     options = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], **CACHECLIP}
-    certificate = certify(EngineConfig(**options, recompute_ratio=0.3), quick=True)
     engine = CacheClipEngine(**options, prefix_cache_bytes=0)
     runtime: Any = engine.primary
-    assert [row.ratio for row in certificate.ratios] == [0.0, 0.3]
+    methods = {ratio: engine.make_method("cacheclip", ratio) for ratio in (0.0, 0.3)}
+
+    def prefilled(prompt: EvaluationPrompt, method: Any = "full") -> Any:
+        engine.precompute(prompt.chunks)
+        method = preset("full") if method == "full" else method
+        return engine.prefill(prompt.text, method=method, question=prompt.question)
+
+    prompts = short_prompts(3)
+    answers = [runtime.decode_ids(slow_answer(runtime, prefilled(prompt), 5)[0]) for prompt in prompts]
+    others = [runtime.decode_ids(slow_answer(runtime, prefilled(prompt, methods[0.3]), 5)[0]) for prompt in prompts]
+    needles = [answers[0].replace(" ", "")[:3], others[1].replace(" ", ""), None]
+    prompts = [replace(prompt, needle=needle) for prompt, needle in zip(prompts, needles, strict=True)]
+    assert finds(prompts[0], answers[0]) and not finds(prompts[1], answers[1])
+
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+    small = {"bundled_prompts": lambda count: prompts[:count], "_QUICK_PROMPTS": 3, "ANSWER_TOKENS": 5}
+    for name, value in {**small, "RATIOS": (0.3,), "time": FakeTime(monkeypatch)}.items():
+        monkeypatch.setattr(certifying, name, value)
+    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 4)
+    measured, slept = exactness.check_exactness, []
+
+    def slowly(*arguments: Any) -> Any:
+        certifying.time.sleep(90.0)
+        slept.append(90.0)
+        return measured(*arguments)
+
+    monkeypatch.setattr(certifying, "check_exactness", slowly)
+    certificate = certify(EngineConfig(**options, recompute_ratio=0.3), quick=True)
+    assert certificate.needle_accuracy_of_full == 0.5 and certificate.prompts == 3
+    assert certificate.seconds == sum(slept) == 90.0
+    assert [row.ratio for row in certificate.ratios] == [*methods]
     for row in certificate.ratios:
-        found = []
-        for prompt in short_prompts(3):
-            engine.precompute(prompt.chunks)
-            ids, rows = slow_answer(runtime, engine.prefill(prompt.text, method=preset("full")), 5)
-            ours = engine.prefill(
-                prompt.text, method=engine.make_method("cacheclip", row.ratio), question=prompt.question
-            )
-            found.append(slow(rows, slow_rows(runtime, ours, ids)))
+        found, hidden = [], []
+        for prompt in prompts:
+            ids, rows = slow_answer(runtime, prefilled(prompt), 5)
+            found.append(slow(rows, slow_rows(runtime, prefilled(prompt, methods[row.ratio]), ids)))
+            own, _ = slow_answer(runtime, prefilled(prompt, methods[row.ratio]), 5)
+            hidden.append(finds(prompt, runtime.decode_ids(own)))
         for name in ("first_token_kl", "answer_kl"):
             values = [getattr(each, name) for each in found]
             expected = {"mean": statistics.fmean(values), "median": statistics.median(values), "max": max(values)}
             assert getattr(row, name) == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert row.agreement == pytest.approx(statistics.fmean(each.agreement for each in found))
+        assert row.needle_accuracy == sum(map(bool, hidden)) / 2
+    assert certificate.ratios[1].needle_accuracy >= 0.5, "the method finds what full prefill does not"
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "limit"), [(23, "float32", 1e-4), (24, "float32", 1e-3), (24, "bfloat16", 2.0)]
+)
+def test_the_limit_of_differences(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, layers: int, dtype: str, limit: float
+) -> None:
+    """Absolute in float32, larger for deep models; else twice the noise floor."""
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="direct", dtype=dtype)
+    engine.precompute(CHUNKS[:2], method=exactness.DIRECT)
+    monkeypatch.setattr(exactness, "noise_floor", lambda *_: {"logits": 1.0, "kl": 0.5})
+    monkeypatch.setattr(exactness, "_DEEP", 24 - layers + engine.primary.num_layers)
+    found = exactness.check_exactness(engine, EvaluationPrompt(tuple(CHUNKS[:2]), QUESTION, None))
+    names = ("full_prefill", "ratio_1", "ratio_0", "first_chunk")
+    assert {name: found["checks"][name]["limit"] for name in names} == dict.fromkeys(names, limit)
+
+
+def test_the_noise_floor(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in place of four computations: the largest difference of any two, and KL from the first only."""
+    given = [torch.tensor(row) for row in REFERENCE]
+    left, asked = [*given], []
+
+    def reference_logits(*_: Any, **options: Any) -> torch.Tensor:
+        asked.append(options)
+        return left.pop(0)
+
+    monkeypatch.setattr(exactness, "reference_logits", reference_logits)
+    floor = exactness.noise_floor(engine.primary, torch.arange(5))  # type: ignore[arg-type]
+    assert asked == [*({"shift": shift} for shift in exactness.SHIFTS), {"implementation": "sdpa"}]
+    assert floor["logits"] == max(float((a - b).abs().max()) for a in given for b in given)
+    assert floor["kl"] == pytest.approx(max(slow_kl(REFERENCE[0], row) for row in REFERENCE[1:]), rel=1e-5)
 
 
 class TestServed:
