@@ -15,15 +15,19 @@ import torch
 import cacheclip_rag.lab.evaluation.certify as certifying
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
-from cacheclip_rag.lab.evaluation import exactness, served
+from cacheclip_rag.lab.evaluation import answering, exactness, served
 from cacheclip_rag.lab.evaluation.certify import PromptOutcome, certify, figures_of, finds
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
-from cacheclip_rag.lab.evaluation.reference import Reference
+from cacheclip_rag.lab.evaluation.questions import QuestionPrompt, ask
+from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
+from cacheclip_rag.lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_rag.methods import preset
+from cacheclip_rag.prompt.segments import Fresh
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 from tests.evaluation.test_certify import short_prompts
 from tests.faketime import FakeTime
+from tests.guards.test_shadow import stats
 
 INF = float("inf")
 REFERENCE = [[3.0, 1.0, 0.0, -2.0], [0.0, 2.0, 1.5, 1.0], [1.0, 1.1, -3.0, 0.0], [0.0, -1.0, 4.0, 3.5]]
@@ -285,6 +289,57 @@ def test_the_noise_floor(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatc
     assert asked == [*({"shift": shift} for shift in exactness.SHIFTS), {"implementation": "sdpa"}]
     assert floor["logits"] == max(float((a - b).abs().max()) for a in given for b in given)
     assert floor["kl"] == pytest.approx(max(slow_kl(REFERENCE[0], row) for row in REFERENCE[1:]), rel=1e-5)
+
+
+class TestItems:
+    """From a prefilled prompt to the line of a results file, every figure under its own name."""
+
+    def asked(self, engine: CacheClipEngine, **meta: Any) -> QuestionPrompt:
+        record = Record("a", "set", QUESTION, ("at noon", "12"), tuple(RecordChunk("", text) for text in CHUNKS), meta)
+        return ask(engine, record, ("em",))
+
+    def test_right_answers_that_are_read(self, engine: CacheClipEngine) -> None:
+        """The first one, or all where all are wanted; behind a space unless the prompt ends with white space."""
+        tokenize = engine.primary.tokenize
+        asked = self.asked(engine)
+        closing = asked.segments[-1].text
+        for end, space in (("Answer:", " "), ("Answer:\n", "")):
+            segments = [*asked.segments[:-1], Fresh(end)]
+            found = answering.gold_ids_of(engine, replace(asked, segments=segments))
+            assert found == [list(tokenize(space + "at noon").ids)], closing
+            (wanted,) = list(answering.ALL_WANTED)[:1]
+            every = answering.gold_ids_of(engine, replace(asked, segments=segments, metrics=(wanted,)))
+            assert every == [list(tokenize(space + answer).ids) for answer in ("at noon", "12")]
+        control = [*asked.segments[:-1], Fresh("<|im_start|>", control=True)]
+        assert answering.gold_ids_of(engine, replace(asked, segments=control)) == [list(tokenize("at noon").ids)]
+
+    @pytest.mark.parametrize(("fallback", "exact", "sure"), [(None, 7, 0.75), ("no chunk", 7, None), (None, 850, None)])
+    def test_a_line(self, engine: CacheClipEngine, fallback: str | None, exact: int, sure: float | None) -> None:
+        """``confidence`` is None where nothing was recomputed that could be wrong."""
+        told = stats("epic", ttft_s=0.125, fallback=fallback, exact_tokens=exact, confidence=0.75, charged_ratio=0.3)
+        distance = ReferenceComparison(
+            Fidelity(0.1, 0.2, 0.4, False, 9.0), "at noon", -1.5, (0.9, 0.6, 0.3, 0.1, 0.2), differs_at=2
+        )
+        prefilled: Any = SimpleNamespace(stats=replace(told, phases_s={"read": 0.0625}))
+        for answer, equal in (("at noon", 1.0), ("at dusk", 0.0)):
+            reference: Any = SimpleNamespace(follow=lambda *_, **__: distance, answer=answer)
+            found = answering.item_of(
+                self.asked(engine), "mine", answering.followed(reference, prefilled, [[1]]), "a machine"
+            )
+            assert found.fidelity == {
+                "first_token_kl": 0.1,
+                "answer_kl": 0.2,
+                "agreement": 0.4,
+                "first_token_agreement": 0.0,
+                "equal_answer": equal,
+                "gold_logprob": -1.5,
+            }
+        assert (found.id, found.label, found.answer, found.measured_on) == ("a", "mine", "at noon", "a machine")
+        ratios = (found.nominal_ratio, found.effective_ratio, found.charged_ratio, found.effective_ratio_of_stale)
+        assert ratios == (0.2, 150 / 850, 0.3, 150 / (850 - exact) if exact < 850 else 1.0)
+        assert (found.ttft_s, found.phases_s, found.fallback) == (0.125, {"read": 0.0625}, fallback)
+        confidences = (found.confidence, found.later_confidence, found.confidence_to_difference)
+        assert confidences == (sure, 0.1, 0.3) and found.scores == {"em": 1.0}
 
 
 class TestServed:
