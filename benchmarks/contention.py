@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
     """``count`` processes that each keep a core busy."""
-    processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
+    processes = [subprocess.Popen([sys.executable, "-P", "-c", _BUSY]) for _ in range(count)]
     try:
         yield
     finally:

@@ -80,7 +80,7 @@ def scale(folder: Path, num_texts: int, characters: int, num_searches: int) -> d
         return "\n\n".join(parts), whole, sum(len(part) for part in parts if part in whole or part in cut)
 
     first_prompt, _, _ = prompt()
-    command = [sys.executable, "-c", FIRST_SEARCH, str(folder)]
+    command = [sys.executable, "-P", "-c", FIRST_SEARCH, str(folder)]
     said = subprocess.run(command, input=first_prompt, capture_output=True, text=True, check=True).stdout.split()
     seconds, processor_s, found, placed = [], [], 0, 0
     for _ in range(num_searches):

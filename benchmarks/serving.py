@@ -195,7 +195,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     say(f"storing {args.pool} chunks")
     done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(given)], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-P", "-c", script, json.dumps(given)], stdout=subprocess.PIPE, text=True, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
     payloads = [folder / "store" / "kv" / key[:2] / f"{key}.kv" for key in found["keys"]]

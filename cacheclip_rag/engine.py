@@ -19,6 +19,7 @@ from .answering.prefill import Prefilled
 from .answering.profiling import measure_profile
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
+from .base.errors import CacheClipError
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -141,6 +142,7 @@ class CacheClipEngine:
         source: str | None = None,
         document: str | None = None,
         stored: Callable[[int, int], object] | None = None,
+        skipped: Callable[[str, Sequence[str], CacheClipError], object] | None = None,
     ) -> int:
         """Compute and store the KV of chunk texts for the primary model, and for the auxiliary model if there is one.
 
@@ -154,6 +156,8 @@ class CacheClipEngine:
             document: document to which the source belongs.
             stored: called when a batch is stored, in order, with the number of its texts and how many of them had to be
                 computed. Another thread may call it.
+            skipped: called with each text that cannot be stored, its sources, and why; the other texts are stored.
+                Default: the error is raised, and later texts are not stored.
 
         Returns:
             Number of texts for which something had to be computed.
@@ -162,7 +166,7 @@ class CacheClipEngine:
             ConfigurationError: an empty text.
             PromptTooLongError: a text longer than the model's context.
         """
-        return self._writer.precompute(texts, self.context_of(method), source, document or "", stored)
+        return self._writer.precompute(texts, self.context_of(method), source, document or "", stored, skipped)
 
     def release(self, texts: Iterable[str] = (), *, sources: Iterable[str] = (), keep: Iterable[str] = ()) -> int:
         """Delete the KV of chunk texts, and of texts that come only from these sources or documents.
@@ -257,10 +261,16 @@ class CacheClipEngine:
         return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
-        """Close file handles; the engine may be used again afterwards. Weights stay loaded."""
+        """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`."""
         for observer in self.observers:
             observer.close()
         self.parts.close()
+
+    def unload(self) -> None:
+        """:meth:`close`, and free the memory of the weights and of the prefix cache. The next answer loads them again.
+        Other engines that have loaded the same weights keep them until they are unloaded too."""
+        self.close()
+        self.parts.unload()
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
         """Wait for the observers' background work; False after ``timeout_s`` seconds."""

@@ -136,7 +136,8 @@ class _Decoding:
 
     def _go_on_from(self, found: Continuation) -> None:
         self.cache = found.state
-        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping)  # frees the approximate KV
+        # frees the approximate KV
+        self.prefilled = replace(self.prefilled, cache=found.state, keeping=found.keeping, continuing=None)
         self._most = min(self._params.max_tokens, self._runtime.context_tokens - self._num_prompt)
 
     def _next_logits(self) -> torch.Tensor:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..base.errors import ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
+from ..finding.texts import GivenTexts
 from ..guards.certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
-from ..models.load import check_name, load_any
+from ..models.load import check_name, load_any, unload_models
 from ..models.memory import free_bytes
 from ..plan.sources import Sources
+from ..prompt.layout import check_least_length
 from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
 from ..runtime.base import Runtime
@@ -28,6 +33,7 @@ from ..selection.head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
 from ..timing.controllers import Controllers
+from .turns import CALLER
 
 __all__ = ["Parts"]
 
@@ -129,6 +135,21 @@ class Parts:
             self._tenant.close()
         self.prefix_cache.clear()
 
+    def unload(self) -> None:
+        """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""
+        with self._lock:
+            loaded = [caches.runtime for caches in self._caches.values()]
+            self._caches.clear()
+            self._sources.clear()
+            vars(self).pop("runtime", None)
+        self.certificates.forget()
+        self.controllers.forget()
+        unload_models(loaded)
+        del loaded
+        gc.collect()  # hooks and modules refer to one another
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     # -- models -------------------------------------------------------------------------------------------------
 
     def primary(self, context: ChunkContext) -> ChunkCaches:
@@ -147,8 +168,9 @@ class Parts:
 
     @property
     def auxiliary(self) -> ChunkCaches | None:
-        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. A primary that is its own
-        auxiliary is loaded once more if this process has no weights of it: scores need them."""
+        """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
+        computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
+        once more if this process has no weights of it: scores need them."""
         config = self.config
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
@@ -180,7 +202,7 @@ class Parts:
     def segment(
         self,
         prompt: Prompt,
-        documents: Iterable[str] = (),
+        documents: Collection[str] = (),
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -191,17 +213,23 @@ class Parts:
         Args:
             isolated: the chunk context is; finds whole chunks only.
         """
+        messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+        texts = [each.get("content") for each in messages if isinstance(each, dict)]
+        check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
         reader = PromptReader(self.runtime, self.config.system_prompt)
-        return reader.segments(prompt, self.library.index, documents, date=date, tools=tools, parts=not isolated)
+        given = _watched(documents) if documents or CALLER.get() else ()
+        return reader.segments(prompt, self.library.index, given, date=date, tools=tools, parts=not isolated)
 
     def segment_as_it_stands(
-        self, text: str, documents: Iterable[str] = (), *, isolated: bool = False
+        self, text: str, documents: Collection[str] = (), *, isolated: bool = False
     ) -> list[Segment]:
         """Cut a text without chat template and system prompt into stored chunks and fresh text. ``isolated`` is as in
         :meth:`segment`."""
         runtime = self.runtime
+        check_least_length([text], runtime)
+        given = _watched(documents) if documents or CALLER.get() else ()
         opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-        return opening + segment_text(text, self.library.index, documents, parts=not isolated and runtime.has_offsets)
+        return opening + segment_text(text, self.library.index, given, parts=not isolated and runtime.has_offsets)
 
     def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
         """``role``: ``primary`` or ``auxiliary``."""
@@ -262,3 +290,9 @@ class Parts:
         # from below to above, so that nothing that was read before is kept above
         self.certificates.forget()
         self.controllers.forget()
+
+
+def _watched(documents: Collection[str]) -> GivenTexts:
+    """The documents of a request, whose search ends when its caller leaves."""
+    caller = CALLER.get()
+    return GivenTexts(documents) if caller is None else GivenTexts(documents, caller.check)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from ..methods.base import Method
 from ..plan.plan import Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
-from ..prompt.segments import as_segments, given_texts
+from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
 from .calls import parameters_of, read_calls
 from .decoding import decode
@@ -36,6 +37,20 @@ from .verification import Verification
 from .writer import ChunkWriter
 
 __all__ = ["Answering"]
+
+_ROWS_FOR_EXACT_KV = 64
+"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
+over a single row: the weights are read once."""
+
+
+class _ReadPrompt(NamedTuple):
+    """A prompt that was searched for stored texts."""
+
+    segments: list[Segment]
+    question: str | None
+    """Text that scores the chunks; None: what stands after the last one."""
+    given: list[str]
+    """The documents of the call, normalised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +84,9 @@ class Answering:
         constraint = runtime.constrain(schema) if schema else None
         text_of = runtime.decode_calls if options.tools else None
         clock, turns = PhaseClock(), turns_of(runtime)
-        with turns.prompt():  # until the first token is there
-            plan, prefilled = self._prefill(request, sources, clock, self.observers)
+        read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
+        with turns.prompt():  # until the first text is there: most first tokens have one
+            plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
             verification = _verification(request, plan.method, sources, prefilled)
             # finish completes the exact KV in any case, so that it needs no gate
             beside = (
@@ -99,32 +115,47 @@ class Answering:
             yield event
         self.writer.store_missing(missing, options.documents, sources.primary.context)
 
-    def plan(self, request: Request, sources: Sources | None = None, clock: PhaseClock | None = None) -> Plan:
+    def plan(
+        self,
+        request: Request,
+        sources: Sources | None = None,
+        clock: PhaseClock | None = None,
+        read: _ReadPrompt | None = None,
+    ) -> Plan:
         """Decide how to answer. Computes no tensor.
 
         Args:
             sources: those of the request's method, if the caller has them already.
             clock: started when the request came in; default now.
+            read: the prompt, if the caller has read it already.
         """
         sources = sources or self.parts.sources(request.method)
         clock = clock or PhaseClock()
+        segments, question, given = read or self._read(request, sources, clock)
         with clock.phase("lookup"):
-            given = given_texts(request.options.documents)
-            segments = as_segments(request.prompt)
-            if segments is None:
-                segments = self.parts.segment(
-                    request.prompt,  # type: ignore[arg-type]
-                    given,
-                    tools=request.options.tools,
-                    isolated=sources.primary.context.isolated,
-                )
-            plan = make_plan(segments, request.method, sources, question=_question(request), given=given)
-            controller = self._controller(request)
-            if controller is None or not plan.reused:
-                return plan
+            plan = make_plan(segments, request.method, sources, question=question, given=given)
             known = sources.known_tokens(plan)
+            plan = _least_computed(plan, known, sources.continued_tokens(plan))
+            controller = self._controller(request)
+            if controller is None or not plan.reused or plan.continues or plan.bypass is not None:
+                return plan
             reading = controller.profile.reading(plan, sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
+
+    def _read(self, request: Request, sources: Sources, clock: PhaseClock) -> _ReadPrompt:
+        with clock.phase("lookup"):
+            options, prompt, given = request.options, request.prompt, given_texts(request.options.documents)
+            segments = as_segments(prompt)
+            if segments is None:
+                isolated = sources.primary.context.isolated
+                segments = self.parts.segment(prompt, given, tools=options.tools, isolated=isolated)  # type: ignore[arg-type]
+            question = options.question
+            if question is None and not isinstance(prompt, str):
+                messages = [message for message in prompt if isinstance(message, dict)]
+                if messages and messages[-1]["role"] == "tool":
+                    # after results of tools there is no question: it is the user's last message
+                    question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+            return _ReadPrompt(segments, question, given)
 
     def _controller(self, request: Request) -> Controller | None:
         """What chooses the recompute ratio of a request that asks for it; None without a profile."""
@@ -137,14 +168,20 @@ class Answering:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
         sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
         clock = PhaseClock()
+        read = self._read(request, sources, clock)
         with turns_of(sources.primary.runtime).prompt():
-            return self._prefill(request, sources, clock, ())[1]
+            return self._prefill(request, read, sources, clock, ())[1]
 
     def _prefill(
-        self, request: Request, sources: Sources, clock: PhaseClock, observers: Sequence[Observer]
+        self,
+        request: Request,
+        read: _ReadPrompt,
+        sources: Sources,
+        clock: PhaseClock,
+        observers: Sequence[Observer],
     ) -> tuple[Plan, Prefilled]:
-        queued_s = clock.elapsed()
-        plan = self.plan(request, sources, clock)
+        queued_s = clock.elapsed() - clock.seconds["lookup"]
+        plan = self.plan(request, sources, clock, read)
         for observer in observers:
             observer.on_plan(plan, sources)
         room = room_for(request.options.params)
@@ -155,14 +192,16 @@ class Answering:
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
 
-def _question(request: Request) -> str | None:
-    """The text that scores the chunks. After results of tools there is no question: it is the user's last message."""
-    if request.options.question is not None or isinstance(request.prompt, str):
-        return request.options.question
-    messages = [message for message in request.prompt if isinstance(message, dict)]
-    if not messages or messages[-1]["role"] != "tool":
-        return None
-    return next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
+def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
+    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
+    ``continued`` approximate ones. Exact KV is worth a few rows."""
+    if not plan.reused:
+        return plan
+    plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
+    shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
+    if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
+        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+    return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)
 
 
 def _verification(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from ..base.clock import PhaseClock
 from ..fusion.answer import FusionStats, Trace
 from ..fusion.fused import Fused
+from ..methods.base import Method
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span
@@ -21,9 +23,18 @@ from ..runtime.base import State, wait_for
 from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
-__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
+__all__ = ["Continuing", "Keeping", "Prefilled", "prefill", "stats_of"]
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _kept_if_it_can_be() -> Iterator[None]:
+    """An answer must not fail because its KV cannot be kept, for instance out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        logger.warning("the KV of this prompt could not be kept for later prompts: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +51,26 @@ class Keeping:
         """Insert the exact part of the KV of ``ids`` (prompt and answer) into the prefix cache."""
         if len(ids) > self.max_tokens:
             return
-        try:
+        with _kept_if_it_can_be():
             self.prefix_cache.insert(ids[: self.num_plain], state)
-        except RuntimeError as error:  # for instance out of memory: the answer must not fail for this
-            logger.warning("the KV of this prompt could not be kept in the prefix cache: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuing:
+    """Lets later prompts continue the KV of a fused one."""
+
+    sources: Sources
+    method: Method
+    stale: Any
+    """``(num_tokens,)`` bool: tokens of the prompt whose KV is a chunk's as it was stored."""
+    turns: int
+    """Answers whose KV it is, this one included."""
+
+    def keep(self, ids: Sequence[int], state: Any) -> None:
+        """Keep the KV of ``ids`` (prompt and answer)."""
+        if len(ids) <= self.sources.primary.runtime.reuse_tokens:
+            with _kept_if_it_can_be():
+                self.sources.prefix_cache.continued.insert(repr(self.method), ids, self.stale, self.turns, state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +88,19 @@ class Prefilled:
     half or more of them stands in the prompt."""
     keeping: Keeping | None = None
     """None if the prefix cache may keep nothing of this prompt."""
+    continuing: Continuing | None = None
+    """None if later prompts do not continue this KV: it is exact, or the method does not allow it."""
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
 
     def keep_prefix(self, cache: State, answer: Sequence[int] = ()) -> None:
-        """Insert the KV of prompt and answer into the prefix cache. The answer's last token has no KV in ``cache``."""
+        """Keep the KV of prompt and answer for later prompts. The answer's last token has no KV in ``cache``."""
+        ids = [*self.layout.token_ids, *answer][: cache.get_seq_length()] if self.keeping or self.continuing else []
         if self.keeping is not None:
-            self.keeping.keep([*self.layout.token_ids, *answer][: cache.get_seq_length()], cache)
+            self.keeping.keep(ids, cache)
+        if self.continuing is not None and answer:  # once, when the answer is there
+            self.continuing.keep(ids, cache)
 
 
 def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
@@ -132,7 +164,15 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
     is_exact = _is_exact(fused, sources)
-    return Prefilled(plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, fused.trace, is_exact)
+    continuing = None
+    if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
+        continuing = Continuing(sources, plan.method, fused.stale, fused.turns + 1)
+    if plan.layout.is_continued and fused.stale is not None:
+        first = int(fused.stale.argmax())
+        stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
+    return Prefilled(
+        plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, fused.trace, is_exact
+    )
 
 
 def _is_exact(fused: Fused, sources: Sources) -> bool:
@@ -147,7 +187,10 @@ def _is_exact(fused: Fused, sources: Sources) -> bool:
 def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:
     """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
     dtype stored it."""
-    return plan.layout.is_cached(span) if sources.primary.is_lossy else plan.layout.is_exact(span)
+    layout = plan.layout
+    if sources.primary.is_lossy:
+        return layout.is_cached(span) and not layout.is_continued
+    return layout.is_exact(span)
 
 
 def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | None:
@@ -184,8 +227,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
     stats = replace(
         stats,
         method="prefix" if match.num_tokens else "full",
-        misses=len(occurrences(layout.chunks)),
-        missed_tokens=_chunk_tokens(layout.chunks),
+        misses=len(occurrences(layout.chunks)) + len(layout.altered),
+        missed_tokens=_chunk_tokens(layout.chunks) + sum(layout.altered.values()),
         fallback=plan.fallback,
     )
     logger.info("answered by plain prefill: %s", plan.fallback)
@@ -206,7 +249,7 @@ def stats_of(
     chunk_tokens = plan.chunk_tokens
     found = occurrences(reused)
     partial = [chunk.share for chunk in found if chunk.is_partial]
-    prefix_tokens = layout.num_exact - _chunk_tokens([span for span in reused if layout.is_cached(span)])
+    prefix_tokens = layout.num_known - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,
         fallback=None,
@@ -218,14 +261,14 @@ def stats_of(
         nominal_ratio=plan.method.nominal_ratio,
         hits=len(found),
         exact_tokens=_chunk_tokens(plan.exact),
-        misses=len(occurrences(plan.missing)),
-        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens,
+        misses=len(occurrences(plan.missing)) + len(layout.altered),
+        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens + sum(layout.altered.values()),
         phases_s=clock.seconds,
         left_to_read_s=clock.left_to_read_s,
         reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
-        cached_prefix_tokens=layout.num_cached,
+        cached_prefix_tokens=0 if layout.is_continued else layout.num_cached,
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base.errors import ModelError
 from ..base.sampling import SamplingParams, is_greedy
 
 if TYPE_CHECKING:
     from ..runtime.base import Constraint
 
 __all__ = ["Sampler", "confidence", "room_for"]
-
-"""Called with ``(vocab_size,)`` logits and the token id chosen from them."""
 
 
 def confidence(logits: torch.Tensor) -> float:
@@ -54,8 +53,14 @@ class Sampler:
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
         allowed = self.allowed(logits)
+        likeliest = allowed.argmax()
+        if not torch.isfinite(allowed[likeliest]):  # the maximum of numbers of which one is none is none
+            raise ModelError(
+                "the model's logits are no numbers, or none is finite: weights or stored KV are damaged, or overflow "
+                "in this dtype. Fetch the model again, run cacheclip store verify, or use dtype='float32'."
+            )
         if self._greedy:
-            token = int(allowed.argmax())
+            token = int(likeliest)
         else:
             scores = self._warpers(None, allowed.float()[None])
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
 
-__all__ = ["Waiter", "CallerLeft", "Turns", "turns_of"]
+__all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
 
 
 class CallerLeft(Exception):
@@ -46,14 +46,19 @@ class Waiter:
             with place:
                 place.notify_all()
 
+    def check(self) -> None:
+        """Raise CallerLeft if nobody waits for the answer any more."""
+        if self.has_left:
+            raise CallerLeft("the caller left before it was this question's turn")
+
     @contextmanager
     def asking(self) -> Iterator[None]:
         """What this thread asks within the block, it asks for this caller."""
-        token = _caller.set(self)
+        token = CALLER.set(self)
         try:
             yield
         finally:
-            _caller.reset(token)
+            CALLER.reset(token)
 
     @contextmanager
     def waiting(self, place: threading.Condition) -> Iterator[None]:
@@ -65,7 +70,8 @@ class Waiter:
             self._waits_at = None
 
 
-_caller: ContextVar[Waiter | None] = ContextVar("cacheclip_caller", default=None)
+CALLER: ContextVar[Waiter | None] = ContextVar("cacheclip_caller", default=None)
+"""For whom this thread asks, if it is somebody who may leave."""
 
 
 def turns_of(runtime: Runtime) -> Turns:
@@ -155,14 +161,13 @@ class Turns:
             self._own.has_turn = False
 
     def _wait_for_turn(self, ticket: object) -> None:
-        caller = _caller.get()
+        caller = CALLER.get()
         if caller is None:
             self._changed.wait_for(lambda: self._is_next(ticket))
             return
         with caller.waiting(self._changed):
             self._changed.wait_for(lambda: caller.has_left or self._is_next(ticket))
-        if caller.has_left:
-            raise CallerLeft("the caller left before it was this question's turn")
+        caller.check()
 
     def _is_next(self, ticket: object) -> bool:
         return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..base.errors import CacheClipError, ConfigurationError
+from ..base.errors import CacheClipError, ConfigurationError, EncodingError
 from ..chunks.batches import in_batches
 from ..chunks.behind import WriteBehind
 from ..chunks.caches import ChunkCaches
@@ -37,6 +37,7 @@ class ChunkWriter:
         source: str | None = None,
         document: str = "",
         stored: Callable[[int, int], object] | None = None,
+        skipped: Callable[[str, Sequence[str], CacheClipError], object] | None = None,
     ) -> int:
         """See :meth:`cacheclip_rag.engine.CacheClipEngine.precompute`. Without texts, no model is loaded."""
         origins = _origins(texts)
@@ -49,11 +50,18 @@ class ChunkWriter:
         with WriteBehind() as behind:
             for batch in in_batches(chain((first,), chunks), lambda text: text, characters=most):
                 models = self._parts.chunk_caches(context)
-                good, error = _checked(batch, models)
-                computed = _write(good, models, behind)
-                behind.add(partial(self._record, good, origins, source, document))
-                if error is not None:
-                    raise error
+                good, bad = _checked(batch, models, only_first=skipped is None)
+                if skipped is None:
+                    computed = _write(good, models, behind)
+                else:
+                    computed, failed = _write_each(good, models, behind)
+                    bad |= failed
+                    for text, error in bad.items():
+                        names = [name for name, _ in origins.get(text, ())]
+                        skipped(text, [*([source] if source else []), *names], error)
+                behind.add(partial(self._record, [text for text in good if text not in bad], origins, source, document))
+                if skipped is None and bad:
+                    raise next(iter(bad.values()))
                 if stored is not None:
                     behind.add(partial(stored, len(batch), computed))
                 total += computed
@@ -119,17 +127,42 @@ def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBe
     return sum(any(each) for each in zip(*written, strict=True))
 
 
-def _checked(batch: Sequence[str], models: Sequence[ChunkCaches]) -> tuple[list[str], CacheClipError | None]:
-    """The chunks before the first that cannot be stored for every model, and why it cannot."""
-    for number, chunk in enumerate(batch):
+def _write_each(
+    chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind
+) -> tuple[int, dict[str, CacheClipError]]:
+    """Like :func:`_write`; chunks whose KV cannot be computed are returned with the reason."""
+    try:
+        return _write(chunks, models, behind), {}
+    except EncodingError as error:
+        if len(chunks) == 1:
+            return 0, {chunks[0]: error}
+    found = [_write_each([chunk], models, behind) for chunk in chunks]
+    return sum(count for count, _ in found), {text: error for _, bad in found for text, error in bad.items()}
+
+
+def _checked(
+    batch: Sequence[str], models: Sequence[ChunkCaches], *, only_first: bool
+) -> tuple[list[str], dict[str, CacheClipError]]:
+    """The chunks that can be stored for every model, and why the others cannot.
+
+    Args:
+        only_first: end at the first that cannot be stored.
+    """
+    good: list[str] = []
+    bad: dict[str, CacheClipError] = {}
+    for chunk in batch:
         try:
             if not chunk:
                 raise ConfigurationError("a chunk must hold text, got an empty or blank string.")
             for caches in models:
                 caches.check_length(chunk)
         except CacheClipError as error:
-            return list(batch[:number]), error
-    return list(batch), None
+            bad[chunk] = error
+            if only_first:
+                break
+        else:
+            good.append(chunk)
+    return good, bad
 
 
 def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:

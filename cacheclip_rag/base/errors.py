@@ -38,7 +38,13 @@ __all__ = [
     "StoreError",
     "UnknownModelError",
     "UnsupportedModelError",
+    "is_panic",
 ]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust (tokenizers, safetensors, llguidance) failed: its error is no ``Exception``."""
+    return type(error).__name__ == "PanicException"
 
 
 class CacheClipError(Exception):

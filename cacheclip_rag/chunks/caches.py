@@ -60,8 +60,8 @@ class ChunkCaches:
 
     @property
     def prefix(self) -> torch.Tensor:
-        """KV before every chunk, computed or read once: of the shared prefix and of the chunk context. Its
-        ``num_tokens`` is :attr:`num_prefix`."""
+        """KV before every chunk, computed or read once: of the shared prefix and of the chunk context,
+        :attr:`num_prefix` tokens."""
         if self._prefix is None:
             self._prefix = self._read_or_encode_prefix()
         return self._prefix

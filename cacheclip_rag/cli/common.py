@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from .options import existing_store
 
@@ -35,7 +34,9 @@ __all__ = [
 
 
 def _checked_backend(name: str) -> str:
-    check_choice("backend", name, ("transformers", "vllm"))
+    from ..serving.backend import check_backend
+
+    check_backend(name)
     return name
 
 

@@ -42,6 +42,10 @@ def ingest(
             "--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."
         ),
     ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see."),
+    ] = False,
     backend: BackendOption = "transformers",
     as_json: JsonOption = False,
 ) -> None:
@@ -71,7 +75,10 @@ def ingest(
     engine = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
     limit = engine.store.store.limit if config.max_bytes is None else config.max_bytes or None
     if dry_run:
-        _print_plan(plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit), as_json)
+        found = plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit)
+        _print_plan(found, as_json)
+        if strict and (found.failed or found.notes):
+            raise typer.Exit(1)
         return
     report = run(
         paths,
@@ -85,7 +92,8 @@ def ingest(
         print_json({"store": store, **report.to_dict()})
     else:
         _print_report(report, limit)
-    if report.failed or report.evicted:
+    is_nothing = not report.documents and not report.removed
+    if report.failed or report.evicted or is_nothing or (strict and report.notes):
         raise typer.Exit(1)
 
 
@@ -105,7 +113,7 @@ def _print_report(report: IngestReport, limit: int | None) -> None:
         f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
         f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
     )
-    _print_problems(report.failed, report.skipped)
+    _print_problems(report)
     _print_evicted(report.evicted, limit)
 
 
@@ -135,9 +143,10 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
             "little: chunk caches would be evicted. Raise the limit with max_bytes.",
             err=True,
         )
-    _print_problems(found.failed, found.skipped)
+    _print_problems(found)
 
 
-def _print_problems(failed: list[dict[str, str]], skipped: list[dict[str, str]]) -> None:
-    for kind, problems in (("failed", failed), ("skipped", skipped)):
+def _print_problems(found: IngestReport | IngestPlan) -> None:
+    for kind, problems in (("failed", found.failed), ("skipped", found.skipped)):
         print_names(kind, [problem["error"] for problem in problems], err=True)
+    print_names("note", [note["note"] for note in found.notes], err=True)

@@ -29,6 +29,7 @@ class Door:
     port: int
     api_key: str | None
     tenants: Path | None
+    origins: tuple[str, ...]
 
 
 @engine_options("store", "primary", "auxiliary", "method", "dtype", "device")
@@ -50,6 +51,10 @@ def serve(
     tenants: Annotated[
         Path | None, typer.Option(help="TOML or JSON file of API keys, each with its tenant or a list of tenants.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of a web page that may ask through a browser (CORS); can be given again."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
@@ -60,7 +65,7 @@ def serve(
     # what can be refused without torch, which takes seconds to import
     refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
-    door = Door(host, port, api_key, tenants)
+    door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
     if backend == "vllm":
         _serve_vllm(settings, door, context.args, as_json)
     elif context.args:
@@ -85,6 +90,7 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
         port=door.port,
         api_key=door.api_key,
         tenants=door.tenants,
+        origins=door.origins,
         body_bytes=table.max_body_bytes,
         as_json=as_json,
     )
@@ -118,6 +124,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
         limits=Limits(table.max_running, table.max_queue, table.timeout_s, table.max_body_bytes),
         host=door.host,
         port=door.port,
+        origins=door.origins,
         temperature=table.temperature,
         max_tokens=table.max_tokens,
         on_ready=tell,

@@ -1,10 +1,12 @@
-"""Compares texts as bytes: what they have in common, and which common parts cover a prompt best.
+"""Hashes of a text's windows, its anchors, and what two texts have in common.
 
-White space, quotation marks, backslashes and ``>`` are not compared, so that a quoted, JSON-escaped or re-wrapped text
-still matches. Among neighbouring windows of 16 bytes, the one with the smallest hash is an anchor. How many windows are
-neighbours depends on the bytes: few where tokens have few bytes (digits, punctuation, Chinese), many in words. So every
-common part of 32 tokens or more shares an anchor, and prose has few anchors. Which texts to compare is decided by
-:mod:`~cacheclip_rag.finding.excerpts`.
+Texts are compared in their folded form (:mod:`~cacheclip_rag.finding.folding`), as bytes. Among neighbouring windows of
+16 bytes, the one with the smallest hash is an anchor. How many windows are neighbours depends on the bytes: few where
+tokens have few bytes (digits, punctuation, Chinese), many in words. So every common part of 32 tokens or more shares an
+anchor, and prose has few anchors. Which texts to compare is decided by :mod:`~cacheclip_rag.finding.excerpts`.
+
+Source: winnowing (Schleimer et al., SIGMOD 2003). Of ``reach`` neighbouring windows, the one with the smallest hash is
+chosen. Two sequences that share ``reach`` neighbouring windows therefore share a chosen one.
 """
 
 from __future__ import annotations
@@ -13,14 +15,30 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from .winnowing import WINDOW, Column, code_points, smallest, window_hashes
+from .folding import Column, fold
 
-__all__ = ["LEAST_SURE", "Compared", "Part", "TextMatch", "cover", "is_more_than_a_window", "pieces_in", "standing_in"]
+__all__ = [
+    "LEAST_SURE",
+    "WINDOW",
+    "Compared",
+    "Part",
+    "TextMatch",
+    "cover",
+    "is_more_than_a_window",
+    "pieces_in",
+    "ranges",
+    "smallest",
+    "standing_in",
+    "window_hashes",
+]
 
+WINDOW = 16
+"""Items per window."""
 _REACH = 48
 """Weight of the bytes at which neighbouring windows begin. One of these windows is an anchor."""
 _IN_WORDS, _IN_OTHERS, _ALONE = 1, 3, 4
@@ -32,12 +50,6 @@ _GAP = 16
 """Most characters of white space, quotation marks and the like between parts that are one piece of a text."""
 _LEAST_STRETCH = 8
 """Least characters of a match: shorter ones hold too few whole tokens."""
-_SKIPPED = np.zeros(1 << 16, dtype=bool)
-"""By code point (the last for all above): whether the character is not compared."""
-_SKIPPED[[*range(9, 14), *map(ord, ' \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff">\\')]] = True
-_SKIPPED[0x2000:0x200C] = True
-_ESCAPED = np.array([*map(ord, "nrt")], dtype=np.uint32)
-"""After a backslash, these are not compared either: JSON writes line ends so."""
 _WEIGHTS = np.full(256, _ALONE, dtype=np.int64)
 """By byte."""
 _WEIGHTS[ord("a") : ord("z") + 1] = _IN_WORDS
@@ -45,6 +57,40 @@ _WEIGHTS[0x80:] = _IN_OTHERS
 _AFTER_GAP = np.full(256, _ALONE, dtype=np.int64)
 """By byte: weight of what is not compared before it."""
 _AFTER_GAP[ord("a") : ord("z") + 1] = _AFTER_GAP[ord("A") : ord("Z") + 1] = _AFTER_GAP[0x80:] = 0
+
+
+def window_hashes(items: Column) -> Column:
+    """Hash of every window of ``WINDOW`` items, in order: ``(len(items) - WINDOW + 1,)`` int64."""
+    codes = items.astype(np.uint64)
+    count = len(codes) - WINDOW + 1
+    if count <= 0:
+        return np.empty(0, dtype=np.int64)
+    # a polynomial modulo 2**64, of windows twice as wide at each step; the finaliser below spreads the hashes
+    hashes, factor, width = codes, 0x100000001B3, 1
+    while width < WINDOW:
+        hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
+        factor, width = factor * factor % (1 << 64), 2 * width
+    hashes = (hashes ^ (hashes >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (hashes ^ (hashes >> np.uint64(32))).view(np.int64)
+
+
+def smallest(hashes: Column, reach: int) -> Iterator[tuple[int, Column]]:
+    """For each power of two up to ``reach``, the place of the first smallest hash among that many windows from window
+    ``i`` on, for every ``i``."""
+    places, width = np.arange(len(hashes)), 1
+    while len(places):
+        yield width, places
+        if width >= reach:
+            return
+        left, right = places[:-width], places[width:]
+        places = np.where(hashes[left] <= hashes[right], left, right)
+        width *= 2
+
+
+def ranges(first: Column, counts: Column) -> Column:
+    """Concatenated ranges: ``count`` whole numbers from each ``first`` on."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +102,15 @@ class TextMatch:
     of: str | None = None
     """The stored text of which it is a part; None: it is the whole text."""
     at: int = 0
-    """Where the part begins in ``of``. Characters that are not compared may differ, no others."""
+    """Where the part begins in ``of``. Both show the same, but for white space and the like."""
 
 
 class Compared:
-    """The bytes of a text that are compared."""
+    """A text in its folded form."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        is_ascii = text.isascii()
-        codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
-        kept = ~_SKIPPED[codes if is_ascii else np.minimum(codes, len(_SKIPPED) - 1)]
-        if "\\" in text:
-            escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
-            kept[escaped[np.isin(codes[escaped], _ESCAPED)]] = False
-        self.characters: Column = np.flatnonzero(kept)
-        """Character of each byte."""
-        self.bytes: Column = codes[self.characters]
-        if not is_ascii:
-            codes = self.bytes
-            widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-            self.characters = np.repeat(self.characters, widths)
-            written = codes.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
-            self.bytes = np.frombuffer(written, dtype=np.uint8)
+        self.bytes, self.starts, self.stops = fold(text)
 
     def __len__(self) -> int:
         return len(self.bytes)
@@ -88,7 +120,7 @@ class Compared:
         """For each byte, the last window of those that are neighbours of the window which begins there."""
         weights = _WEIGHTS[self.bytes]
         if len(weights):
-            gaps = np.flatnonzero(np.diff(self.characters) > 1) + 1
+            gaps = np.flatnonzero(self.starts[1:] > self.stops[:-1]) + 1
             weights[gaps] += _AFTER_GAP[self.bytes[gaps]]
         until = np.cumsum(weights)
         return np.searchsorted(until, until - weights + _REACH)
@@ -111,7 +143,7 @@ class Compared:
 
     def range_of(self, start: int, stop: int) -> tuple[int, int]:
         """The compared bytes of the characters ``[start, stop)``."""
-        first, last = np.searchsorted(self.characters, [start, stop])
+        first, last = np.searchsorted(self.starts, [start, stop])
         return int(first), int(last)
 
     def sure_runs(self, mask: Column, first: int = 0) -> list[tuple[int, int]]:
@@ -128,8 +160,7 @@ class Compared:
 
 
 def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:
-    """The texts that stand in a prompt as a whole, whatever white space, quotation marks, backslashes and ``>`` both
-    have."""
+    """The texts that stand in a prompt as a whole, however both are written."""
     written = Compared(prompt).bytes.tobytes()
     return {text for text in texts if (wanted := Compared(text).bytes.tobytes()) and wanted in written}
 
@@ -221,24 +252,30 @@ def cover(compared: Compared, parts: Iterable[Part], whole: Sequence[TextMatch])
 
 
 def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) -> Iterator[TextMatch]:
-    """The characters of a part: one match for each stretch in which both texts have equally many characters that are
-    not compared. Each takes in equal characters around it that nothing else has."""
+    """The characters of a part: one match for each stretch in which both texts have the same characters, and equally
+    many that are not compared. Each takes in equal characters around it that nothing else has.
+
+    If the stretches are less than half of the part, as in a text with other accents, what lies between them is told
+    too, although hardly any of its tokens are those of the stored text."""
     assert part.source is not None, "a whole text is one match"
-    ours, theirs, text, of = compared.characters, part.source.characters, compared.text, part.source.text
+    text, of = compared.text, part.source.text
     start, stop = part.start, part.stop
     # whole characters only
-    while start < stop and start and ours[start - 1] == ours[start]:
+    while start < stop and start and compared.starts[start - 1] == compared.starts[start]:
         start += 1
-    while start < stop < len(ours) and ours[stop] == ours[stop - 1]:
+    while start < stop < len(compared) and compared.starts[stop] == compared.starts[stop - 1]:
         stop -= 1
     if start == stop:
         return
-    here, there = ours[start:stop], theirs[start - part.shift : stop - part.shift]
-    ends = [*(np.flatnonzero(np.diff(here - there)) + 1).tolist(), len(here)]
-    first = 0
-    for last in ends:
-        begin, end, at = int(here[first]), int(here[last - 1]) + 1, int(there[first])
-        first = last
+    own, others = slice(start, stop), slice(start - part.shift, stop - part.shift)
+    here, there = compared.starts[own], part.source.starts[others]
+    alike = compared.stops[own] - here == part.source.stops[others] - there
+    edges = np.flatnonzero((np.diff(here - there) != 0) | (alike[1:] != alike[:-1])) + 1
+    found: list[TextMatch] = []
+    for first, last in pairwise([0, *edges.tolist(), len(here)]):
+        begin, end, at = int(here[first]), int(compared.stops[start + last - 1]), int(there[first])
+        if not alike[first] or (found and begin < found[-1].stop):
+            continue
         while begin and at and text[begin - 1] == of[at - 1] and not (taken[begin - 1] or kept[begin - 1]):
             begin, at = begin - 1, at - 1
         after = at + end - begin
@@ -247,4 +284,14 @@ def _matches(compared: Compared, part: Part, taken: bytearray, kept: bytearray) 
         if end - begin >= _LEAST_STRETCH:
             taken[begin:end] = b"\1" * (end - begin)
             is_whole = not at and after == len(of) and text[begin:end] == of
-            yield TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at)
+            found.append(TextMatch(begin, end) if is_whole else TextMatch(begin, end, of, at))
+    yield from found
+    begin, end = int(here[0]), int(compared.stops[stop - 1])
+    if 2 * sum(match.stop - match.start for match in found) >= end - begin:
+        return
+    at = int(there[0])
+    for match in [*found, TextMatch(end, end, of)]:
+        if match.start > begin:
+            taken[begin : match.start] = b"\1" * (match.start - begin)
+            yield TextMatch(begin, match.start, of, at)
+        begin, at = match.stop, match.at + match.stop - match.start

@@ -4,6 +4,9 @@ A prompt and a stored text that have a part in common share an anchor (:mod:`~ca
 which is looked up. The place of an anchor in both texts says how they lie on each other. There the texts themselves are
 compared, so that a match is never wrong. Of overlapping matches the longest wins.
 
+Places in the catalog only say which texts to look at: where a place is not that of the text's form, the text's anchors
+are made again.
+
 The catalog holds the texts (compressed) and their anchors: 1 for about 20 bytes of prose, and 1 for 5 to 10 bytes of
 numbers, tables or Chinese.
 """
@@ -16,6 +19,7 @@ import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +29,19 @@ from ..base.database import Database
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..base.outage import OutageWarning
-from .common_parts import LEAST_SURE, Compared, Part, TextMatch, cover, is_more_than_a_window, pieces_in
-from .winnowing import WINDOW, Column, ranges, smallest
+from .common_parts import (
+    LEAST_SURE,
+    WINDOW,
+    Compared,
+    Part,
+    TextMatch,
+    cover,
+    is_more_than_a_window,
+    pieces_in,
+    ranges,
+    smallest,
+)
+from .folding import Column
 
 __all__ = ["SCHEMA", "ExcerptIndex"]
 
@@ -166,7 +181,13 @@ class ExcerptIndex:
         """
         compared = Compared(prompt)
         also = list(also)
-        sources = dict(_numbered([*also, *given]))
+        # numbered from -1 down: stored texts have numbers from 1 up
+        lengths = accumulate(map(len, texts := [*also, *given]))
+        sources = {
+            -1 - n: Compared(text)
+            for n, (text, length) in enumerate(zip(texts, lengths, strict=True))
+            if length <= _MOST_GIVEN
+        }
         parts = [*self._parts(compared, whole, sources, len(also))]
         stored = [part for part in parts if part.number >= -len(also)]
         of_stored = cover(compared, stored, whole)
@@ -204,7 +225,8 @@ class ExcerptIndex:
         others = {number: text for number, text in given.items() if number < -num_stored}
         few = _few_among(anchors)  # a long part has one of them
         yield from self._stored_parts(comparison, anchors[few], places[few], also)
-        rest = ~few & ~comparison.has_found(places)
+        found = (comparison.longest[places] > 0) & (comparison.longest[places + WINDOW - 1] > 0)
+        rest = ~few & ~found
         yield from self._stored_parts(comparison, anchors[rest], places[rest], also)
         if others:
             pairs = _pairs(anchors, places, _joined(_places_of(others)))
@@ -272,27 +294,48 @@ class _TextComparison:
         """Other texts, as they are in the catalog."""
         self._edges = [compared.range_of(match.start, match.stop) for match in whole]
         self._done = set[tuple[int, int]]()
+        self._renewed = set[int]()
+        """Texts whose places in the catalog are not those of their form."""
         self._places = [-1, len(compared)]
         """Where anchors were looked up, and the ends."""
         self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
-        self._longest = np.zeros(len(compared), dtype=np.int64)
+        self.longest = np.zeros(len(compared), dtype=np.int64)
         """For each byte, the length of the longest part or whole text that has it."""
         for start, stop in self._edges:
-            self._longest[start:stop] = stop - start
-
-    def has_found(self, places: Column) -> Column:
-        """Which windows lie in something that was found."""
-        found: Column = (self._longest[places] > 0) & (self._longest[places + WINDOW - 1] > 0)
-        return found
+            self.longest[start:stop] = stop - start
 
     def candidates(self, places: Column, pairs: _AnchorPlaces) -> list[list[int]]:
-        """Which texts to compare, see :func:`_candidates`.
+        """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
+        share the most anchors come first.
+
+        A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
 
         Args:
             places: where anchors were looked up.
         """
         self._places = sorted({*self._places, *places.tolist()})
-        return _candidates(pairs, self._edges)[: _MOST_CANDIDATES + len(self._compared) // 64]
+        if not len(pairs[0]):
+            return []
+        order = np.lexsort((pairs[0], pairs[2], pairs[1]))
+        here, contents, shifts = (column[order] for column in pairs)
+        is_first = np.ones(len(here), dtype=bool)
+        is_first[1:] = (contents[1:] != contents[:-1]) | (shifts[1:] != shifts[:-1])
+        first = np.flatnonzero(is_first)
+        last = np.append(first[1:], len(here)) - 1
+        counts = last - first + 1
+        inside = np.zeros(len(first), dtype=bool)
+        if self._edges:
+            starts, stops = np.array(self._edges, dtype=np.int64).T
+            owners = np.searchsorted(starts, here[first], side="right") - 1
+            inside = (owners >= 0) & (here[last] < stops[owners])
+        # of the texts at an anchor, those that share the most
+        group = np.cumsum(is_first) - 1
+        pair = np.flatnonzero(~inside[group])
+        pair = pair[np.lexsort((-counts[group[pair]], here[pair]))]
+        kept = np.unique(group[pair[_ranks(here[pair]) < _PER_ANCHOR]])
+        kept = kept[np.argsort(-counts[kept], kind="stable")]
+        found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
+        return found[: _MOST_CANDIDATES + len(self._compared) // 64]
 
     def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
         """Common parts of the prompt and texts."""
@@ -301,11 +344,15 @@ class _TextComparison:
             # it hardly reaches the anchors before and after those that it shares
             before = self._places[bisect_left(self._places, first) - 1]
             after = self._places[bisect_right(self._places, last)]
-            if self._longest[first : last + 1].min() >= after - before + 2 * LEAST_SURE:
+            if self.longest[first : last + 1].min() >= after - before + 2 * LEAST_SURE:
                 continue
             if (content, shift) in self._done or (source := self._source(content)) is None:
                 continue
             self._done.add((content, shift))
+            there = slice(max(0, first - shift), first - shift + WINDOW)
+            if source.bytes[there].tobytes() != ours.bytes[first : first + WINDOW].tobytes():
+                yield from self._renewed_parts(content, source)
+                continue
             begin, end = max(0, shift), min(len(ours), len(source) + shift)
             if end <= begin:
                 continue  # something else wrote to the catalog
@@ -317,8 +364,19 @@ class _TextComparison:
                 return
             equal = ours.bytes[begin:end] == source.bytes[begin - shift : end - shift]
             for start, stop in ours.sure_runs(equal, begin):
-                np.maximum(self._longest[start:stop], stop - start, out=self._longest[start:stop])
+                np.maximum(self.longest[start:stop], stop - start, out=self.longest[start:stop])
                 yield Part(start, stop, shift, source, content)
+
+    def _renewed_parts(self, content: int, source: Compared) -> Iterator[Part]:
+        """Common parts with a text that was added by a version of the package whose form was another, or whose places
+        are damaged."""
+        self._room -= WINDOW * len(source)
+        if content in self._renewed or self._room < 0:
+            return
+        self._renewed.add(content)
+        anchors, places = self._compared.anchors
+        pairs = _pairs(anchors, places, _joined(_places_of({content: source})))
+        yield from self.parts(self.candidates(places, pairs))
 
     def _source(self, content: int) -> Compared | None:
         """A text; None if it was removed meanwhile, or is another tenant's."""
@@ -367,15 +425,6 @@ def _ranks(values: Column) -> Column:
     return numbers - np.maximum.accumulate(np.where(first, numbers, 0))
 
 
-def _numbered(texts: Sequence[str]) -> Iterator[tuple[int, Compared]]:
-    """Given texts, numbered from -1 down: stored texts have numbers from 1 up."""
-    room = _MOST_GIVEN
-    for number, text in enumerate(texts):
-        room -= len(text)
-        if room >= 0:
-            yield -1 - number, Compared(text)
-
-
 def _places_of(sources: Mapping[int, Compared]) -> Iterator[_AnchorPlaces]:
     for number, source in sources.items():
         anchors, places = source.anchors
@@ -399,33 +448,3 @@ def _pairs(anchors: Column, places: Column, others: _AnchorPlaces) -> _AnchorPla
     chosen = np.repeat(fewest, counts[fewest])
     here = places[ranges(first[fewest], counts[fewest])]
     return _AnchorPlaces(here, others.contents[chosen], here - others.places[chosen])
-
-
-def _candidates(pairs: _AnchorPlaces, whole: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
-    share the most anchors come first.
-
-    A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
-    """
-    if not len(pairs[0]):
-        return []
-    order = np.lexsort((pairs[0], pairs[2], pairs[1]))
-    here, contents, shifts = (column[order] for column in pairs)
-    is_first = np.ones(len(here), dtype=bool)
-    is_first[1:] = (contents[1:] != contents[:-1]) | (shifts[1:] != shifts[:-1])
-    first = np.flatnonzero(is_first)
-    last = np.append(first[1:], len(here)) - 1
-    counts = last - first + 1
-    inside = np.zeros(len(first), dtype=bool)
-    if whole:
-        starts, stops = np.array(whole, dtype=np.int64).T
-        owners = np.searchsorted(starts, here[first], side="right") - 1
-        inside = (owners >= 0) & (here[last] < stops[owners])
-    # of the texts at an anchor, those that share the most
-    group = np.cumsum(is_first) - 1
-    pair = np.flatnonzero(~inside[group])
-    pair = pair[np.lexsort((-counts[group[pair]], here[pair]))]
-    kept = np.unique(group[pair[_ranks(here[pair]) < _PER_ANCHOR]])
-    kept = kept[np.argsort(-counts[kept], kind="stable")]
-    found: list[list[int]] = np.stack([contents[first], shifts[first], here[first], here[last]], 1)[kept].tolist()
-    return found

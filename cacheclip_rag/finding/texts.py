@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,12 +28,12 @@ from ..base.database import Database
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..base.outage import OutageWarning
-from .common_parts import TextMatch
+from .common_parts import WINDOW, Compared, TextMatch, ranges, smallest, window_hashes
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex
-from .winnowing import WINDOW, Column, code_points, ranges, smallest, window_hashes
+from .folding import Column, code_points
 
-__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "TextIndex", "TextMatch", "TextRow", "text_row"]
+__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "GivenTexts", "TextIndex", "TextMatch", "TextRow", "text_row"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ _MOST_SLICES = 1 << 22
 """Most slices of a prompt whose hash is compared per search."""
 _MOST_WRONG = 256
 """Most slices per search that have a text's hash but not its digest."""
+_MOST_NEAR = 1 << 13
+"""Most pairs of a message and a given text that are compared for one request."""
 _BLOCK, _LONGEST_BLOCK = 1 << 11, 1 << 14
 """Slices compared at once: few after a match, which may cover what comes next; never more than fit in a processor's
 cache."""
@@ -107,6 +109,41 @@ def text_row(text: str) -> TextRow | None:
     return TextRow(text_digest(text), reach, int(hashes[start]), start, len(text), ending, whole)
 
 
+class GivenTexts:
+    """Documents of one request, whose messages are searched one by one. Each document is hashed once, and searched for
+    only in messages that hold an anchor of it."""
+
+    def __init__(self, texts: Iterable[str], is_wanted: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            texts: normalised.
+            is_wanted: called before each search; raises if nobody waits for the request any more.
+        """
+        self.texts = list(dict.fromkeys(texts))
+        self._is_wanted = is_wanted
+        self._room = _MOST_NEAR
+        # one table of anchors for texts as a whole, one for parts of them
+        rows = [(row.anchor, number) for number, text in enumerate(self.texts) for row in _rows_of([text])]
+        anchors = [(number, Compared(text).anchors[0]) for number, text in enumerate(self.texts)]
+        of_parts = [np.stack([found, np.full(len(found), number)], 1) for number, found in anchors]
+        self._of_wholes = np.array(rows, np.int64).reshape(-1, 2)
+        self._of_parts = np.concatenate([np.empty((0, 2), np.int64), *of_parts])
+
+    def near(self, prompt: str, hashes: Column) -> list[str]:
+        """The texts that may stand in ``prompt``, as a whole or in part; ``hashes`` are those of its windows."""
+        self._is_wanted()
+        if not self.texts or not len(hashes):
+            return []
+        wanted = ((self._of_wholes, hashes), (self._of_parts, Compared(prompt).anchors[0]))
+        numbers = [table[np.isin(table[:, 0], found), 1] for table, found in wanted]
+        near = np.unique(np.concatenate(numbers)).tolist()
+        if len(near) > self._room:
+            logger.warning("too many documents look like too many messages; some are computed as fresh text")
+        near = near[: max(0, self._room)]
+        self._room -= len(near)
+        return [self.texts[number] for number in near]
+
+
 class TextIndex:
     """Texts of one namespace, shared by processes through the store's catalog. Keeps nothing in memory."""
 
@@ -153,7 +190,7 @@ class TextIndex:
         """Whether the text of a row was added and not removed since."""
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
-    def find(self, prompt: str, documents: Iterable[str] = (), *, parts: bool = True) -> list[TextMatch]:
+    def find(self, prompt: str, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True) -> list[TextMatch]:
         """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
         overlapping, in order.
 
@@ -163,10 +200,14 @@ class TextIndex:
         Args:
             parts: False finds whole texts only, see :meth:`find_whole`.
         """
+        places = _places_in(prompt)
+        if isinstance(documents, GivenTexts):
+            documents = documents.near(prompt, places.hashes)
         documents = list(dict.fromkeys(documents))
+        if not len(places.hashes):
+            return []  # too short for any
         if not parts:
             return self.find_whole(prompt, documents)
-        places = _places_in(prompt)
         whole = self._stored_whole(prompt, places)
         found = {prompt[match.start : match.stop] for match in whole}
         others = [text for text in documents if text not in found]
@@ -227,7 +268,7 @@ class _Places(NamedTuple):
 
     hashes: Column
     smallest: dict[int, Column]
-    """By reach, see :func:`~cacheclip_rag.finding.winnowing.smallest`."""
+    """By reach, see :func:`~cacheclip_rag.finding.common_parts.smallest`."""
 
 
 def _places_in(prompt: str) -> _Places:
@@ -293,7 +334,8 @@ class _Rows:
     """Which slices of a prompt may be texts. Many texts of one key and length cost one comparison."""
 
     keys: Column
-    """int64: each key once, in order."""
+    """int64: each key once, in order. A key is one number for reach, anchor and start (``anchor + start + reach *
+    REACH``). Equal keys of different anchors only cost a comparison."""
     first: Column
     """First length of each key."""
     counts: Column
@@ -308,30 +350,13 @@ class _Rows:
     def of(cls, rows: list[TextRow]) -> _Rows:
         numbers = np.array([row[1:] for row in rows], np.int64).reshape(-1, 6)
         reaches, anchors, starts, lengths, _, wholes = numbers.T
-        keys = _keys(reaches, anchors, starts)
+        keys = anchors + starts + reaches * REACH
         order = np.lexsort((lengths, keys))
         keys, lengths = keys[order], lengths[order]
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = (keys[1:] != keys[:-1]) | (lengths[1:] != lengths[:-1])
         keys, first, counts = np.unique(keys[is_first], return_index=True, return_counts=True)
         return cls(keys, first, counts, lengths[is_first], np.unique(wholes), frozenset(row.digest for row in rows))
-
-    def at(self, keys: Column) -> tuple[Column, Column]:
-        """Which of ``keys`` have rows, and the number of each of these among the keys of this table."""
-        numbers = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        known = np.flatnonzero(self.keys[numbers] == keys)
-        return known, numbers[known]
-
-    def have(self, hashes: Column) -> Column:
-        """Which of ``hashes`` are those of texts."""
-        places = np.minimum(np.searchsorted(self.wholes, hashes), len(self.wholes) - 1)
-        return np.flatnonzero(self.wholes[places] == hashes)
-
-
-def _keys(reaches: Column | int, anchors: Column, starts: Column) -> Column:
-    """One number for reach, anchor and start. Equal keys of different anchors only cost a comparison."""
-    keys: Column = anchors + (starts + reaches * REACH)
-    return keys
 
 
 class _Search:
@@ -343,7 +368,7 @@ class _Search:
         self._compared = self._wrong = 0
 
     def matches(self, places: dict[int, Column]) -> list[TextMatch]:
-        """Matches from left to right. ``places``: see :func:`~cacheclip_rag.finding.winnowing.smallest`."""
+        """Matches from left to right. ``places``: see :func:`~cacheclip_rag.finding.common_parts.smallest`."""
         found: list[TextMatch] = []
         if not len(self._rows.keys) or not places:
             return found
@@ -371,12 +396,13 @@ class _Search:
 
     def _candidates(self, places: dict[int, Column]) -> tuple[Column, Column]:
         """Where texts may start, in order, and the numbers of their keys."""
-        found = [
-            self._rows.at(_keys(reach, self._hashes[smallest], smallest - np.arange(len(smallest))))
-            for reach, smallest in places.items()
-        ]
-        starts = np.concatenate([starts for starts, _ in found])
-        numbers = np.concatenate([numbers for _, numbers in found])
+        found = []
+        for reach, least in places.items():
+            keys = self._hashes[least] + least - np.arange(len(least)) + reach * REACH
+            numbers = np.minimum(np.searchsorted(self._rows.keys, keys), len(self._rows.keys) - 1)
+            known = np.flatnonzero(self._rows.keys[numbers] == keys)
+            found.append((known, numbers[known]))
+        starts, numbers = map(np.concatenate, zip(*found, strict=True))
         order = np.argsort(starts, kind="stable")
         return starts[order], numbers[order]
 
@@ -384,7 +410,8 @@ class _Search:
         """Matches that begin at some of ``starts``, and not before ``end``."""
         counts = self._rows.counts[numbers]
         ends = self._rows.lengths[ranges(self._rows.first[numbers], counts)] + np.repeat(starts, counts)
-        fits = self._rows.have(self._sums.hashes(starts, counts, ends))
+        hashes, wholes = self._sums.hashes(starts, counts, ends), self._rows.wholes
+        fits = np.flatnonzero(wholes[np.minimum(np.searchsorted(wholes, hashes), len(wholes) - 1)] == hashes)
         fits = fits[ends[fits] <= len(self._prompt)]
         starts, stops = np.repeat(starts, counts)[fits], ends[fits]
         order = np.lexsort((-stops, starts))

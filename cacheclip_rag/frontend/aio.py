@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ..answering.turns import Waiter
+from ..base.errors import is_panic
 
 __all__ = ["iterate_in_thread"]
 
@@ -41,7 +42,7 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
                 with caller.asking():
                     _send_all(make_iterator(), caller, lambda item: send("item", item))
         except BaseException as error:  # raised again in the consumer
-            send("error", error)
+            send("error", RuntimeError(f"a library failed: {error}") if is_panic(error) else error)
         else:
             send("end")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..chunks.context import CONTEXTS, ChunkContext, context_name
-from ..finding.winnowing import WINDOW
+from ..finding.common_parts import WINDOW, standing_in
 from ..prompt.occurrences import MOST_PARTIAL, share_of
 from ..prompt.segments import check_messages, normalise_chunk
 
@@ -26,6 +26,9 @@ __all__ = ["MissReport", "explain_miss", "plausible"]
 
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
+_OTHER_FORM = (
+    "in another form, which has other tokens: escaped as JSON or markup does, or with letters apart from their accents."
+)
 _RUN = 4
 _MOST_SHARING = 3
 _PLAUSIBLE = 0.3
@@ -130,6 +133,8 @@ def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> st
             f"{reused} The rest, such as {rest.strip()[:_SHOWN]!r}..., has other blanks, line ends or punctuation "
             "there, and is computed. To reuse all of it, precompute the text as the prompt has it."
         )
+    if standing_in(written, [rest]):
+        return f"{reused} The rest, such as {rest.strip()[:_SHOWN]!r}..., is there {_OTHER_FORM}"
     return (
         f"{reused} The prompt has nothing like the rest, such as {rest.strip()[:_SHOWN]!r}... A splitter that runs "
         "after precomputing, or a synthesizer whose prompts are full, cuts chunks: give it the chunk size of the "
@@ -155,7 +160,7 @@ def _obstacle(plan: Plan) -> str | None:
             "such as 'auto'."
         )
     if plan.bypass is not None:
-        return f"the text is stored, but not used: {plan.bypass} (recompute_ratio 'auto', max_ttft_s)."
+        return f"the text is stored, but not used: {plan.bypass}."
     return f"{plan.fallback}. This prompt is answered by plain prefill." if plan.obstructed else None
 
 
@@ -236,6 +241,8 @@ def _departure(chunk: str, written: str) -> str:
         )
     if chunk.casefold() in written.casefold():
         return "the prompt has the text in other letter case. Precompute it as the prompt has it."
+    if standing_in(written, [chunk]):
+        return f"the prompt has the text {_OTHER_FORM} Precompute it as the prompt has it."
     length = _longest_start(chunk, written)
     if length >= WINDOW:
         end = written.index(chunk[:length]) + length

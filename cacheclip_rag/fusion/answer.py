@@ -41,7 +41,8 @@ class FusionStats:
     chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated`` or ``bypassed``, none was
     reused."""
     misses: int
-    """Chunks of the prompt not found in the store, counted alike: computed as fresh text. With ``on_miss="store"``,
+    """Chunks of the prompt not found in the store, counted alike, and chunks of which half or more stands in the prompt
+    in a form that has other tokens (escaped, or with accents apart): computed as fresh text. With ``on_miss="store"``,
     those of which half or more stands in the prompt are stored after the answer."""
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`~cacheclip_rag.base.clock.PHASES`."""
@@ -52,8 +53,16 @@ class FusionStats:
     compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
+    continued_tokens: int = 0
+    """Leading prompt tokens whose KV an earlier prompt and its answer left, and which is approximate. ``prefix_tokens``
+    and ``chunk_tokens`` include them."""
+    continued_turns: int = 0
+    """Earlier answers, one after the other, whose KV the prompt continues."""
+    stale_from: int | None = None
+    """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored. Later
+    text, earlier answers too, is exact relative to that KV only."""
     missed_tokens: int = 0
-    """Tokens of the chunks that were not found in the store."""
+    """Tokens of the missed chunks."""
     unusable: int = 0
     """Texts among the misses that are stored, but for another model, dtype, system prompt or chunk context, or without
     the auxiliary model's KV that the method needs. ``fallback`` says which, if nothing was reused."""
@@ -70,8 +79,8 @@ class FusionStats:
     """True: the prompt was prefilled in full after a reusing pass, whose confidence was below ``min_confidence``. Hits,
     misses and partial hits are those of the reusing pass, whose KV was thrown away."""
     bypassed: bool = False
-    """True: plain prefill although chunks are stored, because it was predicted to be soon enough. Hits, misses and
-    partial hits are those of the plan."""
+    """True: plain prefill although chunks are stored, because it computes less (the prefix cache holds so much of the
+    prompt) or was predicted to be soon enough. Hits, misses and partial hits are those of the plan."""
     predicted_ttft_s: float | None = None
     """``ttft_s`` without ``queued_s``, as it was predicted; None unless the recompute ratio was chosen by it. With
     ``gated``, the prediction is of the reusing pass alone."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..runtime.base import State
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from ..plan.plan import Plan
@@ -32,4 +33,9 @@ class Fused:
     """Chunk tokens that got fresh KV. A token that only some layers computed counts as that share of a token."""
     first_computed: int | None
     """Position of the first token that was computed; None if other prompts must not reuse this KV."""
+    stale: np.ndarray[Any, Any] | None = None
+    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, but for a correction; None if no prompt
+    may continue this KV."""
+    turns: int = 0
+    """Earlier answers whose KV the prompt continues."""
     trace: Trace | None = None

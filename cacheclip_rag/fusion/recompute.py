@@ -25,11 +25,11 @@ from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.plan import Plan
 from ..plan.sources import Sources
-from ..prompt.layout import Layout, Span, question_slots
-from ..prompt.segments import Fresh
+from ..prompt.layout import Layout, Span, question_slots, question_text
 from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.scorers import AuxiliaryAttention
@@ -51,10 +51,15 @@ def fuse(
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
-        match = sources.match(plan, usable=geometry is None)
+        match: Match | ContinuedMatch
+        if plan.continues and geometry is None:
+            match = sources.continued_match(plan)
+        else:
+            match = sources.match(plan, usable=geometry is None)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused)
-        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace)
+        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
+        stale = match.stale[: layout.num_cached] if isinstance(match, ContinuedMatch) else None
+        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 
 
@@ -115,8 +120,10 @@ class _FusedPass:
     clock: PhaseClock
     geometry: Geometry | None
     trace: bool
+    stale: np.ndarray[Any, Any] | None = None
+    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
-    def run(self, match: Match) -> Fused | None:
+    def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
         texts = list(dict.fromkeys(span.whole for span in unread))
@@ -135,7 +142,9 @@ class _FusedPass:
             with reading.again() as reading, suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
 
-    def _assemble_and_recompute(self, match: Match, reads: _Reads, scores: Mapping[Span, torch.Tensor]) -> Fused | None:
+    def _assemble_and_recompute(
+        self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]
+    ) -> Fused | None:
         """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
         text.
 
@@ -181,6 +190,8 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        if isinstance(match, ContinuedMatch):
+            found = replace(found, turns=match.turns)
         busy_s = reads.reading.busy_s()
         clock.reading_s += busy_s
         if began:
@@ -249,7 +260,8 @@ class _FusedPass:
         chosen = _chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, trace)
+        stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
+        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
     def _seen(
         self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
@@ -259,11 +271,31 @@ class _FusedPass:
         return {
             "layout": layout,
             "spans": scorable,
-            "num_chunk_tokens": sum(len(span.tokens) for span in reused),
+            "num_chunk_tokens": self.plan.charged_tokens(reused),
+            "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, reused, []),
             "auxiliary_scores": lambda scorer: self._auxiliary_scores(scorable, scorer, when_read),
         }
+
+    def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
+        stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
+        for span in spans:
+            stale[span.start : span.stop] = True
+        if self.stale is not None:
+            stale[: len(self.stale)] = self.stale
+        stale[rows.numpy()] = False
+        return stale
+
+    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Per span the tokens whose KV is a chunk's as it was stored."""
+        assert self.stale is not None
+        known = torch.from_numpy(self.stale)
+        return [
+            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
+            for span in spans
+        ]
 
     def _auxiliary_scores(
         self, spans: Sequence[Span], scorer: AuxiliaryAttention, when_read: Callable[[], None] | None
@@ -272,7 +304,7 @@ class _FusedPass:
         auxiliary = self.sources.auxiliary
         assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
         return auxiliary.score(
-            spans, self.plan.question or _question_in(self.plan.layout), scorer, self.clock, when_read
+            spans, self.plan.question or question_text(self.plan.layout), scorer, self.clock, when_read
         )
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
@@ -300,14 +332,6 @@ class _Reads:
     numbers: Mapping[str, int]
     """By text, the number of its KV in ``reading``."""
     reading: ReadAhead
-
-
-def _question_in(layout: Layout) -> str:
-    """The user's text after the last chunk; if there is none, the text before the first chunk."""
-    chunks = layout.chunks
-    own = [s for s in layout.spans if isinstance(s.segment, Fresh) and not s.segment.control]
-    after = "".join(s.segment.text for s in own if s.start >= chunks[-1].stop).strip()
-    return after or "".join(s.segment.text for s in own if s.stop <= chunks[0].start).strip()
 
 
 def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
@@ -351,7 +375,7 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
         Strictly increasing int64 positions.
     """
     active = np.ones(layout.num_tokens, np.bool_)
-    active[: layout.num_exact] = False
+    active[: layout.num_known] = False
     for span in reused:
         active[span.start : span.stop] = False
     chosen = [*selected]

@@ -1,8 +1,7 @@
 """A prompt's fusion as numbers and names, for another process that has the model and the store.
 
 A :class:`~cacheclip_rag.plan.plan.Plan` says which chunks are reused. A :class:`FusionPlan` also says which tokens are
-computed, so that nothing is left to decide where the plan is carried out. It holds no tensors and no text. Imports no
-other room of this package.
+computed, so that nothing is left to decide where the plan is carried out. It holds no tensors and no text.
 """
 
 from __future__ import annotations

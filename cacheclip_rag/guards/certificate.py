@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import shlex
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -329,19 +330,20 @@ class CertificateGuard(Observer):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._covered: dict[str, Sources] = {}
-        """Checked methods, as text, each with the models of the check."""
+        self._covered: dict[str, weakref.ref[Sources]] = {}
+        """Checked methods, as text, each with the models of the check, whose weights it does not keep."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if not plan.reused or plan.bypass is not None:
             return
         method = _as_text(describe(plan.method))
-        if self._covered.get(method) is sources:
+        covered = self._covered.get(method)
+        if covered is not None and covered() is sources:
             return
         context = sources.primary.context
         identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
         check_certificate(self._config, plan.method, identity)
-        self._covered[method] = sources
+        self._covered[method] = weakref.ref(sources)
 
 
 def _as_text(settings: dict[str, Any]) -> str:

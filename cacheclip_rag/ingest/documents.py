@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import importlib.util
-import io
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +13,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
+from .pdf import PYPDF, pdf_text
+from .text import HTML_SUFFIXES, DocumentText, cleaned, decoded, html_text
 
 __all__ = [
+    "EmptyFileError",
     "MARKDOWN_SUFFIXES",
     "PDF_SUFFIX",
     "SUFFIXES",
+    "TABLE_SUFFIXES",
     "digest_file",
     "find_files",
     "is_read",
@@ -26,22 +29,25 @@ __all__ = [
     "read_document",
 ]
 
+logger = logging.getLogger(__name__)
+
 MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
+TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 PDF_SUFFIX = ".pdf"
 SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst", PDF_SUFFIX}
 """File types read from folders. A file that is named itself is read with any suffix: as PDF if it is ``.pdf``, else as
 text."""
 
-_PYPDF = "pypdf (needed for PDF files)"
-
 Tell = Callable[[Path, str], None]
 """Is told a path that is left out, and why."""
-
-_BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def _nobody(path: Path, reason: str) -> None:
     """Told to nobody."""
+
+
+class EmptyFileError(DocumentError):
+    """A file holds nothing but white space."""
 
 
 def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
@@ -117,28 +123,7 @@ def _no_pdf() -> str:
     """Why PDF files cannot be read; empty if they can."""
     if importlib.util.find_spec("pypdf") is not None:
         return ""
-    return str(MissingExtraError(_PYPDF, "pdf"))
-
-
-def _pdf_text(path: Path, data: bytes) -> str:
-    """Text of a PDF file; pages are separated by a blank line."""
-    try:
-        from pypdf import PdfReader
-    except ImportError as error:
-        raise MissingExtraError(_PYPDF, "pdf") from error
-    try:
-        reader = PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise DocumentError(f"{path} is encrypted. Save it without a password.")
-        pages = [page.extract_text().strip() for page in reader.pages]
-    except DocumentError:
-        raise
-    except Exception as error:  # damaged files raise many kinds
-        raise DocumentError(f"{path} is no PDF file that pypdf can read ({type(error).__name__}: {error}).") from error
-    text = "\n\n".join(filter(None, pages))
-    if not text:
-        raise DocumentError(f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first.")
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return str(MissingExtraError(PYPDF, "pdf"))
 
 
 def printable(path: str | Path) -> str:
@@ -176,8 +161,9 @@ def digest_file(path: Path) -> tuple[str, int]:
         return digest.hexdigest(), file.tell()
 
 
-def read_document(path: Path, digest: str | None = None) -> str:
-    """Text of a file: UTF-8, UTF-16 with a byte-order mark, or the text of a PDF file.
+def read_document(path: Path, digest: str | None = None) -> DocumentText:
+    """Text of a file, with notes on what its readers see and the text lacks: UTF-8, UTF-16 or UTF-32, what a browser
+    shows of an HTML page, or the text of a PDF file.
 
     Args:
         digest: what :func:`digest_file` gave before.
@@ -185,24 +171,23 @@ def read_document(path: Path, digest: str | None = None) -> str:
     Raises:
         DocumentError: the file is unreadable, empty, binary, in another encoding, encrypted, without text, or has
             another digest.
-        MissingExtraError: a PDF file, and pypdf is not installed.
+        MissingExtraError: a PDF file, and pypdf, or what it needs to decrypt the file, is not installed.
     """
     with _opened(path) as file:
         data = file.read()
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
         raise DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
-    if path.suffix.lower() == PDF_SUFFIX:
-        return _pdf_text(path, data)
-    encoding = next((name for bom, name in _BOMS.items() if data.startswith(bom)), "utf-8")
-    if encoding == "utf-8" and b"\x00" in data[:65536]:
-        raise DocumentError(f"{path} looks binary (it contains zero bytes); convert it to text or Markdown first.")
-    try:
-        text = data.decode(encoding)
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason}). Convert it, for instance with: "
-            f"iconv -f LATIN1 -t UTF-8 '{path.name}'"
-        ) from error
-    if not text.strip():
-        raise DocumentError(f"{path} is empty.")
-    return text.replace("\r\n", "\n")
+    suffix = path.suffix.lower()
+    found = pdf_text(path, data) if suffix == PDF_SUFFIX else decoded(path, data)
+    notes = [*found.notes]
+    if suffix in HTML_SUFFIXES:
+        found = html_text(found)
+        notes += found.notes
+    found = cleaned(found)
+    if not found.strip():
+        error = DocumentError if suffix in HTML_SUFFIXES or notes else EmptyFileError
+        raise error(" ".join([f"{path} is empty.", *notes, *found.notes]))
+    found = DocumentText(found, [*notes, *found.notes])
+    for note in found.notes:
+        logger.info("%s: %s", printable(path), note)
+    return found

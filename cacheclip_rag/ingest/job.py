@@ -19,11 +19,22 @@ from typing import Any
 from ..base.errors import DocumentError, EncodingError
 from ..base.progress import progress_bar
 from ..engine import CacheClipEngine
-from .documents import MARKDOWN_SUFFIXES, SUFFIXES, digest_file, find_files, is_read, printable, read_document
+from .documents import (
+    MARKDOWN_SUFFIXES,
+    SUFFIXES,
+    TABLE_SUFFIXES,
+    EmptyFileError,
+    digest_file,
+    find_files,
+    is_read,
+    printable,
+    read_document,
+)
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .plan import IngestPlan, price
 from .splitting import Splitter
+from .text import HTML_SUFFIXES
 
 __all__ = ["IngestReport", "ingest", "plan"]
 
@@ -56,6 +67,9 @@ class IngestReport:
     skipped: Problems = field(default_factory=list)
     """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
     ``{"path", "error"}``."""
+    notes: Problems = field(default_factory=list)
+    """What readers of ingested documents see and their text lacks, such as pages that were scanned:
+    ``{"path", "note"}``. Of the documents that this run read."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,6 +99,7 @@ class _Survey:
     unchanged: list[Path] = field(default_factory=list)
     failed: Problems = field(default_factory=list)
     skipped: Problems = field(default_factory=list)
+    notes: Problems = field(default_factory=list)
 
 
 def ingest(
@@ -158,7 +173,9 @@ def _ingest(
     settings: LibrarySettings,
 ) -> IngestReport:
     survey = _survey(paths, library, engine, settings)
-    report = IngestReport(unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped)
+    report = IngestReport(
+        unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped, notes=survey.notes
+    )
     for path in survey.unchanged:
         engine.library.index.add(library.passages_of(str(path)))  # no effect, unless the store's catalog was lost
     done = []
@@ -196,9 +213,12 @@ def plan(
     """
     survey = _survey(paths, library, engine, settings)
     found = IngestPlan(
-        unchanged=len(survey.unchanged), max_bytes=max_bytes, failed=survey.failed, skipped=survey.skipped
+        unchanged=len(survey.unchanged),
+        max_bytes=max_bytes,
+        failed=survey.failed,
+        skipped=survey.skipped,
+        notes=survey.notes,
     )
-    found.removed = sum(1 for _ in _gone(library, survey))
 
     def texts() -> Iterator[str]:
         for item, passages in _passages(survey, engine, settings):
@@ -208,6 +228,7 @@ def plan(
             yield from passages
 
     price(engine, texts(), found)
+    found.removed = sum(1 for _ in _gone(library, survey))
     return found
 
 
@@ -253,11 +274,21 @@ def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySetting
     for item in survey.work:
         try:
             text = read_document(item.path, item.digest)
+        except EmptyFileError as error:
+            _reporter(survey.skipped)(item.path, str(error))
+            survey.files.remove(item.path)  # what it held before is gone
+            continue
         except DocumentError as error:
             _reporter(survey.failed)(item.path, str(error))
             continue
+        survey.notes += [
+            {"path": printable(item.path), "note": f"{printable(item.path)}: {note}"} for note in text.notes
+        ]
         splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
-        passages = splitter.split(text, markdown=item.path.suffix.lower() in MARKDOWN_SUFFIXES)
+        suffix = item.path.suffix.lower()
+        passages = splitter.split(
+            text, markdown=suffix in MARKDOWN_SUFFIXES | HTML_SUFFIXES, table=suffix in TABLE_SUFFIXES
+        )
         # some tokenizers drop all characters of a text, for instance invisible characters
         yield item, [passage for passage in passages if len(engine.primary.tokenize(passage))]
 

@@ -50,6 +50,8 @@ class IngestPlan:
     """Documents that cannot be read: ``{"path", "error"}``."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """Paths that are left out on purpose, such as links that lead out of the given folder: ``{"path", "error"}``."""
+    notes: list[dict[str, str]] = field(default_factory=list)
+    """What readers of these documents see and their text lacks: ``{"path", "note"}``."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,14 @@ from ..base.errors import ConfigurationError, MissingExtraError
 from ..prompt.segments import normalise_chunk
 
 __all__ = ["Splitter"]
+
+_RULE = re.compile(r"[ \t>]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n?")
+"""The line below the header of a table of Markdown."""
+_FENCE = re.compile(r"[ \t]*(?:```|~~~)")
+_MOST_LEAD = 0.25
+"""Largest share of a passage that a heading takes which is put before the first rows of a table."""
+_MOST_HEADER = 0.5
+"""Largest share of a passage that a table's header takes. A longer one is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +33,14 @@ class Splitter:
     def __post_init__(self) -> None:
         check_sizes(self.chunk_tokens, self.overlap_tokens)
 
-    def split(self, text: str, *, markdown: bool = False) -> list[str]:
-        """Passages in order, stripped, none empty; Markdown is cut at its headings and blocks first."""
+    def split(self, text: str, *, markdown: bool = False, table: bool = False) -> list[str]:
+        """Passages in order, stripped, none empty.
+
+        Args:
+            markdown: cut at headings and blocks first. A table that is longer than a passage is cut between rows, and
+                each passage of it begins with the table's header.
+            table: the text is a table, a row a line (CSV, TSV), whose first row is its header.
+        """
         try:
             from semantic_text_splitter import MarkdownSplitter, TextSplitter
         except ImportError as error:
@@ -33,7 +49,79 @@ class Splitter:
         splitter = cls.from_huggingface_tokenizer(
             self.tokenizer.backend_tokenizer, self.chunk_tokens, overlap=self.overlap_tokens
         )
-        return [passage for chunk in splitter.chunks(text) if (passage := normalise_chunk(chunk))]
+        found: list[str] = []
+        for part, rows in self._tables(text) if markdown else [(text, _records(text) if table else [])]:
+            num_header = 1 if table else 2
+            header = "".join(rows[:num_header])
+            if not rows or self._size(header) > _MOST_HEADER * self.chunk_tokens:
+                found += splitter.chunks(part)
+                continue
+            before = found.pop() if found and self._size(found[-1]) <= _MOST_LEAD * self.chunk_tokens else ""
+            found += self._pieces(f"{before.strip()}\n\n" if before else "", header, rows[num_header:], cls)
+        return [passage for chunk in found if (passage := normalise_chunk(chunk))]
+
+    def _tables(self, text: str) -> Iterator[tuple[str, list[str]]]:
+        """Parts of a Markdown text, and the rows of those that are a table longer than a passage. Joined, the parts are
+        the text."""
+        lines = text.splitlines(keepends=True)
+        first = number = 0
+        is_code = False
+        while number < len(lines):
+            is_code ^= _FENCE.match(lines[number]) is not None
+            stop = number
+            if not is_code and "|" in lines[number] and number + 1 < len(lines) and _RULE.fullmatch(lines[number + 1]):
+                while stop < len(lines) and "|" in lines[stop]:
+                    stop += 1
+            if stop - number > 2 and self._size("".join(lines[number:stop])) > self.chunk_tokens:
+                if first < number:
+                    yield "".join(lines[first:number]), []
+                yield "".join(lines[number:stop]), lines[number:stop]
+                first = stop
+            number = max(stop, number + 1)
+        if first < len(lines):
+            yield "".join(lines[first:]), []
+
+    def _pieces(self, before: str, header: str, rows: Iterable[str], splitter: Any) -> Iterator[str]:
+        """Passages of a table, each with its header.
+
+        Args:
+            before: stands before the first one.
+            splitter: cuts rows that are longer than a passage.
+        """
+        room = self.chunk_tokens - self._size(header)
+        narrow = splitter.from_huggingface_tokenizer(self.tokenizer.backend_tokenizer, room)
+        taken, size = before + header, self._size(before)
+        for row in rows:
+            count = self._size(row)
+            if size + count > room and size:
+                yield taken
+                taken, size = header, 0
+            if count > room:
+                yield from (header + piece for piece in narrow.chunks(row))
+            else:
+                taken, size = taken + row, size + count
+        if size:
+            yield taken
+
+    def _size(self, text: str) -> int:
+        """Tokens of a text, without those that the tokenizer puts around it."""
+        return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _records(text: str) -> list[str]:
+    """Rows of a table, each with its end. A line end between quotation marks ends no row."""
+    lines = text.splitlines(keepends=True)
+    if text.count('"') % 2:
+        return lines
+    found: list[str] = []
+    is_open = False
+    for line in lines:
+        if is_open:
+            found[-1] += line
+        else:
+            found.append(line)
+        is_open ^= line.count('"') % 2 == 1
+    return found
 
 
 def check_sizes(chunk_tokens: int, overlap_tokens: int) -> None:

@@ -96,4 +96,6 @@ class Recompute(Method):
 
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
         if self.correction:
-            install_correction(view.runtime, view.cache, view.spans, self.correction)
+            # continued KV was corrected when it was assembled
+            spans = [span for span in view.spans if not view.layout.is_cached(span)]
+            install_correction(view.runtime, view.cache, spans, self.correction)

@@ -7,21 +7,21 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from safetensors import SafetensorError
-
 from ..base.checks import check_choice, did_you_mean
 from ..base.errors import (
+    CacheClipError,
     ConfigurationError,
     DownloadError,
     MissingExtraError,
     ModelError,
     UnknownModelError,
     UnsupportedModelError,
+    is_panic,
 )
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
@@ -53,6 +53,8 @@ _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Files that are fetched from a hub, also from its subfolders: weights as safetensors, never pickles or code."""
 
+_FOLDER = "its folder"
+"""What is damaged if it is no single file."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -125,7 +127,7 @@ def _from_hub(name: str) -> Path:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "no details")[:200]
 
 
@@ -160,7 +162,7 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     key = (str(folder), dtype, device)
     with _registry_lock:
         if key not in _registry:
-            _registry[key] = _load(folder, name, dtype, device)
+            _registry[key] = _read(name, _FOLDER, lambda: _load(folder, name, dtype, device))
         return _registry[key]
 
 
@@ -189,12 +191,16 @@ def load_planning(
     key = (str(folder), dtype, f"none {quantization} {backend}")
     with _registry_lock:
         if key not in _registry:
-            config, tokenizer = _open(folder, name, quantised=True)
-            changed = quantization if quantization_of(folder) is None else None
-            identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
-            runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
-            runtime.backend = backend
-            _registry[key] = runtime
+
+            def load() -> Runtime:
+                config, tokenizer = _open(folder, name, quantised=True)
+                changed = quantization if quantization_of(folder) is None else None
+                identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
+                runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+                runtime.backend = backend
+                return runtime
+
+            _registry[key] = _read(name, _FOLDER, load)
         return cast("PlanningRuntime", _registry[key])
 
 
@@ -227,10 +233,12 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     _factories[scheme] = factory
 
 
-def unload_models() -> None:
-    """Drop all loaded models. Their memory is freed when no engine uses them."""
+def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:
+    """Drop loaded models: these, or all. Their memory is freed when no engine uses them."""
+    wanted = None if runtimes is None else set(map(id, runtimes))
     with _registry_lock:
-        _registry.clear()
+        for key in [key for key, runtime in _registry.items() if wanted is None or id(runtime) in wanted]:
+            del _registry[key]
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
@@ -304,10 +312,15 @@ def _load_tokenizer(folder: Path, name: str) -> Any:
 
 
 def _read(name: str, file: str, read: Callable[[], Any]) -> Any:
-    """Run a loader of transformers, and turn its errors into ModelError with the file's name."""
+    """Run a loader, and turn its errors into ModelError with the file's name. A damaged file raises anything."""
+    import torch
+
     try:
         return read()
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except BaseException as error:
+        is_ours = isinstance(error, CacheClipError | MemoryError | torch.OutOfMemoryError)
+        if is_ours or not (isinstance(error, Exception) or is_panic(error)):
+            raise
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"model {name!r} needs Python code from its own folder ({file}), and such code is never run. Use a "

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Prediction", "Reading"]
 
+FOLLOW_UP_SHARE = 0.5
+"""Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
+the tokens that no question has recomputed yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -69,7 +73,11 @@ class Plan:
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
     bypass: str | None = None
-    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough. Else None."""
+    """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough, or computes less.
+    Else None."""
+    continues: bool = False
+    """Whether the prompt continues the KV of an earlier fused prompt, which is approximate: chunks in it are neither
+    read nor recomputed."""
     prediction: Prediction | None = None
     """Set if the recompute ratio was chosen by predicted time."""
 
@@ -98,6 +106,23 @@ class Plan:
         """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
 
+    def computed_after(self, known: int, *, is_continued: bool = False) -> int:
+        """Number of prompt tokens that are computed if earlier prompts left the KV of ``known`` leading tokens: fresh
+        tokens, and as many of the reused chunks as the ratio allows."""
+        layout = self.layout.cached_until(known, self.reused, is_continued=is_continued)
+        unread = [span for span in self.reused if not layout.is_cached(span)]
+        of_any = self.reused if is_continued else unread
+        stale = sum(len(span.tokens) for span in of_any if not layout.is_exact(span))
+        budget = round(self.method.nominal_ratio * replace(self, layout=layout).charged_tokens(self.reused))
+        unread_tokens = sum(len(span.tokens) for span in unread)
+        return layout.num_tokens - layout.num_known - unread_tokens + min(stale, budget)
+
+    def charged_tokens(self, spans: Sequence[Span]) -> int:
+        """Chunk tokens of which the ratio is a share: all, and of those in continued KV :data:`FOLLOW_UP_SHARE`."""
+        layout = self.layout
+        continued = sum(len(span.tokens) for span in spans if layout.is_continued and layout.is_cached(span))
+        return sum(len(span.tokens) for span in spans) - continued + round(FOLLOW_UP_SHARE * continued)
+
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""
         keys = dict(zip(self.reused, self.keys, strict=False))
@@ -120,7 +145,7 @@ class Plan:
             "predicted_ttft_s": None if self.prediction is None else self.prediction.seconds,
             "predicted_plain_ttft_s": None if self.prediction is None else self.prediction.plain_s,
             "prompt_tokens": self.layout.num_tokens,
-            "prefix_tokens": self.layout.num_exact,
+            "prefix_tokens": self.layout.num_known,
             "chunk_tokens": self.chunk_tokens,
             "budget_tokens": self.budget_tokens,
             "token_ids": list(self.layout.token_ids),

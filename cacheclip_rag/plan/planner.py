@@ -38,10 +38,10 @@ def make_plan(
     """
     runtime = sources.primary.runtime
     context = sources.primary.context
-    check_least_length(segments, runtime)
+    check_least_length([segment.text for segment in segments if not segment.control], runtime)
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
     layout = replace(layout, exact_after_prefix=context.is_exact_after_prefix)
-    check_length(layout, runtime.context_tokens, runtime.name)
+    check_length(layout, runtime.context_tokens)
     absent = count_absent(given, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:
@@ -87,6 +87,11 @@ def _overlaps(chunk: Chunk, text: str) -> bool:
 def _nothing_found(plan: Plan, sources: Sources) -> str:
     """Why nothing of a prompt is in the store for this plan."""
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
+    if not missing and plan.layout.altered:
+        return (
+            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, or with accents apart), "
+            "which has other tokens: write them as they were precomputed, or precompute them as the prompt has them"
+        )
     if not missing:
         return "no stored chunk found in the prompt"
     why = f"none of the prompt's {len(missing)} chunks is in the store"

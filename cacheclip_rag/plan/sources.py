@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..chunks.caches import ChunkCaches
     from ..prompt.layout import Span
+    from ..runtime.transformers.continued import ContinuedMatch
     from ..runtime.transformers.prefix_cache import Match, PrefixCache
     from ..selection.scoring import AuxiliaryScorer
     from .plan import Plan
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Sources"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sources:
     """The parts of an engine that one method needs."""
 
@@ -27,7 +28,7 @@ class Sources:
     auxiliary: AuxiliaryScorer | None
     """None if the method needs no auxiliary model."""
     prefix_cache: PrefixCache
-    """Exact KV of the first tokens of earlier prompts."""
+    """Exact KV of the first tokens of earlier prompts, and continued KV, which is approximate."""
 
     def held(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """The chunk spans whose KV is stored for every model that the method needs."""
@@ -54,6 +55,14 @@ class Sources:
     def known_tokens(self, plan: Plan) -> int:
         """Number of tokens that :meth:`match` would match now."""
         return self.prefix_cache.known(self._shareable(plan))
+
+    def continued_match(self, plan: Plan) -> ContinuedMatch:
+        """The prompt's longest beginning in the continued KV, which is approximate, without its last token."""
+        return self.prefix_cache.continued.match(repr(plan.method), self._shareable(plan))
+
+    def continued_tokens(self, plan: Plan) -> int:
+        """Number of tokens that :meth:`continued_match` would match now."""
+        return self.prefix_cache.continued.known(repr(plan.method), self._shareable(plan))
 
     def _shareable(self, plan: Plan) -> tuple[int, ...]:
         return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

@@ -8,14 +8,15 @@ can change), the token is fresh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..base.errors import PromptTooLongError
+from ..finding.folding import code_points, fold
 from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "check_length",
     "lay_out",
     "question_slots",
+    "question_text",
 ]
 
 LEAST_PART = 32
@@ -88,11 +90,16 @@ class Layout:
     """Whether chunk caches were computed right after the shared prefix. A chunk right after the prefix is then
     exact."""
     num_cached: int = 0
-    """Leading tokens taken from the prefix cache, which are exact. If not 0, they exceed the shared prefix."""
+    """Leading tokens whose KV earlier prompts left. If not 0, they exceed the shared prefix."""
+    is_continued: bool = False
+    """Whether these are continued KV, which is approximate; else they are from the prefix cache, which is exact."""
+    altered: Mapping[str, int] = field(default_factory=dict)
+    """Texts of which half or more stands in the prompt, but in another form (escaped, or with accents apart), so that
+    no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
 
     @property
-    def num_exact(self) -> int:
-        """Leading tokens whose KV is available and equals plain prefill's. They are not computed again."""
+    def num_known(self) -> int:
+        """Leading tokens whose KV is available as a whole. They are not computed again."""
         return max(self.num_prefix, self.num_cached)
 
     @property
@@ -112,17 +119,20 @@ class Layout:
         """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
         prefix cache."""
         after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and ((after_prefix and not span.first) or self.is_cached(span))
+        return span.is_chunk and ((after_prefix and not span.first) or (self.is_cached(span) and not self.is_continued))
 
     def is_cached(self, span: Span) -> bool:
-        """Whether all KV of a segment comes from the prefix cache."""
+        """Whether all KV of a segment was left by earlier prompts."""
         return span.stop <= self.num_cached
 
-    def cached_until(self, num_tokens: int, reused: Sequence[Span]) -> Layout:
-        """This layout with ``num_tokens`` leading tokens from the prefix cache. If they end inside a reused chunk, they
-        are cut to the chunk's start. If the shared prefix has as many tokens, the prefix cache is not used."""
+    def cached_until(self, num_tokens: int, reused: Sequence[Span], *, is_continued: bool = False) -> Layout:
+        """This layout with ``num_tokens`` leading tokens from the prefix cache, or of continued KV. If they end inside
+        a reused chunk, they are cut to the chunk's start. If the shared prefix has as many tokens, they are not used.
+        """
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
-        return replace(self, num_cached=num_cached if num_cached > self.num_prefix else 0)
+        if num_cached <= self.num_prefix:
+            num_cached, is_continued = 0, False
+        return replace(self, num_cached=num_cached, is_continued=is_continued)
 
 
 def lay_out(
@@ -157,7 +167,23 @@ def lay_out(
     # at least one token must be computed: its logits give the first new token
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
     num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
-    return Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    layout = Layout(tuple(ids), tuple(spans), num_prefix, num_prefix == len(prefix_ids))
+    placed = {span.whole for span in spans if span.is_chunk}
+    lost = [segment for segment in segments if isinstance(segment, Chunk) and segment.whole not in placed]
+    return replace(layout, altered=_altered(lost, tokenize_chunk)) if lost else layout
+
+
+def _altered(lost: Iterable[Chunk], tokenize_chunk: Callable[[str], TokenizedText]) -> dict[str, int]:
+    """See :attr:`Layout.altered`.
+
+    Args:
+        lost: segments of which no token is that of the chunk.
+    """
+    there: dict[str, int] = {}
+    for segment in lost:
+        there[segment.whole] = there.get(segment.whole, 0) + len(fold(segment.text)[0])
+    half = [text for text, count in there.items() if 2 * count >= len(fold(text)[0])]
+    return {text: num_tokens for text in half if (num_tokens := len(tokenize_chunk(text)))}
 
 
 def _groups(segments: Sequence[Segment], isolated: bool) -> Iterator[list[Segment]]:
@@ -247,7 +273,10 @@ def _runs(
         begin, end = int(edges[number]), int(edges[number + 1])
         source = tokenize_chunk(segment.whole)
         is_whole = segment.of is None
-        for start, stop, first in _equal_runs(tokens, begin, end, source, segment.at):
+        stretches = [(begin, end)] if is_whole else _alike(segment, begin, end)
+        for start, stop, first in (
+            run for a, b in stretches for run in _equal_runs(tokens, a, b, source, segment.at + a - begin)
+        ):
             is_all = is_whole and stop - start == len(source)
             if is_all or stop - start >= _LEAST_RUN:
                 found.append(_TokenRun(start, stop, first, segment, begin, len(source), is_all))
@@ -256,6 +285,17 @@ def _runs(
         if run.chunk.of is not None:
             parts[run.chunk.of] = parts.get(run.chunk.of, 0) + run.stop - run.start
     return [run for run in found if run.chunk.of is None or parts[run.chunk.of] >= LEAST_PART]
+
+
+def _alike(part: Chunk, begin: int, end: int) -> list[tuple[int, int]]:
+    """Characters ``[begin, end)`` of a text are a part of a chunk: where they are those of the chunk."""
+    stored = part.whole[part.at : part.at + len(part.text)]
+    if stored == part.text:
+        return [(begin, end)]
+    alike = np.zeros(len(stored) + 2, dtype=bool)
+    alike[1:-1] = code_points(stored) == code_points(part.text[: len(stored)])
+    edges = (np.flatnonzero(alike[1:] != alike[:-1]) + begin).tolist()
+    return [*zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _equal_runs(
@@ -288,22 +328,21 @@ def _equal_runs(
             low += 1
 
 
-def check_least_length(segments: Sequence[Segment], runtime: Runtime) -> None:
-    """Raise PromptTooLongError if the bytes of the prompt prove that it does not fit the model's context. Such prompts
-    are not tokenised, which takes a second for a megabyte."""
+def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
+    """Raise PromptTooLongError if the bytes of a prompt's texts prove that it does not fit the model's context. Such
+    prompts are neither searched nor tokenised, which takes seconds for a megabyte."""
     room = runtime.context_tokens - 1
-    texts = [segment.text for segment in segments if not segment.control]
     if sum(map(len, texts)) <= room:
         return
     least = sum(map(runtime.least_tokens, texts))
     if least > room:
         raise PromptTooLongError(
-            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit model "
-            f"{runtime.name!r}: shorten it, or use a model with a longer context."
+            f"the prompt has at least {least} tokens, {least - room} more than the {room} that fit the "
+            f"model: shorten it, or use a model with a longer context."
         )
 
 
-def check_length(layout: Layout, context_tokens: int, model: str) -> None:
+def check_length(layout: Layout, context_tokens: int) -> None:
     """Raise PromptTooLongError unless the prompt and one new token fit the model's context."""
     room = context_tokens - 1  # one token must be generated
     excess = layout.num_tokens - room
@@ -320,13 +359,23 @@ def check_length(layout: Layout, context_tokens: int, model: str) -> None:
         else "shorten the question or split the text"
     )
     raise PromptTooLongError(
-        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit model "
-        f"{model!r}: {advice}, or use a model with a longer context."
+        f"the prompt has {layout.num_tokens} tokens, {excess} more than the {room} that fit the model: "
+        f"{advice}, or use a model with a longer context."
     )
 
 
+def question_text(layout: Layout) -> str:
+    """The text that the auxiliary model reads as the question if none is given: the user's text after the last chunk;
+    if there is none, the text before the first one. The primary's rows cannot: see :func:`question_slots`."""
+    chunks = layout.chunks
+    own = [span for span in layout.spans if isinstance(span.segment, Fresh) and not span.segment.control]
+    after = "".join(span.segment.text for span in own if span.start >= chunks[-1].stop).strip()
+    return after or "".join(span.segment.text for span in own if span.stop <= chunks[0].start).strip()
+
+
 def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
-    """Slots of the question's tokens, at least one.
+    """Slots of the question's tokens, at least one. They come after the chunks, because the primary's rows attend to
+    what is before them only.
 
     The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
     else the prompt's last token. Text of the chat template does not belong to the question.

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..base.errors import ConfigurationError
+from ..finding.texts import GivenTexts
 from ..runtime.base import Message
 from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
@@ -98,7 +99,7 @@ def given_texts(documents: Documents) -> list[str]:
 
 
 def segment_text(
-    text: str, index: TextIndex | None, documents: Iterable[str] = (), *, parts: bool = True
+    text: str, index: TextIndex | None, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True
 ) -> list[Segment]:
     """Cut ``text`` into chunks (stored texts, ``documents``, and parts of them) and fresh text. Joined, they equal
     ``text``.
@@ -123,7 +124,7 @@ def segment_chat(
     messages: Sequence[Message],
     render: Callable[..., str],
     index: TextIndex | None,
-    documents: Iterable[str] = (),
+    documents: Iterable[str] | GivenTexts = (),
     verbatim: Collection[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     *,
@@ -148,7 +149,7 @@ def segment_chat(
         ConfigurationError: the template drops a message, or does not use tools.
     """
     messages = check_messages(messages)
-    documents = list(documents)
+    documents = documents if isinstance(documents, GivenTexts) else list(documents)
     marks = Marks()
     if any("tool_calls" in message for message in messages):
         messages = _calls_for(render, messages, marks)
@@ -331,7 +332,7 @@ class PromptReader:
         self,
         prompt: Prompt,
         texts: TextIndex | None,
-        documents: Iterable[str] = (),
+        documents: Iterable[str] | GivenTexts = (),
         *,
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
@@ -384,8 +385,8 @@ class PromptReader:
         and keys as control text."""
         if not self.runtime.has_chat_template:
             raise ConfigurationError(
-                f"model {self.runtime.name!r} has no chat template, so it cannot be told of tools. Use a model that "
-                "was trained to call tools, or describe the tools in the prompt."
+                "this model has no chat template, so it cannot be told of tools. Use a model that was trained to call "
+                "tools, or describe the tools in the prompt."
             )
         for name in unmarked(tools):
             if self.runtime.tokenize(name, control=True).ids != self.runtime.tokenize(name).ids:

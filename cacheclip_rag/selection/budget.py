@@ -72,7 +72,7 @@ class Budget(TokenBudget):
 
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_open(view):
-            return self.choose(view, scores, self.num_tokens(view))
+            return self.choose(view, scores, self.num_tokens(view), view.candidates)
         lengths = [len(span.tokens) for span in view.spans]
         return list(torch.full((sum(lengths),), self.takes_all(view)).split(lengths))
 

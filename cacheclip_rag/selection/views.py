@@ -25,7 +25,11 @@ class PromptView:
     spans: Sequence[Span]
     """Reused chunks in prompt order, without exact chunks."""
     num_chunk_tokens: int
-    """Tokens of all reused chunks, including exact chunks. A recompute ratio is a share of this number."""
+    """Tokens of all reused chunks, including exact chunks; in continued KV, the share of them that each question
+    recomputes anew. A recompute ratio is a share of this number."""
+    candidates: Sequence[torch.Tensor] | None = None
+    """Per span a ``(num_tokens,)`` bool mask of the tokens that may be chosen; None: all. In continued KV, what earlier
+    questions recomputed may not."""
     question: torch.Tensor
     """``(num_question_tokens,)`` int64, slots of the question's tokens."""
     fresh: torch.Tensor

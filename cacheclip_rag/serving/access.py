@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from .errors import RequestError
 
-__all__ = ["Access", "Caller", "read_tenants"]
+__all__ = ["Access", "Caller", "check_origins", "read_tenants"]
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 _LEAST_KEY = 8
 """Fewest characters of a key."""
@@ -115,6 +118,22 @@ class Access:
                 headers={"www-authenticate": "Bearer"},
             )
         return found
+
+
+def check_origins(origins: Sequence[str], access: Access) -> None:
+    """Raise ConfigurationError unless these are origins of web pages, such as ``https://chat.example.org``, or ``*``
+    for all of them, which needs a key: any page that is open in a browser here could ask otherwise."""
+    for origin in origins:
+        if origin == "*" and access.is_open:
+            raise ConfigurationError(
+                "--allow-origin '*' lets every web page ask, and no API key is set. Name the page's origin, or set "
+                "--api-key or --tenants."
+            )
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigurationError(
+                f"an origin must be scheme, host and port such as https://chat.example.org or http://localhost:3000, "
+                f"without a path, got {origin[:200]!r}."
+            )
 
 
 def read_tenants(file: Path) -> dict[str, tuple[str, ...]]:

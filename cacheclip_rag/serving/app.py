@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 from ..fusion.answer import Answer, Event
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
-from .bodies import check_host, read_body
+from .bodies import Bodies, check_host
+from .bounds import LARGE_BODY, check_counts
 from .counters import Counters
 from .errors import RequestError, error_body, error_of
 from .queue import Queue
@@ -32,8 +35,12 @@ __all__ = ["App", "Limits"]
 
 logger = logging.getLogger(__name__)
 
+_SEND_S = 30.0
+"""Seconds in which a client must take what it is sent."""
 _PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
+_MOST_LARGE = 256
+"""Large bodies of one client that wait to be read."""
 _PING = b": waiting\n\n"
 _ENDED = b"data: [DONE]\n\n"
 
@@ -45,7 +52,7 @@ class Limits:
     running: int = 4
     """Most answers at once. Each holds the KV of its prompt."""
     waiting: int = 64
-    """Most questions that wait for them; more are refused (429)."""
+    """Most questions of one tenant that wait for them; more are refused (429)."""
     request_s: float = 600.0
     """Seconds for one request, waiting included."""
     body_bytes: int = 2**23
@@ -63,6 +70,8 @@ class App:
     limits: Limits = field(default_factory=Limits)
     any_host: bool = True
     """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
+    origins: tuple[str, ...] = ()
+    """Web pages that may ask through a browser, see :func:`~cacheclip_rag.serving.access.check_origins`."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None
@@ -78,7 +87,11 @@ class App:
     """Set when no new question is taken."""
 
     def __post_init__(self) -> None:
-        self._queue = Queue(self.limits.running, self.limits.waiting)
+        tenants = {self.access.tenant, *(name for names in self.access.tenants.values() for name in names)}
+        self._queue = Queue(self.limits.running, self.limits.waiting, is_shared=len(tenants) > 1)
+        self._large = Queue(1, _MOST_LARGE)
+        """Large bodies, which are read one by one."""
+        self._bodies = Bodies(self.limits.body_bytes)
         self._created = int(time.time())
         self._counters = Counters()
         paths: list[tuple[str, str, Callable[[Request], Awaitable[Any]]]] = [
@@ -89,9 +102,18 @@ class App:
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
         ]
+        exposed = ["retry-after", "x-request-id"]
+        pages = Middleware(
+            CORSMiddleware,
+            allow_origins=self.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
         self.asgi = Starlette(
             routes=[Route(path, self._guarded(path, handle), methods=[method]) for method, path, handle in paths],
             exception_handlers={HTTPException: _not_found},
+            middleware=[pages] if self.origins else [],
             lifespan=self._lifespan,
         )
 
@@ -177,14 +199,25 @@ class App:
     async def _answer(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
         card = self._ready()
-        body = parse(kind, read_json(await read_body(request, self.limits.body_bytes, self.limits.request_s)))
+        came = await self._bodies.read(request, caller.tenants[0])
+        if len(came) < LARGE_BODY:
+            body, question = self._read(came, kind, caller, card)
+        else:
+            async with self._large.place(caller.tenants[0]):
+                body, question = await asyncio.to_thread(self._read, came, kind, caller, card)
+        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+
+    def _read(self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard) -> tuple[Body, ServedQuestion]:
+        """A body and its question, checked."""
+        given = read_json(came)
+        check_counts(given, card.context_tokens)
+        body = parse(kind, given)
         self._check_model(body.model)
         tenant = caller.tenant(body.field.tenant)
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
         options = body.field.call_options().with_options({**defaults, **body.sampling()})
         least = body.field.min_confidence
-        question = ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
-        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+        return body, ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
@@ -212,7 +245,7 @@ class App:
 
     async def events(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
-        async with self._queue.place() as waited_s, aclosing(self.backend.answer(question)) as events:
+        async with self._queue.place(question.tenant) as waited_s, aclosing(self.backend.answer(question)) as events:
             async for event in events:
                 yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
@@ -241,7 +274,8 @@ class _Done:
             tokens = (
                 f", {stats.prompt_tokens} prompt tokens ({stats.reused_tokens} reused), {len(answer.token_ids)} new"
             )
-        logger.info("%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
+        level = logging.DEBUG if self.path == "/health" and status == 200 else logging.INFO  # probes come every second
+        logger.log(level, "%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
 
 
 class _AnswerResponse(Response):
@@ -261,6 +295,7 @@ class _AnswerResponse(Response):
         """Whether the end of the response was sent, or is being sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = _in_time(send)
         answering = asyncio.create_task(self._answer(scope, receive, send))
         leaving = asyncio.create_task(_left(receive))
         pinging = asyncio.create_task(self._ping(send))
@@ -288,6 +323,10 @@ class _AnswerResponse(Response):
                         self._has_ended = True
                         self.done(200, event.answer)
                     await give(event, scope, receive, send)
+        except ClientDisconnect:
+            self._has_ended = True
+            self._app.count_disconnect()
+            self.done(499)
         except Exception as error:
             await self._refuse(error, scope, receive, send)
 
@@ -335,6 +374,19 @@ class _AnswerResponse(Response):
         else:
             await _json(error_body(found), found.headers, found.status)(scope, receive, send)
         self.done(found.status)
+
+
+def _in_time(send: Send) -> Send:
+    """Sends as long as the client takes what it is sent: who reads nothing must not keep a place."""
+
+    async def sent(message: Any) -> None:
+        try:
+            async with asyncio.timeout(_SEND_S):
+                await send(message)
+        except TimeoutError:
+            raise ClientDisconnect from None
+
+    return sent
 
 
 async def _left(receive: Receive) -> None:

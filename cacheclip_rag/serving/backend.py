@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from ..answering.options import CallOptions
-from ..base.errors import ConfigurationError
+from ..base.checks import check_choice
 from ..fusion.answer import Event
 from ..runtime.base import Message
 
@@ -19,8 +19,7 @@ BACKENDS = ("transformers", "vllm")
 
 def check_backend(name: str) -> None:
     """Raise ConfigurationError unless there is a backend of this name."""
-    if name not in BACKENDS:
-        raise ConfigurationError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}.")
+    check_choice("backend", name, BACKENDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from ..base.errors import CacheClipError, ConfigurationError
 from ..frontend.tools import forced_tool, with_tool_choice
 from ..prompt.tools import check_calls, check_tools
 from ..runtime.base import Message
+from .bounds import check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -111,6 +112,11 @@ class _Message(_ContentPart):
         return message
 
 
+def _no_limit(value: Any) -> Any:
+    """-1 is what llama.cpp's clients send for no limit."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
 class _StreamOptions(_ContentPart):
     include_usage: bool | None = None
 
@@ -124,7 +130,7 @@ class Body(_ContentPart):
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cacheclip: CacheClipField | None = None
@@ -176,7 +182,7 @@ class ChatBody(Body):
     """Body of a request to ``/v1/chat/completions``."""
 
     messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[int | None, BeforeValidator(_no_limit)] = Field(default=None, ge=1, lt=2**31)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -282,6 +288,7 @@ class CompletionBody(Body):
 
 def read_json(body: bytes) -> dict[str, Any]:
     """A request's body. Raises RequestError unless it is a JSON object whose texts can be written as UTF-8."""
+    check_size(body)
     try:
         found = json.loads(body, parse_constant=_no_number)
         if b"\\u" in body:
@@ -292,6 +299,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON: {str(error)[:200]}.") from error
     if not isinstance(found, dict):
         raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
+    check_values(found)
     return found
 
 

@@ -6,16 +6,17 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from ..base.errors import ConfigurationError
-from .access import Access
+from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
+from .connections import Connection, allow_many_files
 
 __all__ = ["Server", "address_of", "check_reachable", "served_name"]
 
@@ -36,6 +37,7 @@ class Server:
         limits: Limits | None = None,
         host: str = "127.0.0.1",
         port: int = 8000,
+        origins: Sequence[str] = (),
         temperature: float = 1.0,
         max_tokens: int | None = None,
         on_ready: Callable[[str], None] = lambda address: None,
@@ -44,6 +46,7 @@ class Server:
         Args:
             name: served name of the model.
             port: 0 takes a free one.
+            origins: web pages that may ask through a browser.
             temperature: of requests that state none; 1 is OpenAI's.
             max_tokens: most tokens of a chat answer whose request states none; None: the model's context.
             on_ready: called with the address when the model is loaded.
@@ -52,6 +55,7 @@ class Server:
             ConfigurationError: other machines could reach the address, and no API key is set.
         """
         check_reachable(host, access)
+        check_origins(origins, access)
         limits = limits or Limits()
         self._failure: Exception | None = None
         self.app = App(
@@ -60,6 +64,7 @@ class Server:
             access,
             limits,
             any_host=not access.is_open,
+            origins=tuple(origins),
             temperature=temperature,
             max_tokens=max_tokens,
             on_ready=lambda: on_ready(self.address),
@@ -76,6 +81,7 @@ class Server:
             ws="none",
             timeout_graceful_shutdown=round(limits.request_s) + 1,
             h11_max_incomplete_event_size=2**16,
+            http=Connection,
         )
         self._host, self._port, self._config = host, port, config
         self._uvicorn = _Uvicorn(config, self._stopping)
@@ -89,6 +95,7 @@ class Server:
             ConfigurationError: the address is taken.
             The errors of the backend's start.
         """
+        allow_many_files()
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]
         self.address = address_of(self._host, port)

@@ -27,7 +27,7 @@ __all__ = ["TransformersBackend"]
 
 
 class TransformersBackend(ServingBackend):
-    """An engine for each tenant. They share weights, store and queue; prefix caches are their own."""
+    """An engine for each tenant. They share weights, store and queue; prefix caches are their own, under one limit."""
 
     def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
         """
@@ -46,7 +46,10 @@ class TransformersBackend(ServingBackend):
         """The engine of a tenant, made at first use."""
         with self._lock:
             if tenant not in self._engines:
-                self._engines[tenant] = CacheClipEngine(replace(self._config, namespace=tenant), store=self._store)
+                engine = CacheClipEngine(replace(self._config, namespace=tenant), store=self._store)
+                for other in list(self._engines.values())[:1]:
+                    engine.prefixes.share_limit(other.prefixes)
+                self._engines[tenant] = engine
             return self._engines[tenant]
 
     def start(self) -> ModelCard:

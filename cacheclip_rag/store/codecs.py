@@ -133,7 +133,14 @@ class FloatCodec(Codec):
         return (ArrayPart(self.dtype, tuple(shape), 2),)
 
     def encode(self, layer: torch.Tensor) -> torch.Tensor:
-        return layer.to("cpu", self.dtype).contiguous().flatten().view(torch.uint8)
+        stored = layer.to("cpu", self.dtype)
+        if torch.finfo(self.dtype).max < torch.finfo(layer.dtype).max and not stored.isfinite().all():
+            name, largest = str(self.dtype).removeprefix("torch."), float(layer.abs().max())
+            raise ConfigurationError(
+                f"KV up to {largest:g} cannot be stored with codec {name}: it would be infinite. Use codec bfloat16 or "
+                "float32."
+            )
+        return stored.contiguous().flatten().view(torch.uint8)
 
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
         return LayerKV(*arrays[0])

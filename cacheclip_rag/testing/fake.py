@@ -4,7 +4,7 @@ The fake fulfils everything that planner, store, adapters and observers rely on.
 answer is a function of all token ids of the prompt, so that answers with and without reuse are equal. Recomputed tokens
 are counted, not computed.
 
->>> from cacheclip_rag.models.load import register_runtime
+>>> from cacheclip_rag.models import register_runtime
 >>> register_runtime("fake", FakeRuntime)
 >>> CacheClipEngine(primary="fake:primary", auxiliary="fake:auxiliary")
 """
@@ -24,6 +24,7 @@ import torch
 from ..base.errors import ConfigurationError
 from ..fusion.fused import Fused
 from ..runtime.base import Runtime, TokenizedText
+from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
@@ -88,6 +89,7 @@ class FakeRuntime(Runtime):
     # -- text ---------------------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        check_encodable(text)
         found = list(_TOKEN.finditer(text))
         ids = tuple(self._id_of(match[0]) for match in found)
         return TokenizedText(ids, tuple(match.span() for match in found))

@@ -110,7 +110,7 @@ class Work:
         exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
         stale = sum(len(span.tokens) for span in unknown) - exact
         chunks = len({span.whole for span in plan.reused})
-        return cls(layout.num_tokens, known, layout.num_exact + exact, stale, chunks)
+        return cls(layout.num_tokens, known, layout.num_known + exact, stale, chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..base.errors import ConfigurationError
+from ..base.python import own_folder, python_command, python_environment
 from ..config import EngineConfig
 from ..models.load import resolve
+from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
 from .offline import engine_options, worker_of
-from .options import check_flags, check_vllm, is_on, value_of
+from .options import absolute_paths, check_flags, check_vllm, is_on, value_of
 from .parameters import NAMESPACES_VARIABLE
 from .planner import Planner
 from .served import Served
@@ -60,7 +62,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
     engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
     arguments = [
-        *(sys.executable, "-m", _MODULE),
+        *python_command("-m", _MODULE),
         *("--model", str(resolve(config.primary))),
         *("--served-model-name", settings.name),
         *("--host", host, "--port", str(port)),
@@ -73,7 +75,8 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--shutdown-timeout", str(_SHUTDOWN_S)),
     ]
     environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
-    return Command((*arguments, *flags), environment)  # of a flag given twice, the last one counts
+    # of a flag given twice, the last one counts
+    return Command((*arguments, *absolute_paths(flags)), environment)
 
 
 def launch(
@@ -85,6 +88,7 @@ def launch(
     port: int = 8000,
     api_key: str | None = None,
     tenants: Path | None = None,
+    origins: Sequence[str] = (),
     body_bytes: int = 2**23,
     as_json: bool = False,
 ) -> NoReturn:
@@ -112,6 +116,7 @@ def launch(
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
     port = port or _free_port(host)
+    config = _from_any_folder(config)
     settings = ServerSettings(
         config,
         served_name or name_of(config.primary),
@@ -124,6 +129,9 @@ def launch(
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
     )
     check_reachable(host, settings.access)
+    check_origins(origins, settings.access)
+    if origins or settings.access.is_open:  # vLLM allows every web page by default
+        flags = ["--allowed-origins", json.dumps([*origins]), *flags]
     planner = Planner(config)
     settings = replace(settings, served=_served(config, flags))  # from here on models may be fetched
     planner.serve(settings.served)
@@ -135,12 +143,25 @@ def launch(
     _become(program)
 
 
+def _from_any_folder(config: EngineConfig) -> EngineConfig:
+    """The settings with models' folders that hold in every folder, because vLLM runs in one of its own."""
+
+    def moved(name: str) -> str:
+        folder = Path(name).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else name
+
+    auxiliary = None if config.auxiliary is None else moved(config.auxiliary)
+    return replace(config, primary=moved(config.primary), auxiliary=auxiliary)
+
+
 def _become(program: Command) -> NoReturn:
-    """Run a program in place of this one. What it writes to stdout goes to stderr."""
+    """Run a program in place of this one, in a folder of its own. What it writes to stdout goes to stderr."""
+    environment = python_environment(**program.environment)
     sys.stdout.flush()
     sys.stderr.flush()
+    os.chdir(own_folder())
     os.dup2(2, 1)
-    os.execve(program.arguments[0], program.arguments, {**os.environ, **program.environment})
+    os.execve(program.arguments[0], program.arguments, environment)
 
 
 def _to_stdout(settings: ServerSettings) -> ServerSettings:

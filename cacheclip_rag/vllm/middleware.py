@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,9 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..fusion.answer import FusionStats
 from ..serving.access import Caller
-from ..serving.bodies import check_host, read_body
+from ..serving.bodies import Bodies, check_host
+from ..serving.bounds import LARGE_BODY, check_counts
 from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
+from ..serving.queue import Queue
 from ..serving.replies import as_json
 from ..serving.schema import read_json
 from .parameters import request_parameters
@@ -50,11 +52,11 @@ _OF_TENANTS = frozenset({_CHAT, _COMPLETION, "/v1/models"})
 """Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
 _NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
 """Paths that are counted apart."""
-_BODY_S = 600.0
-"""Seconds in which the body of a request must come."""
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
 did not end, and would wait for their connections forever."""
+_MOST_LARGE = 256
+"""Large bodies of one client that wait to be read."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
 _SWITCH = TypeAdapter(bool)
@@ -77,6 +79,9 @@ class CacheClip:
         self.planning = Planning(self._settings)
         self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
         self._counters = Counters()
+        self._bodies = Bodies(self._settings.body_bytes)
+        self._large = Queue(1, _MOST_LARGE)
+        """Large bodies, which are read one by one."""
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,14 +191,32 @@ class CacheClip:
     async def _asked(
         self, path: str, request: Request, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        body = read_json(await self._read(request))
+        body = await self._read(request, caller.tenants[0])
         check_carried(body)
+        leaving = asyncio.ensure_future(receive())
+        try:
+            await self._answered(path, body, caller, leaving, scope, receive, send)
+        finally:
+            leaving.cancel()
+
+    async def _answered(
+        self,
+        path: str,
+        body: dict[str, Any],
+        caller: Caller,
+        leaving: asyncio.Future[Message],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """``leaving``: what comes after the body, which is that the client has left."""
         field = take_field(body)
         tenant = caller.tenant(field.tenant)
         if path == _CHAT:
             self._add_system_prompt(body)
         try:
-            way = await self.planning.plan(_READERS[path](body, self._settings.name), field, tenant)
+            asked = _READERS[path](body, self._settings.name)
+            way = await _unless_left(self.planning.plan(asked, field, tenant), leaving)
         except NotPlanned as error:
             way = Route(reason=str(error))
         self._give_plan(path, body, way)
@@ -203,7 +226,7 @@ class CacheClip:
         result.began -= way.queued_s + way.planning_s
         kept = _MOST_KEPT if self._checks.rate else 0
         reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
-        replay = _Replay(as_json(body), receive)
+        replay = _Replay(as_json(body), leaving, receive)
         self._running += 1
         try:
             await self._app(_with_length(scope, replay.body), replay, reply)
@@ -218,11 +241,15 @@ class CacheClip:
         if reply.is_done:
             self._checks.offer(scope, body, result, reply.body)
 
-    async def _read(self, request: Request) -> bytes:
-        try:
-            return await read_body(request, self._settings.body_bytes, _BODY_S)
-        except TimeoutError as error:
-            raise RequestError(f"the body did not come within {_BODY_S:.0f} s.", status=408) from error
+    async def _read(self, request: Request, client: str) -> dict[str, Any]:
+        came = await self._bodies.read(request, client)
+        if len(came) < LARGE_BODY:
+            body = read_json(came)
+        else:
+            async with self._large.place(client):
+                body = await asyncio.to_thread(read_json, came)
+        check_counts(body, self.planning.context_tokens())
+        return body
 
     def _add_system_prompt(self, body: dict[str, Any]) -> None:
         """The settings' system prompt, for conversations without one."""
@@ -283,19 +310,37 @@ def _is_on(given: Any) -> bool:
         return False
 
 
+async def _unless_left(planning: Coroutine[Any, Any, Route], leaving: asyncio.Future[Message]) -> Route:
+    """The route, unless the client leaves before it is there."""
+    task = asyncio.ensure_future(planning)
+    either: set[asyncio.Future[Any]] = {task, leaving}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and leaving.result()["type"] == "http.disconnect":
+            raise ClientDisconnect
+        return await task
+    finally:
+        task.cancel()
+
+
 class _Replay:
     """Receives the body again, then what the client sends after it: that it has left."""
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self.body, self._receive = body, receive
-        self._is_sent = False
+    def __init__(self, body: bytes, leaving: asyncio.Future[Message], receive: Receive) -> None:
+        """``leaving``: the first message after the body."""
+        self.body, self._leaving, self._receive = body, leaving, receive
+        self._is_sent = self._is_next_read = False
         self.client_left = False
 
     async def __call__(self) -> Message:
         if not self._is_sent:
             self._is_sent = True
             return {"type": "http.request", "body": self.body, "more_body": False}
-        message = await self._receive()
+        if self._is_next_read:
+            message = await self._receive()
+        else:
+            message = await asyncio.shield(self._leaving)
+            self._is_next_read = True
         self.client_left |= message["type"] == "http.disconnect"
         return message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -9,7 +10,7 @@ from itertools import islice
 from ..base.errors import ConfigurationError, MissingExtraError
 from .served import installed
 
-__all__ = ["check_flags", "check_given", "check_vllm", "is_on", "value_of"]
+__all__ = ["absolute_paths", "check_flags", "check_given", "check_vllm", "is_on", "value_of"]
 
 _VERSION = "0.32"
 
@@ -51,6 +52,13 @@ _OURS = {
     "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
 }
 """Flags of vLLM that contradict what this command sets, each with what to do instead."""
+_FILES = frozenset(
+    {
+        *("download-dir", "generation-config", "log-config-file", "lora-modules", "reasoning-parser-plugin"),
+        *("ssl-ca-certs", "ssl-certfile", "ssl-keyfile", "tool-parser-plugin"),
+    }
+)
+"""Flags of vLLM whose values are files or folders even if they hold no slash."""
 _WHOLE = ("quantization",)
 """Flags of vLLM that are also the beginnings of others."""
 
@@ -96,6 +104,18 @@ def value_of(flags: Sequence[str], name: str, short: str | None = None) -> str |
         elif is_short or stands_for(flag, name):
             _, has_value, value = flag.partition("=")
             found = value if has_value else next(iter(flags[number + 1 :]), None)
+    return found
+
+
+def absolute_paths(flags: Sequence[str]) -> list[str]:
+    """The flags with absolute paths for files that exist here, because vLLM runs in another folder."""
+    found: list[str] = []
+    is_file = False
+    for flag in flags:
+        is_file = _name(flag) in _FILES if flag.startswith("-") else is_file
+        before, sign, value = flag.rpartition("=") if "=" in flag else ("", "", flag)
+        may_be = value and not value.startswith("-") and (is_file or os.sep in value)
+        found.append(before + sign + os.path.abspath(value) if may_be and os.path.exists(value) else flag)
     return found
 
 

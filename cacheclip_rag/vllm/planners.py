@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..answering.turns import CallerLeft, Waiter
 from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
 from ..frontend.tools import uses_tools
 from ..fusion.wire import FusionPlan
@@ -23,6 +24,7 @@ from ..runtime.transformers.planning import PlanningRuntime
 from ..serving.counters import exposition
 from ..serving.errors import RequestError
 from ..serving.field import CacheClipField
+from ..serving.queue import Queue, QueueFull
 from ..store import ChunkStore
 from .once import WarnOnce
 from .planner import PlannedPrompt, Planner
@@ -34,7 +36,7 @@ __all__ = ["Planning", "Route"]
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 64
-"""Prompts that wait for their plan; more are prefilled in full, which needs no wait."""
+"""Prompts of one tenant that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
 """Reasons that are counted apart."""
 _LOOPS_OVER_PARTS = re.compile(r"\bfor\b[^%]*\bin\b[^%]*content|\bmacro\b")
@@ -69,8 +71,7 @@ class Planning:
         self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
         self._warn_once = WarnOnce(logger)
         self._checking: Future[None] | None = None
-        self.waiting = 0
-        """Prompts that wait for their plan, or are being planned."""
+        self._queue = Queue(1, _MOST_WAITING)
         self.metrics = Metrics(lambda: self._store.stats().tiers)
         """Counters over all answers."""
         self._outcomes: Counter[str] = Counter()
@@ -83,6 +84,15 @@ class Planning:
                 config = replace(self._settings.config, namespace=tenant)
                 self._planners[tenant] = Planner(config, store=self._store, served=self._settings.served)
             return self._planners[tenant]
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for their plan, or are being planned."""
+        return self._queue.waiting + self._queue.running
+
+    def context_tokens(self) -> int:
+        """Of the model's folder; vLLM may be told a shorter one."""
+        return self.planner(self._settings.config.namespace).primary.context_tokens
 
     def start(self) -> None:
         """Load what the first plan needs. Raises the errors of :meth:`Planner.warm_up`."""
@@ -104,14 +114,16 @@ class Planning:
         Raises:
             RequestError: the request asks for what cannot be, or its prompt is too long.
         """
-        if self.waiting >= _MOST_WAITING:
-            return Route(reason="too many prompts wait to be planned")
-        self.waiting += 1
         came = time.perf_counter()
+        caller = Waiter()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._way, asked, field, tenant, came)
+            async with self._queue.place(tenant):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._thread, self._way, asked, field, tenant, came, caller)
+        except QueueFull:
+            return Route(reason="too many prompts wait to be planned")
         finally:
-            self.waiting -= 1
+            caller.leave()
 
     def check(self, way: Route, tenant: str) -> None:
         """Remove what cannot be read of a plan that vLLM did not carry out, so that it is missing from the next plan.
@@ -137,14 +149,15 @@ class Planning:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, tokenized)
 
-    def _way(self, asked: PlannablePrompt, field: CacheClipField, tenant: str, came: float) -> Route:
+    def _way(self, asked: PlannablePrompt, field: CacheClipField, tenant: str, came: float, caller: Waiter) -> Route:
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
         try:
             planner = self.planner(tenant)
-            planned = self._planned(planner, asked, field, _method(planner, field))
+            with caller.asking():
+                planned = self._planned(planner, asked, field, _method(planner, field))
             reason = planned.reason
-        except RequestError:
+        except (RequestError, CallerLeft):
             raise
         except PromptTooLongError as error:
             raise RequestError(str(error), code="context_length_exceeded") from error

@@ -32,7 +32,7 @@ class Result:
     """Called once, with the statistics, the outcome and the reason for plain prefill."""
     shows_metrics: bool = False
     """Whether vLLM's ``metrics`` stay in the response."""
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=lambda: time.perf_counter())
     first: float | None = None
     """When the first bytes of a stream came."""
     outcome: str | None = None

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .served import ServedFields
 from .settings import ALIASES, EngineFields, ModelFields
+from .skipped import warn_skipped
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields"]
+__all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "warn_skipped"]

@@ -142,6 +142,11 @@ class EngineFields(BaseModel):
         thread (``await asyncio.to_thread(llm.warm_up)``)."""
         return self.engine.warm_up(read_chunks=read_chunks)
 
+    def unload(self) -> None:
+        """Free the memory of the weights, see :meth:`~cacheclip_rag.engine.CacheClipEngine.unload`. The next answer
+        loads them again."""
+        self.engine.unload()
+
     def _check(self) -> None:
         self._full_config()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters import ServedFields
+from cacheclip_adapters import ServedFields, warn_skipped
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
@@ -90,13 +90,13 @@ class LangChainFields(ServedFields):
 
     def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
         """Store the KV of documents that are not blank, and the sources of documents with an id. Short documents are
-        computed together."""
+        computed together. A document that cannot be stored is skipped with a warning."""
         from cacheclip_rag.chunks.batches import in_batches
 
         engine = self.engine
         with langchain_errors():
             for batch in in_batches(documents, lambda document: document.page_content):
-                engine.precompute(_texts(batch), method=self.method)
+                engine.precompute(_texts(batch), method=self.method, skipped=warn_skipped)
                 yield
 
     def _settle(self, documents: Sequence[Document]) -> None:
@@ -108,7 +108,8 @@ class LangChainFields(ServedFields):
         for document in documents:
             source, whole = origin(document)
             if source and document.page_content.strip():
-                engine.library.add_source(normalise_chunk(document.page_content), source, whole)
+                with suppress(ConfigurationError):  # half a character: it was skipped
+                    engine.library.add_source(normalise_chunk(document.page_content), source, whole)
 
 
 def ending(answer: Answer) -> dict[str, Any]:

@@ -25,9 +25,8 @@ class CacheClipDocumentStore(BaseStore[str, Document]):
         docstore: the wrapped store, with documents by key.
         llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents.
 
-    Raises:
-        PromptTooLongError: a document is longer than the model's context; nothing is set. The error is also LangChain's
-            ``ContextOverflowError``.
+    A document that cannot be precomputed, because it is longer than the model's context or holds half a character, is
+    set with a warning that has its id.
 
     >>> docstore = CacheClipDocumentStore(InMemoryStore(), llm)
     >>> ParentDocumentRetriever(vectorstore=vectors, docstore=docstore, child_splitter=child_splitter)

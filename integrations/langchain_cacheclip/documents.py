@@ -44,12 +44,8 @@ class CacheClipDocumentTransformer(BaseDocumentTransformer):
         self.llm = llm
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """Precompute documents that are not blank.
-
-        Raises:
-            PromptTooLongError: a document is longer than the model's context. The error is also LangChain's
-                ``ContextOverflowError``.
-        """
+        """Precompute documents that are not blank. A document that cannot be stored, because it is longer than the
+        model's context or holds half a character, is skipped with a warning that has its id."""
         self.llm._precompute(map(_named, documents))
         return documents
 

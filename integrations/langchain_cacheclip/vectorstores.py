@@ -30,17 +30,13 @@ class CacheClipVectorStore(VectorStore):
 
     With ``langchain_core.indexing.index`` and a record manager, ingestion is incremental: only new and changed
     documents are processed. Documents are precomputed, then added; then older texts under their ids are released. So a
-    batch with a document that is too long adds nothing, and a killed run can be repeated: precomputed documents are
-    found by their content.
+    killed run can be repeated: precomputed documents are found by their content. A document that cannot be precomputed,
+    because it is longer than the model's context or holds half a character, is added with a warning that has its id.
 
     Args:
         store: any vector store.
         llm: the :class:`ChatCacheClip` or :class:`CacheClipLLM` that will read the documents; its ``method`` decides
             the chunk context.
-
-    Raises:
-        PromptTooLongError: a document is longer than the model's context. The error is also LangChain's
-            ``ContextOverflowError``.
 
     >>> store = CacheClipVectorStore(InMemoryVectorStore(embeddings), llm)
     >>> index(documents, record_manager, store, cleanup="incremental", source_id_key="source", key_encoder="blake2b")

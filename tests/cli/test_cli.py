@@ -222,6 +222,42 @@ def test_ask_where_ingestion_never_succeeded(cacheclip: Any, models: list[str], 
     assert result.code == 1 and "cacheclip ingest" in result.err
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_notes_on_documents_are_said_and_count_if_strict(
+    cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], strict: bool
+) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "lease.pdf").write_bytes(pdf(chunks[0], "", "Signed on 3 March."))
+    (corpus / "plain.txt").write_text(chunks[1])
+    given = ("ingest", corpus, "--store", tmp_path / "store", *models, *(["--strict"] if strict else []))
+    for option, key in ((["--dry-run"], "chunks"), ([], "added")):
+        result = cacheclip(*given, *option, "--json")
+        assert result.code == (1 if strict else 0) and result.json[key] == 2
+        [note] = result.json["notes"]
+        assert note["path"].endswith("lease.pdf") and "page 2 of 3 without text" in note["note"]
+        assert result.json["failed"] == result.json["skipped"] == []
+    (corpus / "lease.pdf").write_bytes(pdf(chunks[0], "", "Signed on 4 March."))
+    said = cacheclip(*given)
+    assert "lease.pdf: page 2 of 3 without text" in said.err and said.code == (1 if strict else 0)
+    (corpus / "lease.pdf").write_bytes(pdf(chunks[0]))
+    assert cacheclip(*given).code == 0
+
+
+def test_an_empty_file_is_skipped(cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str]) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text(chunks[0])
+    for name in ("b.txt", "c.md"):
+        (corpus / name).write_text(" \n" * (name == "c.md"))
+    result = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models, "--json")
+    assert result.code == 0 and result.json["failed"] == [] and result.json["documents"] == 1
+    assert [Path(each["path"]).name for each in result.json["skipped"]] == ["b.txt", "c.md"]
+    (corpus / "a.txt").write_text("")
+    assert cacheclip("ingest", corpus, "--store", tmp_path / "store", "--dry-run", "--json").json["removed"] == 1
+    assert cacheclip("ingest", corpus, "--store", tmp_path / "store", "--json").json["removed"] == 1, "now it is empty"
+
+
 def test_the_limit_given_once_holds_for_every_command(
     cacheclip: Any, stored: Path, models: list[str], tmp_path: Path, chunks: list[str]
 ) -> None:
@@ -487,7 +523,7 @@ def test_options_do_not_become_more() -> None:
     """Options of all commands together, ``--help`` not counted. Lower the number when one goes; see the settings file
     before adding one."""
     options = [each for command in commands() for each in command.params if each.param_type_name == "option"]
-    assert len(options) <= 127
+    assert len(options) <= 128
     assert all("as_json" in [each.name for each in command.params] for command in commands())
 
 

@@ -197,6 +197,7 @@ class TestDamage:
         expected = engine.generate(rag(chunks), SHORT)
         assert engine.config.auxiliary
         self.damage(engine, engine.config.auxiliary, chunks[1])
+        engine.prefixes.clear()
         answer = engine.generate(rag(chunks), SHORT)
         check_sums(answer)
         assert answer.stats.recomputed_tokens == expected.stats.recomputed_tokens and answer.stats.hits == 4

@@ -6,7 +6,10 @@ import html
 import json
 import re
 import textwrap
+import unicodedata
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +153,18 @@ class TestParts:
         assert shown in self.LONG[290:340]
 
     def test_a_rest_that_is_escaped(self, engine: CacheClipEngine) -> None:
-        found = explain_miss(engine, asked(html.escape(TEXT)), TEXT)
+        text = f"{TEXT} 'Lamps' & <oil> & 'wicks' & <rope> & \"tar\" & 'salt' & <bread> & 'rum'."
+        engine.precompute([text])
+        found = explain_miss(engine, asked(html.escape(text)), text)
         assert found.reason == "part" and "Of the rest: the prompt has the text HTML-escaped" in found.explanation
+
+    @pytest.mark.parametrize("form", [json.dumps, partial(unicodedata.normalize, "NFD")])
+    def test_a_text_in_another_form(self, engine: CacheClipEngine, form: Callable[[str], str]) -> None:
+        rest = " ".join(["R\u00e9p\u00e9t\u00e9e \u00e0 l\u2019\u00e9t\u00e9, d\u00e9j\u00e0."] * 6)
+        for text, reason in ((rest, "not_in_prompt"), (f"{self.LONG} {rest}", "part")):
+            engine.precompute([text])
+            found = explain_miss(engine, asked(form(text)), text)
+            assert found.reason == reason and "in another form" in found.explanation
 
     def test_a_rest_that_is_written_differently(self, engine: CacheClipEngine) -> None:
         engine.precompute([self.LONG])

@@ -143,7 +143,8 @@ class TestMatch:
         found(cache, [1, 2, 3, 9, 9])
         put(cache, [5, 6])
         expected = {"blocks": 2, "bytes": 2 * BLOCK_BYTES, "max_bytes": 2 * BLOCK_BYTES}
-        assert asdict(cache.stats) == expected | {"hit_tokens": 2, "lookup_tokens": 5, "evictions": 1}
+        expected |= {"hit_tokens": 2, "lookup_tokens": 5, "evictions": 1, "continued_bytes": 0}
+        assert asdict(cache.stats) == expected
 
     def test_bytes_are_those_of_the_tensors(self) -> None:
         cache = room(99)
@@ -155,6 +156,27 @@ class TestMatch:
     def test_settings_out_of_range(self, max_bytes: int, block_tokens: int) -> None:
         with pytest.raises(ConfigurationError, match="must be"):
             PrefixCache(max_bytes, block_tokens=block_tokens)
+
+
+class TestOneLimit:
+    def test_of_several_tenants(self) -> None:
+        """The largest gives way, its oldest prompt first; none finds a block of another."""
+        first, second, third = (room(6, extra_keys=(name,)) for name in "abc")
+        second.share_limit(first)
+        third.share_limit(second)
+        put(first, [1, 2])
+        put(first, [3, 4, 5, 6, 7, 8])
+        put(second, [1, 2, 3, 4])
+        assert put(third, [9, 9, 8, 8]) == 2
+        assert [each.stats.blocks for each in (first, second, third)] == [2, 2, 2]
+        assert found(first, [1, 2]) == 0 and found(first, [3, 4, 5, 6, 7, 8]) == 4
+        assert found(second, [1, 2, 3, 4]) == found(third, [9, 9, 8, 8]) == 4
+        with second.match([1, 2, 3, 4]), first.match([3, 4, 5, 6]):
+            assert put(third, [7, 7]) == 1, "those in use stay: it is its own"
+            assert [each.stats.blocks for each in (first, second, third)] == [2, 2, 2]
+        assert sum(each.stats.bytes for each in (first, second, third)) == 6 * BLOCK_BYTES
+        second.clear()
+        assert put(first, [5, 5, 6, 6]) == 2 and third.stats.blocks == 2
 
 
 class TestKeys:

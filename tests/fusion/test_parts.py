@@ -14,13 +14,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from cacheclip_rag import CacheClipEngine, Chunk, Fresh
+from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.fusion.recompute import choose_rows, recompute
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
 from tests.conftest import QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
+from tests.store.test_folding import FORMS as FORMS_OF_TEXTS
+from tests.store.test_folding import LANGUAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [" ".join(SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)) for first in range(4)]
@@ -104,6 +106,31 @@ class TestReuse:
         stats = prefilled(engine, prompt, "cacheclip").stats
         assert (stats.hits, stats.misses, stats.chunk_tokens) == (2, 0, plan.chunk_tokens)
         assert stats.recomputed_tokens == plan.budget_tokens
+
+    @pytest.mark.parametrize("form", FORMS_OF_TEXTS)
+    @pytest.mark.parametrize("language", LANGUAGES)
+    def test_a_text_in_another_form_is_reused_or_counted(
+        self, engine: CacheClipEngine, language: str, form: str
+    ) -> None:
+        """Whichever tokens are alike: most of the text is reused, or it is a miss with all of its tokens."""
+        text = LANGUAGES[language] * 2
+        asked = f"Read.\n\n{FORMS_OF_TEXTS[form](text)}\n\nWhat is the rule?"
+        engine.precompute([text])
+        layout = engine.plan(asked).layout
+        check_spans(layout, engine)
+        answer = engine.generate(asked, SamplingParams(max_tokens=1)).stats
+        alike = sum(len(span.tokens) for span in layout.chunks)
+        assert answer.chunk_tokens == alike and answer.hits + answer.misses == 1
+        assert (answer.misses, answer.missed_tokens) == ((0, 0) if alike else (1, len(engine.primary.tokenize(text))))
+        if answer.misses:
+            assert "in another form" in str(answer.fallback)
+
+    def test_less_than_half_in_another_form_is_no_miss(self, engine: CacheClipEngine) -> None:
+        text = LANGUAGES["Korean"] * 2
+        engine.precompute([text])
+        for share, misses in ((0.4, 0), (0.6, 1)):
+            asked = json.dumps(text[: int(share * len(text))])
+            assert engine.generate(f"Read {asked}. Who?", SamplingParams(max_tokens=1)).stats.misses == misses
 
     def test_what_is_missing_is_stored_whole(self, tiny_models: dict[str, str]) -> None:
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])

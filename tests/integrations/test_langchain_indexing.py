@@ -31,7 +31,7 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import CharacterTextSplitter
 
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import register_runtime
@@ -158,38 +158,76 @@ class TestParents:
         assert stored(llm, documents) == [False, True, True, False], "c has the same text"
         await store.amdelete(["c", "a"])
         assert stored(llm, documents) == [False] * 4 and store.mget(["a", "b", "c"]) == [None] * 3
-        with pytest.raises(ContextOverflowError):
-            store.mset([("d", Document(TOO_LONG))])
         assert [key async for key in store.ayield_keys()] == [] == await store.amget([])
         assert store.store == {}, "other attributes are the wrapped store's"
+
+
+class Replacing(DeterministicFakeEmbedding):
+    """Takes half a character, as embedding models do."""
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return super().embed_documents([text.encode("utf-8", "replace").decode() for text in texts])
 
 
 class TestOrder:
     """Precomputed, added, then older texts released."""
 
-    def test_a_document_too_long_adds_nothing(self, llm: ChatCacheClip, documents: list[Document]) -> None:
+    @pytest.mark.parametrize("bad", [TOO_LONG, "Half \ud835 a character, as PDF readers give it."])
+    @pytest.mark.parametrize("hook", ["vector store", "document store", "transformer"])
+    def test_a_bad_document_is_skipped_with_its_id(
+        self, llm: ChatCacheClip, documents: list[Document], bad: str, hook: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        given = [documents[0], Document(bad), *documents[1:3]]
+        given = [Document(each.page_content, id=f"node-{n}") for n, each in enumerate(given)]
+        if hook == "vector store":
+            CacheClipVectorStore(InMemoryVectorStore(Replacing(size=8)), llm).add_documents(given)
+        elif hook == "document store":
+            store = CacheClipDocumentStore(InMemoryStore(), llm)
+            store.mset([(str(each.id), each) for each in given])
+            assert [*store.yield_keys()] == [each.id for each in given]
+        else:
+            CacheClipDocumentTransformer(llm).transform_documents(given)
+        assert stored(llm, documents) == [True, True, True, False], "those after it, too"
+        said = [record.getMessage() for record in caplog.records if "not precomputed" in record.getMessage()]
+        assert len(said) == 1 and "node-1" in said[0]
+
+    async def test_a_bad_document_is_skipped_in_async_calls(
+        self, llm: ChatCacheClip, documents: list[Document], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        given = [Document(TOO_LONG, id="giant"), documents[0]]
+        await CacheClipDocumentTransformer(llm).atransform_documents(given)
+        assert stored(llm, documents) == [True, False, False, False] and "giant" in caplog.text
+        assert llm.engine.release(sources=["giant"]) == 0
+
+    def test_a_document_too_long_is_indexed(self, llm: ChatCacheClip, documents: list[Document]) -> None:
         store, manager = over_memory(llm), InMemoryRecordManager("test")
         manager.create_schema()
         giant = Document(TOO_LONG, metadata={"source": "giant"})
-        with pytest.raises(PromptTooLongError, match="Split the document") as error:
-            index([*documents[:2], giant], manager, store, **OPTIONS)
-        assert isinstance(error.value, ContextOverflowError)
-        assert store.similarity_search("anything") == []
-        assert index(documents[:2], manager, store, **OPTIONS)["num_added"] == 2
+        assert index([*documents[:2], giant], manager, store, **OPTIONS)["num_added"] == 3
         assert sorted(each.page_content for each in store.similarity_search("anything")) == sorted(
-            each.page_content for each in documents[:2]
+            each.page_content for each in [*documents[:2], giant]
         )
 
     async def test_an_older_text_stays_until_the_new_one_is_there(
-        self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]
+        self,
+        store: CacheClipVectorStore,
+        llm: ChatCacheClip,
+        documents: list[Document],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        async def failing(*arguments: Any, **options: Any) -> list[str]:
+            raise ConnectionError("the vector store is down")
+
         store.add_documents([documents[0]], ids=["a"])
-        for adding in (
-            lambda: store.aadd_documents([Document(TOO_LONG)], ids=["a"]),
-            lambda: store.aadd_texts([TOO_LONG], ids=["a"]),
-        ):
-            with pytest.raises(ContextOverflowError):
-                await adding()
+        with monkeypatch.context() as patch:
+            patch.setattr(store.store, "aadd_documents", failing)
+            patch.setattr(store.store, "aadd_texts", failing)
+            for adding in (
+                lambda: store.aadd_documents([documents[2]], ids=["a"]),
+                lambda: store.aadd_texts([documents[2].page_content], ids=["a"]),
+            ):
+                with pytest.raises(ConnectionError):
+                    await adding()
         assert store.get_by_ids(["a"])[0].page_content == documents[0].page_content
         assert stored(llm, documents[:1]) == [True]
         await store.aadd_documents([documents[1]], ids=["a"])

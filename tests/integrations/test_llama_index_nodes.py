@@ -86,6 +86,20 @@ def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
     return runtime.prompts
 
 
+@pytest.mark.parametrize("bad", ["word " * 5000, "Half \ud835 a character, as PDF readers give it."])
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_bad_node_is_skipped_with_its_id(
+    llm: CacheClipLLM, chunks: list[str], bad: str, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [chunks[0], bad, chunks[1]]
+    transform = CacheClipTransform.from_llm(llm)
+    given = [TextNode(text=text, id_=f"node-{n}") for n, text in enumerate(texts)]
+    assert (await transform.acall(given) if asynchronous else transform(given)) == given, "the index has all of them"
+    assert [llm.engine.is_stored(text) for text in (chunks[0], chunks[1])] == [True, True]
+    said = [record.getMessage() for record in caplog.records if "not precomputed" in record.getMessage()]
+    assert len(said) == 1 and "node-1" in said[0]
+
+
 class TestSynthesizer:
     @pytest.mark.parametrize("mode", MODES)
     def test_nodes_are_stored_and_hit_in_every_mode(

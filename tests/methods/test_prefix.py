@@ -165,8 +165,8 @@ class TestOtherMethodsBehindIt:
     def test_ratio_one_behind_it_is_full_prefill(self, warm: Case) -> None:
         segments = segments_of(warm, question="Who?")
         mixed = warm.engine.prefill(segments, method=preset("cacheclip").at(1.0))
-        assert mixed.stats.exact_tokens > 0 and mixed.stats.effective_ratio_of_stale == 1.0
-        assert mixed.stats.recomputed_tokens == len(mixed.layout.chunks[2].tokens)
+        assert mixed.stats.bypassed and mixed.stats.method == "prefix"  # recomputing all would compute as much or more
+        assert mixed.stats.hits == 3 and mixed.stats.fresh_tokens < mixed.layout.num_tokens
         assert gap(mixed.logits, reference_logits(warm.folder, mixed.layout.ids)) < EXACT
 
     @few

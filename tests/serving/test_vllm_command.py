@@ -82,7 +82,7 @@ def test_what_is_started(
     done = run(*models, *ours, "--host", "0.0.0.0", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
-    assert arguments[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert arguments[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert arguments[-len(theirs) :] == theirs
     assert value(started, "--model") == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")

@@ -750,7 +750,7 @@ async def test_planning_does_not_block_the_server(served: Served, monkeypatch: p
         asked = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
         while "cacheclip_questions_waiting 3\n" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr("cacheclip_rag.vllm.planners._MOST_WAITING", 3)
+        monkeypatch.setattr(served.middleware.planning._queue, "_most_waiting", 2)
         other = (await client.post(CHAT, json=body)).json()["cacheclip"]
         assert other["reason"] == "too many prompts wait to be planned"
         may_plan.set()

@@ -7,6 +7,7 @@ import logging
 import random
 import textwrap
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding import excerpts
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
+from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
+from tests.store.test_folding import FORMS, LANGUAGES
 
 
 def prose(seed: int, words: int = 150) -> str:
@@ -80,6 +83,21 @@ class TestFinding:
         check(prompt, matches, texts)
         assert {match.of for match in matches} == set(texts[:3])
         assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
+
+    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("language", LANGUAGES)
+    def test_a_text_in_another_form(self, language: str, form: str) -> None:
+        """The whole of it is told, as stretches that are alike or as what lies between them; each shows the same."""
+        text, write = LANGUAGES[language] * 3, FORMS[form]
+        for stored, asked in ((text, write(text)), (write(text), text)):
+            prompt = f"Read this.\n\n{asked}\n\nWhat is the rule?"
+            matches = index_of(stored, prose(1)).find(prompt)
+            assert all(a.stop <= b.start for a, b in pairwise(matches))
+            assert {match.of or prompt[match.start : match.stop] for match in matches} == {stored}
+            assert covered(matches) >= 0.5 * len(asked.strip())
+            for match in matches:
+                part = fold(prompt[match.start : match.stop])[0].tobytes()
+                assert part in fold((match.of or stored)[max(0, match.at - 8) :])[0].tobytes()
 
     def test_parts_of_several_texts_joined_without_a_gap(self) -> None:
         texts = [prose(1), prose(2), prose(3)]
@@ -276,13 +294,21 @@ class TestDamage:
         assert [m.of for m in index.find(prose(2)[50:600])] == [prose(2)]
         assert "damaged" in caplog.text
 
-    def test_a_place_that_is_wrong_gives_no_wrong_match(self) -> None:
+    @pytest.mark.parametrize("wrong", ["place + 7", "place - 7", "0", "1 << 40", "-5"])
+    def test_places_of_another_form_are_not_needed(self, wrong: str) -> None:
+        """An older version of the package may have left out other characters."""
         text = prose(1)
-        index = index_of(text)
-        index._database.execute("UPDATE anchors SET place = place + 7")
+        index = index_of(text, prose(2))
+        index._database.execute(f"UPDATE OR IGNORE anchors SET place = {wrong}")
         matches = index.find(text[50:600])
         check(text[50:600], matches, [text])
-        assert matches == []
+        assert [(m.start, m.stop, m.at) for m in matches] == [(0, 550, 50)]
+
+    def test_equal_hashes_of_other_bytes_end_the_search(self) -> None:
+        text, other = prose(1), prose(2)
+        index = index_of(text, other)
+        index._database.execute("UPDATE OR IGNORE anchors SET content = 3 - content")
+        check(text, index.find(text[50:600]), [text, other])
 
     def test_a_catalog_that_cannot_be_read_is_told_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         text = prose(1)

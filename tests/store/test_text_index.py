@@ -17,8 +17,8 @@ from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding import texts as module
+from cacheclip_rag.finding.common_parts import WINDOW
 from cacheclip_rag.finding.texts import REACH, SCHEMA, TextIndex, text_row
-from cacheclip_rag.finding.winnowing import WINDOW
 from cacheclip_rag.prompt.segments import Chunk, given_texts, segment_text
 from cacheclip_rag.store import Catalog
 

@@ -101,9 +101,9 @@ class TestWork:
         plan = plan_of(engine)
         work = Work.of(plan, 0)
         assert (work.tokens, work.chunks) == (plan.layout.num_tokens, 4)
-        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_exact
+        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_known
         rows, _ = work.fused(0.0)
-        assert rows == plan.layout.num_tokens - plan.layout.num_exact - plan.chunk_tokens
+        assert rows == plan.layout.num_tokens - plan.layout.num_known - plan.chunk_tokens
         second = plan.reused[1].start
         assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
 

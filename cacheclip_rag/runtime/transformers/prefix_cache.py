@@ -23,6 +23,7 @@ import torch
 
 from ...base.errors import ConfigurationError
 from .cache import FusedCache
+from .continued import ContinuedCache
 
 __all__ = ["Match", "PrefixCache", "PrefixStats"]
 
@@ -41,6 +42,8 @@ class PrefixStats:
     lookup_tokens: int
     evictions: int
     """Blocks evicted to make room."""
+    continued_bytes: int
+    """Bytes of the approximate KV that shares ``max_bytes``."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -123,6 +126,20 @@ class PrefixCache:
         """Blocks without references, the next to be evicted first."""
         self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
         self._lock = threading.Lock()
+        self._sharing = [self]
+        """Caches that have one limit together, and one lock."""
+        self.continued = ContinuedCache(lambda: max_bytes // 2 // len(self._sharing), self._claim)
+        """Approximate KV of earlier prompts, up to half of the bytes: a cache of its own, in which no :meth:`match` of
+        this one looks."""
+
+    def share_limit(self, other: PrefixCache) -> None:
+        """Have one limit together with ``other`` and all that share its limit. If there is no room, a block of the
+        largest of them goes. Call it before the first use."""
+        assert not self._blocks, "a cache shares its limit before it has blocks"
+        self._lock, self._sharing = other._lock, other._sharing
+        self._sharing.append(self)
+        for each in self._sharing:
+            each.continued.shrink()
 
     def match(self, ids: Sequence[int]) -> Match:
         """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
@@ -175,15 +192,26 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Sizes and counters."""
         with self._lock:
-            sizes = len(self._blocks), self._bytes, self._max_bytes
-            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions)
+            continued = self.continued.num_bytes
+            sizes = len(self._blocks), self._bytes - continued, self._max_bytes
+            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions, continued)
 
     def clear(self) -> None:
-        """Drop all blocks. Matches in use stay valid; their memory is freed when they are released."""
+        """Drop all blocks, and the continued KV. Matches in use stay valid; their memory is freed when they are
+        released."""
+        self.continued.clear()
         with self._lock:
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()
+
+    def _claim(self, num_bytes: int) -> bool:
+        """Take bytes for other KV, or give them back."""
+        with self._lock:
+            if num_bytes > 0 and not self._make_room(num_bytes):
+                return False
+            self._bytes += num_bytes
+            return True
 
     # -- the caller holds the lock, except for _release, which takes it ----------------------------------------------
 
@@ -216,12 +244,15 @@ class PrefixCache:
         return new
 
     def _make_room(self, num_bytes: int) -> bool:
-        while self._bytes + num_bytes > self._max_bytes and self._free:
-            digest, block = self._free.popitem(last=False)
-            del self._blocks[digest]
-            self._bytes -= block.num_bytes
-            self._evictions += 1
-        return self._bytes + num_bytes <= self._max_bytes
+        while (excess := sum(each._bytes for each in self._sharing) + num_bytes - self._max_bytes) > 0:
+            largest = max((each for each in self._sharing if each._free), key=lambda each: each._bytes, default=None)
+            if largest is None:
+                break
+            digest, block = largest._free.popitem(last=False)
+            del largest._blocks[digest]
+            largest._bytes -= block.num_bytes
+            largest._evictions += 1
+        return excess <= 0
 
     def _release(self, blocks: Sequence[_PrefixBlock]) -> None:
         """Drop one reference to each block, the last block first: a prompt's end is the least likely to be reused."""

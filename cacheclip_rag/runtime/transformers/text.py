@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 
-from ...base.errors import ConfigurationError, ModelError
+from ...base.errors import CacheClipError, ConfigurationError, ModelError
 from ..base import CALL_MARKERS, Runtime, TokenizedText
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
@@ -95,11 +94,12 @@ class TextModel(Runtime):
         tokens = self.tokenize("".join(text for text, _ in pieces), control=True)
         edges = np.cumsum([0, *(len(text) for text, _ in pieces)])
         users = [(a, b) for a, b, (_, control) in zip(edges, edges[1:], pieces, strict=False) if not control and b > a]
+        first, last = np.array(users, dtype=np.int64).reshape(-1, 2).T
         ids, offsets = tokens.columns
-        for start, stop in offsets[np.isin(ids, self._control_ids)].tolist():
-            if any(start < last and stop > first for first, last in users):
-                return super().tokenize_prompt(pieces)
-        return tokens
+        start, stop = offsets[np.isin(ids, self._control_ids)].T
+        # the first text of a user that ends after a control token's beginning; a sentinel after them all
+        next_first = np.append(first, edges[-1] + 1)[np.searchsorted(last, start, side="right")]
+        return super().tokenize_prompt(pieces) if (next_first < stop).any() else tokens
 
     def least_tokens(self, text: str) -> int:
         return self._least_tokens(text) if self._least_tokens is not None else 0
@@ -173,11 +173,13 @@ class TextModel(Runtime):
                     tools=definitions,
                 )
             )
-        except (TemplateError, TypeError) as error:  # a template raises for unknown roles or orders
-            roles = ", ".join(message["role"] for message in messages)
+        except (MemoryError, CacheClipError):
+            raise
+        except Exception as error:  # a template raises for unknown roles or orders; a damaged one raises anything
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ConfigurationError(
-                f"the chat template of model {self.name!r} refuses messages of roles {roles}: {error}. Change roles or "
-                "order, or pass the prompt as one string."
+                f"the model's chat template refuses messages of roles {roles}: {error or type(error).__name__}. Change "
+                "roles or order, or pass the prompt as one string."
             ) from error
 
     def _find_eos_ids(self) -> frozenset[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_adapters import EngineFields
+from cacheclip_adapters import EngineFields, warn_skipped
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
@@ -32,10 +32,8 @@ class CacheClipTransform(EngineFields, TransformComponent):
     loads the weights; give a ``store`` folder then, because a store in memory stays in its process.
 
     Short nodes are computed together. A killed run loses at most one batch of them, or one long node. In the next run,
-    stored chunks cost a look-up only.
-
-    Raises:
-        PromptTooLongError: a node is longer than the model's context.
+    stored chunks cost a look-up only. A node that cannot be stored, because it is longer than the model's context or
+    holds half a character, is skipped with a warning that has its id.
     """
 
     @classmethod
@@ -81,7 +79,7 @@ class CacheClipTransform(EngineFields, TransformComponent):
             origins: dict[str, list[tuple[str, str]]] = {}
             for node, text in batch:
                 origins.setdefault(text, []).append((node.node_id, node.ref_doc_id or ""))
-            self.engine.precompute(origins, method=self.method)
+            self.engine.precompute(origins, method=self.method, skipped=warn_skipped)
             yield
 
     def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:

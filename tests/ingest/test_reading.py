@@ -1,0 +1,299 @@
+"""Files as people have them: what becomes text, and what the notes say of the rest."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+import io
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pypdf import PdfReader, PdfWriter
+from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject, StreamObject, TextStringObject
+
+from cacheclip_rag.base.errors import DocumentError
+from cacheclip_rag.ingest.documents import EmptyFileError, read_document
+from cacheclip_rag.ingest.text import DocumentText, cleaned
+from tests.ingest.pdf import pdf
+
+SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"
+
+
+def read(folder: Path, name: str, data: bytes | str) -> DocumentText:
+    path = folder / name
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return read_document(path)
+
+
+class TestEncodings:
+    @pytest.mark.parametrize(
+        ("mark", "encoding"),
+        [
+            (b"", "utf-8"),
+            (codecs.BOM_UTF8, "utf-8"),
+            (codecs.BOM_UTF8 * 2, "utf-8"),
+            (codecs.BOM_UTF16_LE, "utf-16-le"),
+            (codecs.BOM_UTF16_BE, "utf-16-be"),
+            (codecs.BOM_UTF32_LE, "utf-32-le"),
+            (codecs.BOM_UTF32_BE, "utf-32-be"),
+        ],
+    )
+    def test_with_a_mark(self, tmp_path: Path, mark: bytes, encoding: str) -> None:
+        text = read(tmp_path, "a.txt", mark + SAID.encode(encoding))
+        assert (text, text.notes) == (SAID, ())
+
+    @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+    def test_plain_utf_16_without_a_mark_is_read_and_noted(self, tmp_path: Path, encoding: str) -> None:
+        text = read(tmp_path, "a.txt", SAID.encode(encoding))
+        assert text == SAID and encoding.upper() in " ".join(text.notes)
+
+    @pytest.mark.parametrize("place", [0, 20, len(SAID), 70_000, 200_000])
+    def test_zero_bytes_wherever_they_stand(self, tmp_path: Path, place: int) -> None:
+        whole = SAID * 3000
+        text = read(tmp_path, "a.txt", whole[:place] + "\0" * 5 + whole[place:])
+        assert text == whole and "5 zero bytes" in " ".join(text.notes)
+
+    @pytest.mark.parametrize(
+        ("name", "start", "what"),
+        [
+            ("a.docx", b"PK\x03\x04\x14", "Office"),
+            ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1", "Office"),
+            ("a.rtf", rb"{\rtf1\ansi The boiler.}", "Rich Text"),
+            ("a.txt", b"%PDF-1.7\n", "PDF"),
+            ("a.png", b"\x89PNG\r\n\x1a\n", "picture"),
+            ("a.bin", bytes(range(64)) * 9, "control characters"),
+            ("a.dat", bytes(4000) + b"text", "zero bytes"),
+        ],
+    )
+    def test_what_is_no_text_is_named(self, tmp_path: Path, name: str, start: bytes, what: str) -> None:
+        with pytest.raises(DocumentError, match=f"looks binary.*{what}"):
+            read(tmp_path, name, start)
+
+    @pytest.mark.parametrize("name", ["letter.txt", "a b's.txt"])
+    def test_the_advice_for_windows_1252_gives_the_text(self, tmp_path: Path, name: str) -> None:
+        said = "The valve\u2019s price is \u20ac950 \u2014 \u201cas agreed\u201d.\n"
+        with pytest.raises(DocumentError, match="is not UTF-8") as error:
+            read(tmp_path, name, said.encode("cp1252"))
+        command = re.search(r"iconv .*", str(error.value))
+        assert command is not None
+        if shutil.which("iconv"):
+            subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+            assert [read_document(path) for path in tmp_path.glob("*-utf8.txt")] == [said]
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+    def test_damaged_after_its_mark(self, tmp_path: Path, encoding: str) -> None:
+        with pytest.raises(DocumentError, match="is damaged") as error:
+            read(tmp_path, "a.txt", SAID.encode(encoding)[:-1])
+        assert "1252" not in str(error.value)
+
+    def test_no_advice_where_windows_1252_cannot_be(self, tmp_path: Path) -> None:
+        with pytest.raises(DocumentError, match="Find its encoding") as error:
+            read(tmp_path, "a.txt", "\u65e5\u672c\u8a9e\u306e\u6587\u66f8".encode("shift-jis") + b"\x81")
+        assert "1252" not in str(error.value)
+
+    @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+    def test_line_ends(self, tmp_path: Path, end: str) -> None:
+        assert read(tmp_path, "a.txt", f"one{end}{end}two{end}".encode()) == "one\n\ntwo\n"
+
+    def test_halves_of_characters(self) -> None:
+        assert cleaned("safe \ud83d\udd27") == "safe \U0001f527" and not cleaned("safe \ud83d\udd27").notes
+        for lone in ("\ud83d", "\udd27"):
+            text = cleaned(f"safe {lone} and sound")
+            assert text == "safe \ufffd and sound" and "1 characters" in text.notes[0]
+
+
+def letters(count: int, seed: int = 0) -> str:
+    return base64.b64encode(random.Random(seed).randbytes(count)).decode()
+
+
+DATA: dict[str, tuple[str, str, str]] = {
+    "picture in Markdown": (
+        f"![photo](data:image/png;base64,{letters(40_000)})",
+        "![photo](data:image/png)",
+        "picture",
+    ),
+    "picture in HTML": (f'<img src="data:image/jpeg;base64,{letters(900)}">', '<img src="data:image/jpeg">', "picture"),
+    "drawing": (f"![x](data:image/svg+xml;utf8,{'%3Cpath%20d' * 40})", "![x](data:image/svg+xml)", "picture"),
+    "by reference": (f"[1]: <data:image/png;base64,{letters(900)}>", "[1]: <data:image/png>", "picture"),
+    "with a character set": (f"(data:text/css;charset=utf-8;base64,{letters(300)})", "(data:text/css)", "file"),
+    "in a notebook": (f'"image/png": "{letters(4000)}"', '"image/png": ""', "file"),
+    "in mail": ("\n".join(re.findall(".{1,76}", letters(4000))), "", "file"),
+}
+
+
+class TestDataInText:
+    @pytest.mark.parametrize("kind", DATA)
+    def test_it_is_left_out_and_noted(self, kind: str) -> None:
+        data, left, what = DATA[kind]
+        text = cleaned(f"Inspected on 12 May.\n\n{data}\n\nThe valve was replaced.")
+        assert text == f"Inspected on 12 May.\n\n{left}\n\nThe valve was replaced."
+        assert len(text.notes) == 1 and f"1 {what}" in text.notes[0]
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "See data:image/png for the type, and data: in general.",
+            "\n".join(["ACGTTGCAAC" * 7] * 40),
+            "\u6e2f\u306e\u706f\u53f0\u306f" * 900,
+            "0123456789abcdef" * 4,
+            "https://example.org/" + "a-long-path/" * 30,
+        ],
+    )
+    def test_nothing_else_is(self, text: str) -> None:
+        assert (cleaned(text), cleaned(text).notes) == (text, ())
+
+    def test_long_runs_stay_and_are_noted(self) -> None:
+        text = "let=a+1;" * 2000
+        assert cleaned(text) == text and "16000 characters" in cleaned(text).notes[0]
+
+    @pytest.mark.parametrize(
+        "text", ["data:" * 40_000, "data:," + "a;" * 90_000, "A" * 99 + "\n" + "Ab1" * 60_000, "A" * 999 + " "]
+    )
+    def test_hostile_texts_take_no_time(self, text: str) -> None:
+        cleaned(text * 20)
+
+
+def with_parts(data: bytes, change: Callable[[PdfWriter], None]) -> bytes:
+    writer = PdfWriter(clone_from=PdfReader(io.BytesIO(data)))
+    change(writer)
+    written = io.BytesIO()
+    writer.write(written)
+    return written.getvalue()
+
+
+def annotate(writer: PdfWriter, **fields: str) -> None:
+    each = DictionaryObject({NameObject("/Type"): NameObject("/Annot")})
+    for name, value in fields.items():
+        each[NameObject(f"/{name}")] = NameObject(value) if value.startswith("/") else TextStringObject(value)
+    page = writer.pages[0]
+    page[NameObject("/Annots")] = ArrayObject([*page.get("/Annots", []), writer._add_object(each)])
+
+
+def picture(writer: PdfWriter, number: int, side: int) -> None:
+    image = StreamObject()
+    image.update({NameObject("/Type"): NameObject("/XObject"), NameObject("/Subtype"): NameObject("/Image")})
+    image.update({NameObject("/Width"): NumberObject(side), NameObject("/Height"): NumberObject(side)})
+    objects = DictionaryObject({NameObject("/Im0"): writer._add_object(image)})
+    writer.pages[number]["/Resources"][NameObject("/XObject")] = objects  # type: ignore[index]
+
+
+class TestPdf:
+    def test_pages_without_text(self, tmp_path: Path) -> None:
+        text = read(tmp_path, "a.pdf", pdf("One.", "", "Three.", "", "", "", "Seven."))
+        assert text == "One.\n\nThree.\n\nSeven." and text.notes == (
+            "pages 2, 4-6 of 7 without text; if scanned, run OCR first.",
+        )
+
+    @pytest.mark.parametrize(
+        ("side", "words", "noted"), [(2000, 3, "hardly any text"), (100, 3, ""), (2000, 60, "pictures, in which")]
+    )
+    def test_pictures(self, tmp_path: Path, side: int, words: int, noted: str) -> None:
+        data = with_parts(pdf("One.", "word " * words), lambda writer: picture(writer, 1, side))
+        text = read(tmp_path, "a.pdf", data)
+        assert len(text.notes) == bool(noted)
+        assert all("page 2 of 2 with" in note and noted in note for note in text.notes)
+
+    def test_what_people_wrote_on_it(self, tmp_path: Path) -> None:
+        def change(writer: PdfWriter) -> None:
+            annotate(writer, Subtype="/Widget", T="tenant", V="Piet Oduya")
+            annotate(writer, Subtype="/Widget", T="pets", V="/Off")
+            annotate(writer, Subtype="/Widget", T="rent")
+            annotate(writer, Subtype="/FreeText", Contents="Deposit was paid.")
+            annotate(writer, Subtype="/Link", Contents="not a comment")
+
+        assert read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change)) == (
+            "Lease.\n\ntenant: Piet Oduya\n\nDeposit was paid."
+        )
+
+    def test_signs_that_are_no_letters(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for said, noted in (
+            ("F\0 3 applies", "1 characters"),
+            ("\ue001\ue002\ue003 a", "3 of 5 signs"),
+            ("\uf0b7 " + "a" * 90, ""),
+        ):
+            monkeypatch.setattr("pypdf.PageObject.extract_text", lambda page, said=said: said)
+            text = read(tmp_path, "a.pdf", pdf("One."))
+            assert text == said.replace("\0", "\ufffd") and len(text.notes) == bool(noted)
+            assert noted in " ".join(text.notes)
+
+    def test_attached_files_are_noted(self, tmp_path: Path) -> None:
+        data = with_parts(pdf("Lease."), lambda writer: writer.add_attachment("a.txt", b"secret"))
+        assert "1 file(s) attached" in " ".join(read(tmp_path, "a.pdf", data).notes)
+
+    @pytest.mark.parametrize("algorithm", ["RC4-128", "AES-128", "AES-256"])
+    @pytest.mark.parametrize("password", ["", "secret"])
+    def test_encrypted(self, tmp_path: Path, algorithm: str, password: str) -> None:
+        """Those that open without a password are read, or the error says what to install."""
+        if algorithm.startswith("AES"):
+            pytest.importorskip("cryptography")
+        data = with_parts(pdf("Lease."), lambda writer: writer.encrypt(password, "owner", algorithm=algorithm))
+        if password:
+            with pytest.raises(DocumentError, match="Save it without a password"):
+                read(tmp_path, "a.pdf", data)
+        else:
+            assert read(tmp_path, "a.pdf", data) == "Lease."
+
+    def test_what_is_missing_to_decrypt_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from pypdf.errors import DependencyError
+
+        def decrypt(self: PdfReader, password: str) -> None:
+            raise DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+        data = with_parts(pdf("Lease."), lambda writer: writer.encrypt("", "owner", algorithm="RC4-128"))
+        monkeypatch.setattr(PdfReader, "decrypt", decrypt)
+        with pytest.raises(DocumentError, match=r"a\.pdf is encrypted with AES: .*pip install"):
+            read(tmp_path, "a.pdf", data)
+
+
+PAGE = """<!doctype html><html><head><title>Boilers</title><style>p{color:red}</style>
+<script>var a="<p>no</p>";</script>
+<body><nav hidden>menu</nav><h1>Hall&nbsp;4</h1><p>The <b>boiler</b>
+ was inspected.<p>On 12 May.<div style="display: none">old text</div><template>never</template>
+<ul><li>one<li>two</ul><!-- a comment --><img src="x.png" alt="the valve"><input type="hidden" value="token">
+<table><tr><th>valve<th>bar</tr><tr><td>7</td><td>6</td></tr></table><pre>if a:
+    b</pre></body></html>"""
+
+
+class TestHtml:
+    def test_what_a_browser_shows(self, tmp_path: Path) -> None:
+        text = read(tmp_path, "a.html", PAGE)
+        for gone in ("color", "var a", "<", "menu", "old text", "never", "comment", "token", "x.png"):
+            assert gone not in text
+        for there in (
+            "# Boilers",
+            "# Hall\u00a04",
+            "The boiler was inspected.\n\nOn 12 May.",
+            "- one\n- two",
+            "the valve",
+        ):
+            assert there in text
+        assert re.search(r"\| ?valve ?\| ?bar ?\|\n\|---\|---\|\n\| ?7 \| ?6 \|", text)
+        assert "if a:\n    b" in text
+        assert "1 picture(s)" in " ".join(text.notes) and "2 hidden part(s)" in " ".join(text.notes)
+
+    def test_a_page_that_a_script_draws_is_noted(self, tmp_path: Path) -> None:
+        text = read(
+            tmp_path, "a.html", "<html><head><title>App</title></head><body><script>draw()</script></body></html>"
+        )
+        assert text == "# App" and "a script may draw the rest" in " ".join(text.notes)
+
+    def test_nothing_to_see_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DocumentError, match="is empty"):
+            read(tmp_path, "a.html", "<script>x()</script>")
+
+    @pytest.mark.parametrize(
+        "page", ["<div>" * 50_000 + "x", "<p hidden>a<p>b", "</div>" * 50_000 + "x", "<!--" * 9000 + "x", "<td>" * 9000]
+    )
+    def test_hostile_pages_end(self, tmp_path: Path, page: str) -> None:
+        read(tmp_path, "a.html", f"<p>start</p>{page}")
+
+
+@pytest.mark.parametrize("data", [b"", b" \n\t", codecs.BOM_UTF8])
+def test_empty_files_have_a_type_of_their_own(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(EmptyFileError, match="is empty"):
+        read(tmp_path, "a.txt", data)

@@ -1,0 +1,211 @@
+"""Whose turn it is, and who is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.serving import bodies, connections
+from cacheclip_rag.serving.bodies import Bodies
+from cacheclip_rag.serving.errors import RequestError
+from cacheclip_rag.serving.queue import Queue, QueueFull
+from tests.serving.conftest import Served, running
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Questions:
+    """Questions of tenants: who runs, in the order in which they got their place."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.started = queue, list[str]()
+        self._ends = dict[str, asyncio.Event]()
+        self._tasks = dict[str, asyncio.Task[None]]()
+
+    def ask(self, *names: str) -> None:
+        """``a1`` is a question of tenant ``a``."""
+        for name in names:
+            self._ends[name] = asyncio.Event()
+            self._tasks[name] = asyncio.create_task(self._run(name))
+
+    async def _run(self, name: str) -> None:
+        async with self.queue.place(name[0]):
+            self.started.append(name)
+            await self._ends[name].wait()
+
+    async def end(self, name: str) -> None:
+        self._ends[name].set()
+        await self._tasks[name]
+        await settle()
+
+    async def leave(self, name: str) -> None:
+        self._tasks[name].cancel()
+        await settle()
+
+
+class TestQueue:
+    async def test_tenants_take_turns(self) -> None:
+        asked = Questions(Queue(2, 9, is_shared=True))
+        asked.ask("a1", "a2", "a3", "a4", "a5")
+        await settle()
+        assert asked.started == ["a1"], "one place stays free of the first tenant"
+        asked.ask("b1", "b2", "c1")
+        await settle()
+        assert asked.started == ["a1", "b1"]
+        for name in ("a1", "b1", "a2", "b2", "c1"):
+            await asked.end(name)
+        assert asked.started == ["a1", "b1", "a2", "b2", "c1", "a3"]
+        assert (asked.queue.running, asked.queue.waiting) == (1, 2)
+        for name in ("a3", "a4", "a5"):
+            await asked.end(name)
+        assert (asked.queue.running, asked.queue.waiting) == (0, 0)
+
+    async def test_a_single_tenant_has_all_places(self) -> None:
+        asked = Questions(Queue(3, 9))
+        asked.ask("a1", "a2", "a3", "a4")
+        await settle()
+        assert asked.started == ["a1", "a2", "a3"]
+        await asked.end("a2")
+        assert asked.started[3:] == ["a4"]
+        for name in ("a1", "a3", "a4"):
+            await asked.end(name)
+
+    async def test_a_flood_fills_its_own_places_only(self) -> None:
+        queue = Queue(2, 3, is_shared=True)
+        asked = Questions(queue)
+        asked.ask(*(f"a{n}" for n in range(4)))
+        await settle()
+        with pytest.raises(QueueFull) as refused:
+            async with queue.place("a"):
+                raise AssertionError
+        assert refused.value.status == 429 and "3 wait" in refused.value.message
+        async with queue.place("b") as waited_s:
+            assert queue.running == 2 and waited_s < 1
+        for n in range(4):
+            await asked.end(f"a{n}")
+
+    async def test_who_leaves_keeps_no_place(self) -> None:
+        asked = Questions(Queue(1, 9))
+        asked.ask("a1", "a2", "b1", "a3")
+        await settle()
+        await asked.leave("a2")
+        assert asked.queue.waiting == 2
+        asked._ends["a1"].set()
+        while asked.queue.waiting == 2:
+            await asyncio.sleep(0)
+        assert "a3" not in asked.started
+        await asked.leave("a3")  # it has just got its place, and does not know it yet
+        assert asked.started == ["a1", "b1"] and (asked.queue.running, asked.queue.waiting) == (1, 0)
+        await asked.end("b1")
+        assert asked.queue.running == 0
+
+
+class Sending:
+    """A request whose body comes when :meth:`send` is called."""
+
+    headers = {"content-type": "application/json"}
+
+    def __init__(self) -> None:
+        self._pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def send(self, piece: bytes | None) -> None:
+        self._pieces.put_nowait(piece)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        while (piece := await self._pieces.get()) is not None:
+            yield piece
+
+
+class TestBodies:
+    async def test_the_first_of_the_busiest_client_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bodies, "_MOST_AT_ONCE", 3)
+        reader = Bodies(100)
+        requests = [Sending() for _ in range(5)]
+        reading = []
+        for request, client in zip(requests, "abaac", strict=True):
+            reading.append(asyncio.create_task(reader.read(request, client)))  # type: ignore[arg-type]
+            request.send(b"{")
+            await settle()
+        assert [task.done() for task in reading] == [True, False, True, False, False]
+        for number in (0, 2):
+            error = reading[number].exception()
+            assert isinstance(error, RequestError) and error.status == 408
+        for number in (1, 3, 4):
+            requests[number].send(b"}")
+            requests[number].send(None)
+            assert await reading[number] == b"{}"
+        assert not reader._reading
+
+    async def test_bytes_count_too(self) -> None:
+        reader = Bodies(10)
+        reader._most_held = 15
+        first, second = Sending(), Sending()
+        reading = [asyncio.create_task(reader.read(each, "a")) for each in (first, second)]  # type: ignore[arg-type]
+        first.send(b"a" * 9)
+        second.send(b"b" * 9)
+        await settle()
+        assert [task.done() for task in reading] == [True, False]
+        second.send(None)
+        assert await reading[1] == b"b" * 9
+        assert reading[0].exception().status == 408  # type: ignore[union-attr]
+
+    async def test_who_sends_too_slowly_is_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bodies, "_FIRST_S", 0.05)
+        slow = Sending()
+        slow.send(b"{")
+        with pytest.raises(RequestError) as refused:
+            await Bodies(100).read(slow, "a")  # type: ignore[arg-type]
+        assert refused.value.status == 408 and refused.value.headers == {"connection": "close"}
+
+
+class TestConnections:
+    @pytest.fixture
+    def brief(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(connections, "_HEAD_S", 0.1)
+        with running(replace(config, store=None)) as found:
+            yield found
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            b"",
+            b"POST /v1/chat/comp",
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ",
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nG",
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
+        ],
+        ids=["nothing", "half a line", "half a head", "half a second request", "refused before its body"],
+    )
+    def test_who_sends_no_request_is_closed(self, brief: Served, sent: bytes) -> None:
+        host, port = brief.server.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(sent)
+            while connection.recv(4096):
+                pass  # until the server closes it
+        assert brief.client.get("/health").status_code == 200
+
+    def test_the_oldest_of_too_many(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connections, "_MOST_EXPECTING", 5)
+        with running(replace(config, store=None)) as served:
+            host, port = served.server.address.removeprefix("http://").split(":")
+            opened = [socket.create_connection((host, int(port)), timeout=20) for _ in range(20)]
+            assert opened[0].recv(1) == b"", "closed"
+            assert served.client.get("/health").status_code == 200
+            for each in opened:
+                each.close()
+
+    def test_an_answer_takes_its_time(self, brief: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        import time
+
+        step = brief.engine.primary.decode_step
+        monkeypatch.setattr(brief.engine.primary, "decode_step", lambda *given: time.sleep(0.1) or step(*given))
+        assert brief.chat(max_tokens=4).status_code == 200
