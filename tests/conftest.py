@@ -6,9 +6,11 @@ import gc
 import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from cacheclip_rag.testing.tiny import (
@@ -25,6 +27,11 @@ __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tok
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Property tests try the same examples in every `make test`, and others in every `make test-all`.
+hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("random", derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL") else "same")
 
 # An environment of its own has vLLM: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
@@ -57,6 +64,13 @@ def add_bos(folder: Path) -> None:
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }
     file.write_text(json.dumps(tokenizer))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Random tensors of a test are the same ones, whatever ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

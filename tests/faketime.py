@@ -1,8 +1,9 @@
-"""Time that passes only while a throttled store waits, so that measured seconds are exact."""
+"""Time that passes only while somebody sleeps, so that measured seconds are exact."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,23 @@ from cacheclip_rag.testing import throttled
 
 
 class FakeTime:
-    """In place of the module ``time`` for :mod:`cacheclip_rag.testing.throttled` and what measures it."""
+    """In place of the module ``time`` for the given modules; default: for
+    :mod:`cacheclip_rag.testing.throttled` and what measures it.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Who sleeps wakes so many seconds after the time that its thread read last: sleeps of several threads overlap.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         self._now = 0.0
         self._lock = threading.Lock()
-        for module in (ahead, throttled):
+        self._read = threading.local()
+        for module in modules or (ahead, throttled):
             monkeypatch.setattr(module, "time", self)
 
     def perf_counter(self) -> float:
-        return self._now
+        self._read.at = now = self._now
+        return now
 
     def sleep(self, seconds: float) -> None:
         with self._lock:
-            self._now += seconds
+            self._now = max(self._now, getattr(self._read, "at", self._now) + seconds)

@@ -54,13 +54,14 @@ def decode(
     streams = lambda: TextStream(text_of, params.stop, prompt_end)  # noqa: E731
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, streams)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
-    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + started.elapsed())
+    first_s = started.elapsed()
+    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + first_s)
     yield from answer.events()
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
     if beside is not None:
         stats = replace(stats, **beside.end(answer.ids))
-    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed())
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - first_s)
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
     whole = Answer(

@@ -19,7 +19,7 @@ others: only the time in which the request waits for it counts."""
 class PhaseClock:
     """Adds up seconds per phase since its creation."""
 
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     left_to_read_s: float = 0.0
     """Seconds for which the store was still read after the recompute had begun."""

@@ -119,7 +119,9 @@ class Metrics(Observer):
             if found:
                 kind = "gauge" if name.endswith(("_max", "_bytes")) else "counter"
                 lines += [f"# HELP cacheclip_{name} {text}", f"# TYPE cacheclip_{name} {kind}"]
-                lines += [f"cacheclip_{name}{f'{{{label}}}' if label else ''} {value:g}" for label, value in found]
+                lines += [
+                    f"cacheclip_{name}{f'{{{label}}}' if label else ''} {_exact(value)}" for label, value in found
+                ]
         return "\n".join(lines) + "\n" if lines else ""
 
     def _all(self) -> dict[tuple[str, str], float]:
@@ -134,3 +136,8 @@ class Metrics(Observer):
             values["store_bytes", label] = tier.bytes
             values["store_read_seconds_total", label] = tier.read_s
         return values
+
+
+def _exact(value: float) -> str:
+    """All digits: a rounded counter would stand still, and then jump."""
+    return f"{value:.0f}" if float(value).is_integer() else repr(float(value))

@@ -6,9 +6,9 @@ vLLM's server, with our connector and the middleware. A request passes ``middlew
 vLLM, then ``replies.py`` (our statistics), and some of them ``shadow_checks.py`` (asked again for plain prefill, and
 compared). ``settings.py`` takes the options from one process to the other.
 
-Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``loading.py``, ``rows.py``,
-``passes.py``, ``stored.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a program. Only ``connector``,
-``capturing``, ``loading``, ``rows`` and ``forcing`` import vLLM.
+Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``scheduling.py``,
+``loading.py``, ``rows.py``, ``passes.py``, ``stored.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a
+program. Only ``connector``, ``capturing``, ``rows`` and ``forcing`` import vLLM.
 """
 
 from __future__ import annotations

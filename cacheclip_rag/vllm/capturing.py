@@ -19,10 +19,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ..base.errors import CacheClipError, ConfigurationError
 from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
-from .connector import CacheClipConnector, Loads, check_request, salt
+from .connector import CacheClipConnector, Loads
 from .loading import local_heads
 from .parameters import Ready
-from .rows import slots_of
+from .scheduling import check_request, salt
+from .stored import slots_of
 
 __all__ = ["CapturingConnector", "Step"]
 
@@ -68,12 +69,11 @@ class CapturingConnector(CacheClipConnector):
             capture = Capture.of(given, len(request.prompt_token_ids))
             if capture.context is not None:
                 self._check_context(capture)
-                self._keep(request, Ready(capture.name, capture.start, context=capture.context))
+                self._requests.keep(request, Ready(capture.name, capture.start, context=capture.context))
         except (CacheClipError, ValueError, OSError) as error:
-            self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
+            self._requests.tell(request.request_id, "plain", str(error))
             return
-        outcome = "computed" if capture.context is None else "cached"
-        self._outcomes[request.request_id] = {"outcome": outcome, "reason": None}
+        self._requests.tell(request.request_id, "computed" if capture.context is None else "cached")
         self._schedule.add(request.request_id, capture, len(request.prompt_token_ids))
         salt(request, capture.name)  # a block that is found in the prefix cache is not computed, so not captured
 
@@ -98,7 +98,8 @@ class CapturingConnector(CacheClipConnector):
         super().register_kv_caches(kv_caches)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._layers = {extract_layer_index(name): layers[name] for name in kv_caches}
-        group, heads = get_tp_group(), local_heads(self._runtime.num_kv_heads)
+        group = get_tp_group()
+        heads = local_heads(self._runtime.num_kv_heads, group.rank_in_group, group.world_size)
         copies = max(1, group.world_size // self._runtime.num_kv_heads)
         assert self._settings.exchange is not None, "it was checked"
         is_first = group.rank_in_group % copies == 0

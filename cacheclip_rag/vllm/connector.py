@@ -17,30 +17,29 @@ without KV. So the scheduler's connector takes the blocks of failed loads out of
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ..base.errors import CacheClipError
 from ..models.load import load_planning
-from ..runtime.base import DTYPES
-from .loading import Load, Loader
+from .loading import Loader
 from .once import WarnOnce
-from .parameters import PARAMETER, UNREADABLE, Ready, Settings
+from .parameters import PARAMETER, Ready, Settings
+from .rows import RowRunner
+from .scheduling import Load, RequestLoads, check_engine, check_request, salt
 from .worker import model_runner
 
-__all__ = ["CacheClipConnector", "LoadCounters", "Loads", "check_request", "salt"]
+__all__ = ["CacheClipConnector", "LoadCounters", "Loads"]
 
 logger = init_logger("vllm.cacheclip")
-
-_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that keep no KV of their own."""
 
 
 @dataclass
@@ -84,7 +83,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ValueError: vLLM was started in a way in which reuse would be wrong or impossible; the message says which.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        check_engine(vllm_config, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config, FullAttentionSpec)
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")
@@ -92,17 +91,9 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
+        self._requests = RequestLoads(self._block_size, lambda: self._kv_cache_manager)
         self._counters = LoadCounters()
         self._warn_once = WarnOnce(logger)
-        # the scheduler's
-        self._ready: dict[str, Ready] = {}
-        self._requests: dict[str, Any] = {}
-        """vLLM's own requests, of those in ``_ready``."""
-        self._outcomes: dict[str, dict[str, Any]] = {}
-        self._scheduled: dict[str, int] = {}
-        """Tokens to load in this step, by request."""
-        self._loading: dict[str, tuple[Load, int]] = {}
-        """A request's last load, and the tokens of its answer before it."""
         # the workers'
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
@@ -120,90 +111,31 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             ready = Ready.of(given, request.prompt_token_ids, self._settings, self._runtime, **self._room)
         except (CacheClipError, ValueError, OSError) as error:
             self._counters.add(plain_requests=1)
-            self._outcomes[request.request_id] = {"outcome": "plain", "reason": str(error)}
+            self._requests.tell(request.request_id, "plain", str(error))
             self._warn_once("answering by plain prefill: %s", error)
             return
-        self._keep(request, ready)
-        self._outcomes[request.request_id] = {"outcome": "cached", "reason": None}
+        self._requests.keep(request, ready)
+        self._requests.tell(request.request_id, "cached")
         salt(request, ready.digest)
 
-    def _keep(self, request: Any, ready: Ready) -> None:
-        """Take on a request whose KV can be made."""
-        self._ready[request.request_id] = ready
-        self._requests[request.request_id] = request
-
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        ready = self._ready.get(request.request_id)
-        return (0 if ready is None else max(ready.num_ready - num_computed_tokens, 0)), False
+        return self._requests.matched(request.request_id, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens > 0:
-            self._scheduled[request.request_id] = num_external_tokens
+        self._requests.schedule(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self._forget_unreported(request_id)
-        placed: dict[str, tuple[list[int], int]] = {
-            new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
-        }
-        cached = scheduler_output.scheduled_cached_reqs
-        for number, request_id in enumerate(cached.req_ids):
-            if request_id in cached.resumed_req_ids:  # after a preemption, which took its blocks
-                placed[request_id] = cached.new_block_ids[number][0], cached.num_computed_tokens[number]
-        found = Loads()
-        for request_id, num_tokens in self._scheduled.items():
-            ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
-            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.context)
-            found.loads.append(load)
-            self._loading[request_id] = load, self._requests[request_id].num_output_tokens
-            if self._outcomes[request_id]["outcome"] == "cached":  # not again after a preemption
-                self._counters.add(fused_requests=1)
-            self._outcomes[request_id] = {"outcome": "fused", "reason": None}
-        self._scheduled.clear()
-        return found
+        loads, first = self._requests.step(scheduler_output)
+        if first:
+            self._counters.add(fused_requests=first)
+        return Loads(loads)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        failed = connector_output.invalid_block_ids
-        for request_id, request in self._requests.items() if failed else ():
-            (blocks,) = self._kv_cache_manager.get_block_ids(request_id)
-            first = next((number for number, block in enumerate(blocks) if block in failed), None)
-            if first is not None:
-                self._kv_cache_manager.evict_blocks(set(blocks[first:]))
-                self._fall_back(request, first * self._block_size)
-
-    def _fall_back(self, request: Any, start: int) -> None:
-        """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
-        it would have only the first of them do so, which may leave before it has."""
-        request.num_computed_tokens = min(request.num_computed_tokens, start)
-        self._outcomes[request.request_id] = {"outcome": "plain", "reason": UNREADABLE}
-        stats = request.prefill_stats
-        if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
-            stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
-
-    def _forget_unreported(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
-        """Take a request's blocks out of the prefix cache if their load may fail without our knowing.
-
-        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then. A
-        token of its answer since the load says that the load was reported.
-
-        Args:
-            block_ids: its blocks now; those of the load may be other requests' already, which lose a hash then, and
-                nothing else.
-        """
-        load, num_output_tokens = self._loading.pop(request_id, (None, 0))
-        if load is not None and self._requests[request_id].num_output_tokens == num_output_tokens:
-            first = load.start // self._block_size
-            self._kv_cache_manager.evict_blocks({*load.block_ids[first:], *block_ids[first:]})
+        self._requests.fail(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """What became of the request is in its output's ``kv_transfer_params``. Only now is its plan no longer needed:
-        a preempted request asks for it again."""
-        self._forget_unreported(request.request_id, block_ids)
-        self._ready.pop(request.request_id, None)
-        self._scheduled.pop(request.request_id, None)
-        self._requests.pop(request.request_id, None)
-        outcome = self._outcomes.pop(request.request_id, None)
-        return False, None if outcome is None else {PARAMETER: outcome}
+        """What became of the request is in its output's ``kv_transfer_params``."""
+        return False, self._requests.finish(request.request_id, block_ids)
 
     # -- worker -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +149,15 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     "attention, so that no other KV can be written. Choose another one with --attention-backend."
                 )
         runner = None if self._settings.store is None else model_runner(self._vllm_config)
-        self._loader = Loader(chosen, self._settings, self._runtime, runner, block_size=self._block_size, **self._room)
+        self._loader = Loader(
+            {extract_layer_index(name): layer for name, layer in chosen.items()},
+            self._settings,
+            self._runtime,
+            lambda: RowRunner(runner, self._block_size),
+            get_tp_group(),
+            block_size=self._block_size,
+            **self._room,
+        )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self._loader is not None, "vLLM registers its caches before the first step"
@@ -265,70 +205,3 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _count(self, **numbers: float) -> None:
         if get_tensor_model_parallel_rank() == 0:
             self._counters.add(**numbers)
-
-
-def salt(request: Any, digest: str) -> None:
-    """Give the request's tokens hashes of their own in vLLM's prefix cache, whatever the client sent."""
-    request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{digest}"
-    request.block_hashes.clear()
-    request.update_block_hashes()
-
-
-def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    transfer, draft = vllm_config.kv_transfer_config, vllm_config.speculative_config
-    refused = {
-        "kv_load_failure_policy must be 'recompute', or a request fails where plain prefill would answer it": (
-            transfer.kv_load_failure_policy != "recompute"
-        ),
-        "models with MLA keep no keys after RoPE": model.use_mla,
-        "models with several KV cache groups (hybrid models) are not supported": (
-            len(kv_cache_config.kv_cache_groups) != 1
-        ),
-        "pipeline parallelism is not supported: leave pipeline_parallel_size at 1": parallel.pipeline_parallel_size > 1,
-        "context parallelism is not supported: leave decode_context_parallel_size and prefill_context_parallel_size "
-        "at 1": parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "mixture-of-experts models under data parallelism are not supported, because all ranks must run every pass": (
-            parallel.data_parallel_size > 1 and model.is_moe
-        ),
-        "multimodal models are not supported": model.is_multimodal_model,
-        f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
-            draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
-        ),
-        "hf_overrides would change the model that chunks were computed with": bool(model.hf_overrides),
-        "hf_config_path would be another config than that of the model that chunks were computed with": (
-            model.hf_config_path not in (None, model.model)
-        ),
-        f"the dtype must be one of {', '.join(DTYPES)}, got {model.dtype}": (
-            str(model.dtype).removeprefix("torch.") not in DTYPES
-        ),
-    }
-    if not any(refused.values()):
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        refused[
-            "vLLM keeps not all blocks of this model's prompts (a sliding window in every layer, or layers of several "
-            "kinds)"
-        ] = not isinstance(spec, FullAttentionSpec)
-    found = [reason for reason, holds in refused.items() if holds]
-    if found:
-        raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
-
-
-def check_request(request: Any) -> None:
-    """Raise ValueError for a request whose KV must be vLLM's own."""
-    params = request.sampling_params
-    reasons = {
-        "LoRA changes the KV": request.lora_request is not None,
-        "it has multimodal inputs": bool(getattr(request, "mm_features", None)),
-        "it has embeddings instead of token ids": request.prompt_token_ids is None
-        or getattr(request, "prompt_embeds", None) is not None,
-        "it asks for logprobs of the prompt, which only plain prefill computes": (
-            params is not None and params.prompt_logprobs is not None
-        ),
-        "it asks not to read a prefix cache": bool(request.skip_reading_prefix_cache),
-        "it pools instead of generating": params is None,
-    }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
-        raise ValueError("; ".join(found))

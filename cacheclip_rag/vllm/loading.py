@@ -1,20 +1,17 @@
 """Makes the KV of a prompt's first tokens in vLLM's paged cache, on one worker.
 
 The paged cache is only written by the attention backend's own writer, ``impl.do_kv_cache_update``, which knows its
-layout, its dtype and its scales; and it is never read here.
+layout, its dtype and its scales; and it is never read here. vLLM's objects come in as arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.parallel_state import get_tp_group
-from vllm.model_executor.models.utils import extract_layer_index
 
 from ..fusion.wire import FusionPlan
 from ..methods.correction import Chunks, offsets
@@ -24,28 +21,13 @@ from ..store import KV, StoreReader
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
-from .rows import RowRunner, slots_of
-from .stored import StoredInterval, check_shape
+from .scheduling import Load
+from .stored import StoredInterval, check_shape, slots_of
 
-__all__ = ["Load", "Loader", "local_heads"]
+if TYPE_CHECKING:
+    from .rows import RowRunner
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens of one request whose KV is to be made in this step."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    start: int
-    """First token. Earlier ones are in vLLM's own prefix cache, made by the same plan."""
-    stop: int
-    plan: FusionPlan | None = None
-    context: str | None = None
-    """Without a plan, the file that holds the KV."""
-
-    def failed_blocks(self, block_size: int) -> tuple[int, ...]:
-        """Blocks whose KV is not there if the load fails."""
-        return self.block_ids[self.start // block_size : -(-self.stop // block_size)]
+__all__ = ["Loader", "local_heads"]
 
 
 class Loader:
@@ -53,10 +35,11 @@ class Loader:
 
     def __init__(
         self,
-        layers: Mapping[str, Any],
+        layers: Mapping[int, Any],
         settings: Settings,
         runtime: PlanningRuntime,
-        runner: Any,
+        row_runner: Callable[[], RowRunner],
+        group: Any,
         *,
         block_size: int,
         max_runs: int,
@@ -64,17 +47,18 @@ class Loader:
     ) -> None:
         """
         Args:
-            layers: vLLM's attention layers by name.
-            runner: vLLM's model runner; None if there are no plans.
+            layers: vLLM's attention layers by number.
+            row_runner: makes what runs rows, once a plan computes some.
+            group: vLLM's tensor-parallel group.
 
         Other arguments are those of :class:`~cacheclip_rag.vllm.parameters.Ready`.
         """
-        self._layers = {extract_layer_index(name): layer for name, layer in layers.items()}
+        self._layers = dict(layers)
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")
-        self._settings, self._runtime, self._runner = settings, runtime, runner
+        self._settings, self._runtime, self._row_runner, self._group = settings, runtime, row_runner, group
         self._block_size, self._max_runs, self._max_rows = block_size, max_runs, max_rows
-        self._heads = local_heads(runtime.num_kv_heads)
+        self._heads = local_heads(runtime.num_kv_heads, group.rank_in_group, group.world_size)
         self._rows: RowRunner | None = None
 
     @torch.inference_mode()
@@ -121,7 +105,7 @@ class Loader:
                     writer.write_stored(number, layer)
                 continue
             if self._rows is None:
-                self._rows = RowRunner(self._runner, self._block_size)
+                self._rows = self._row_runner()
             with self._wrapped(writer):
                 self._rows.run(ids, each.runs, load.block_ids)
             computed += sum(stop - start for start, stop in each.runs)
@@ -140,7 +124,7 @@ class Loader:
     def _together(self, read: Callable[[], dict[str, KV]]) -> dict[str, KV]:
         """Read on all tensor-parallel workers, or fail on all of them: a worker that stays out of a forward pass leaves
         the others waiting in it for ever."""
-        group = get_tp_group()
+        group = self._group
         found, failed = None, None
         try:
             found = read()
@@ -226,10 +210,8 @@ class _PassWriter:
         write(layer, keys, values, cache, self._slots.to(cache.device))
 
 
-def local_heads(num_heads: int) -> slice:
-    """This worker's KV heads: a share of them, or a copy of one if there are more workers than heads."""
-    group = get_tp_group()
-    rank, size = group.rank_in_group, group.world_size
+def local_heads(num_heads: int, rank: int, size: int) -> slice:
+    """KV heads of one of ``size`` workers: a share of them, or a copy of one if there are more workers than heads."""
     if num_heads >= size:
         count = num_heads // size
         return slice(rank * count, (rank + 1) * count)

@@ -18,14 +18,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from ..fusion.wire import Interval
+from .stored import slots_of
 
-__all__ = ["RowRunner", "slots_of"]
-
-
-def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor) -> torch.Tensor:
-    """Slots of a request's positions in the paged cache, ``(num_positions,)`` int64 on the CPU."""
-    blocks = torch.tensor(block_ids, dtype=torch.int64)
-    return blocks[positions // block_size] * block_size + positions % block_size
+__all__ = ["RowRunner"]
 
 
 class RowRunner:

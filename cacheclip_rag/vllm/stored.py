@@ -1,4 +1,4 @@
-"""Stored KV of an interval of a prompt, at true positions, layer by layer."""
+"""Stored KV of an interval of a prompt, at true positions, layer by layer; and its slots in the paged cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate
 from ..store import KV, Joined, join, part_of
 
-__all__ = ["StoredInterval", "check_shape"]
+__all__ = ["StoredInterval", "check_shape", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class StoredInterval:
         tables = self.tables[number]
         tables = None if tables is None else (tables[0].to(device), tables[1].to(device))
         return rotate(keys, tables).to(self._dtype), values.to(self._dtype)
+
+
+def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Slots of a request's positions in the paged cache, ``(num_positions,)`` int64 on the CPU."""
+    blocks = torch.tensor(block_ids, dtype=torch.int64)
+    return blocks[positions // block_size] * block_size + positions % block_size
 
 
 def check_shape(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.turns import turns_of
+from cacheclip_rag.base import clock
 from cacheclip_rag.fusion.answer import Answer
 from tests.answering.test_turns import Threads, until
 from tests.conftest import rag_prompt
+from tests.faketime import FakeTime
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -52,9 +54,21 @@ def test_first_come_first_token(engine: CacheClipEngine, chunks: list[str]) -> N
     order, answers = first_tokens(engine, chunks)
     assert order == [0, 1, 2, 3]
     assert {answer.token_ids for answer in answers} == {*alone.values()}
-    waited = [answer.stats.queued_s for answer in sorted(answers, key=lambda answer: answer.stats.ttft_s)]
-    assert all(0 < answer.stats.queued_s < answer.stats.ttft_s for answer in answers) and waited == sorted(waited)
-    assert engine.generate(asked(engine, 0, chunks), PARAMS).stats.queued_s < 0.1
+
+
+def test_the_time_in_the_queue(engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that stands still but for the seconds of the turns before."""
+    engine.precompute(chunks)
+    engine.generate(asked(engine, 0, chunks), PARAMS)
+    time, threads, found = FakeTime(monkeypatch, clock), Threads(), list[Answer]()
+    with turns_of(engine.primary).prompt():
+        threads.start(lambda: found.append(engine.generate(asked(engine, 0, chunks), PARAMS)))
+        until(lambda: waiting(engine) == 2)
+        time.sleep(7.0)
+    threads.join()
+    found.append(engine.generate(asked(engine, 1, chunks), PARAMS))
+    assert [(answer.stats.queued_s, answer.stats.ttft_s) for answer in found] == [(7.0, 7.0), (0.0, 0.0)]
+    assert all(not any(answer.stats.phases_s.values()) for answer in found)
 
 
 def test_who_raises_holds_up_nobody(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import transformers
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base import clock
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.faketime import FakeTime
 
-SLEEP_S = 0.4
-"""Far more than all else takes: what a slowed part is told by."""
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0)
 
 
@@ -26,102 +25,109 @@ def stored(make: Callable[..., CacheClipEngine]) -> CacheClipEngine:
     return engine
 
 
-def timed(engine: CacheClipEngine, method: str) -> tuple[float, float]:
-    """Time to the first token as it is told, and the seconds of the whole call."""
-    engine.prefixes.clear()
-    started = time.perf_counter()
-    answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method)
-    elapsed = time.perf_counter() - started
-    assert answer.stats.generated_tokens == PARAMS.max_tokens
-    return answer.stats.ttft_s, elapsed
+class Clock(FakeTime):
+    """Stands still but for slow parts, whose calls take a second each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch, clock)
+        self._patch = monkeypatch
+
+    def slow(self, part: Any, name: str) -> None:
+        """Calls of a part's method take a second."""
+        ordinary = getattr(part, name)
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            self.perf_counter()
+            self.sleep(1.0)
+            return ordinary(*args, **options)
+
+        self._patch.setattr(part, name, slowly)
+
+    def times(self, engine: CacheClipEngine, method: str) -> tuple[float, float]:
+        """Time to the first token and time of the others, as they are told; their sum is the time of the call."""
+        engine.prefixes.clear()
+        begin = self.perf_counter()
+        stats = engine.generate(rag_prompt(CHUNKS), PARAMS, method=method).stats
+        assert stats.generated_tokens == PARAMS.max_tokens
+        assert stats.ttft_s + stats.decode_s == self.perf_counter() - begin
+        return stats.ttft_s, stats.decode_s
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 class Slow:
-    """A tokenizer that takes its time for the question alone, which stands in no stored chunk."""
+    """A tokenizer that takes a second for the question alone, which stands in no stored chunk."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, time: Clock) -> None:
+        self.tokenizer, self._time = tokenizer, time
 
     def __call__(self, text: str, **options: Any) -> Any:
-        if QUESTION in text:
-            time.sleep(SLEEP_S)
+        self._time.perf_counter()
+        self._time.sleep(1.0 * (QUESTION in text))
         return self.tokenizer(text, **options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
 
-def slow_down(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_tokenizers(runtime: Any, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tokenizer", "text_tokenizer"):
-        monkeypatch.setattr(runtime, name, Slow(getattr(runtime, name)))
+        monkeypatch.setattr(runtime, name, Slow(getattr(runtime, name), time))
 
 
 @pytest.mark.parametrize("method", ["full", "direct"])
-def test_tokenising_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    slow_down(stored.primary, monkeypatch)
-    ttft_s, elapsed = timed(stored, method)
-    assert SLEEP_S <= ttft_s <= elapsed
+def test_tokenising_counts(stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    slow_tokenizers(stored.primary, time, monkeypatch)
+    assert time.times(stored, method) == (1.0, 0.0)
 
 
 def test_tokenising_for_the_auxiliary_counts(
-    make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., CacheClipEngine], time: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads the question with a tokenizer of its own."""
     engine = make(method="cacheclip")
     engine.precompute(CHUNKS)
     engine.generate(rag_prompt(CHUNKS), PARAMS)
-    slow_down(engine.auxiliary, monkeypatch)
-    ttft_s, elapsed = timed(engine, "cacheclip")
-    assert SLEEP_S <= ttft_s <= elapsed
+    slow_tokenizers(engine.auxiliary, time, monkeypatch)
+    assert time.times(engine, "cacheclip") == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_sampling_the_first_token_counts_and_the_others_do_not(
-    stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str
+    stored: CacheClipEngine, time: Clock, method: str
 ) -> None:
-    choose = transformers.TopPLogitsWarper.__call__
-
-    def slow(self: Any, *args: Any, **options: Any) -> Any:
-        time.sleep(SLEEP_S)
-        return choose(self, *args, **options)
-
-    monkeypatch.setattr(transformers.TopPLogitsWarper, "__call__", slow)
-    ttft_s, elapsed = timed(stored, method)
-    assert SLEEP_S <= ttft_s <= elapsed - (PARAMS.max_tokens - 1) * SLEEP_S
+    time.slow(transformers.TopPLogitsWarper, "__call__")
+    assert time.times(stored, method) == (1.0, PARAMS.max_tokens - 1)
 
 
-def test_reading_the_store_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_store_counts(stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     get_each = stored.store.get_each
 
     def slow(*args: Any, **options: Any) -> Any:
         for found in get_each(*args, **options):
-            time.sleep(SLEEP_S)
+            time.perf_counter()
+            time.sleep(1.0)
             yield found
 
     monkeypatch.setattr(stored.store, "get_each", slow)
-    ttft_s, _ = timed(stored, "direct")
-    assert ttft_s >= len(CHUNKS) * SLEEP_S
+    assert time.times(stored, "direct") == (len(CHUNKS), 0.0)
 
 
 @pytest.mark.parametrize("method", ["full", "direct"])
-def test_finding_stored_texts_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    _slow(monkeypatch, stored.library.index, "find")
-    ttft_s, elapsed = timed(stored, method)
-    assert SLEEP_S <= ttft_s <= elapsed
+def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: str) -> None:
+    """Stored texts and the prefix cache."""
+    time.slow(stored.library.index, "find")
+    time.slow(stored.prefixes, "match")
+    assert time.times(stored, method) == (2.0, 0.0)
 
 
-@pytest.mark.parametrize("method", ["full", "direct"])
-def test_asking_the_prefix_cache_counts(stored: CacheClipEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    _slow(monkeypatch, stored.prefixes, "match")
-    ttft_s, elapsed = timed(stored, method)
-    assert SLEEP_S <= ttft_s <= elapsed
-
-
-def _slow(monkeypatch: pytest.MonkeyPatch, part: Any, name: str) -> None:
-    ordinary = getattr(part, name)
-
-    def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(SLEEP_S)
-        return ordinary(*args, **options)
-
-    monkeypatch.setattr(part, name, slow)
+@pytest.mark.parametrize(("method", "prefill"), [("full", "prefill"), ("direct", "fuse")])
+def test_each_token_is_computed_in_its_own_time(
+    stored: CacheClipEngine, time: Clock, method: str, prefill: str
+) -> None:
+    time.slow(stored.primary, prefill)
+    time.slow(stored.primary, "decode_step")
+    assert time.times(stored, method) == (1.0, PARAMS.max_tokens - 1)

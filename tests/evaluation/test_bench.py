@@ -10,8 +10,11 @@ from cacheclip_rag import EngineConfig
 from cacheclip_rag.answering.profiling import make_texts
 from cacheclip_rag.base.clock import PHASES
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.lab.evaluation import bench as module
 from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.models.load import load_model
+from tests.guards.test_shadow import stats
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,35 @@ def test_effective_ratio_is_the_nominal_one(result: dict[str, Any]) -> None:
 def test_phases_add_up_to_the_time_to_first_token(result: dict[str, Any]) -> None:
     for row in result["methods"].values():
         assert sum(row["phases_s"].values()) <= row["ttft_s"]["max"] + 1e-3
+
+
+def test_figures_of_several_runs() -> None:
+    """By hand: medians over runs, the speed-up of the medians, the largest memory, and the counts of a run."""
+
+    def run(ttft_s: float, peak: int, recomputed: int = 150, **phases: float) -> tuple[FusionStats, int]:
+        phases_s = {name: phases.get(name, 0.0) for name in PHASES}
+        return stats("epic", ttft_s=ttft_s, phases_s=phases_s, recomputed_tokens=recomputed, charged_ratio=0.3), peak
+
+    found = module._summaries(
+        {
+            "full": [run(8.0, 10), run(3.0, 30), run(4.0, 20)],
+            "epic": [
+                run(0.5, 7, read=0.1, recompute=0.2),
+                run(1.0, 9, read=0.4, recompute=0.3),
+                run(9.0, 8, 160, read=0.3, recompute=8.0),
+            ],
+        }
+    )
+    assert found["full"]["ttft_s"] == {"median": 4.0, "min": 3.0, "max": 8.0}
+    assert (found["full"]["speedup_vs_full"], found["full"]["peak_rss_bytes"]) == (1.0, 30)
+    epic = found["epic"]
+    assert epic["ttft_s"] == {"median": 1.0, "min": 0.5, "max": 9.0} and epic["speedup_vs_full"] == 4.0
+    assert epic["phases_s"] == {**dict.fromkeys(PHASES, 0.0), "read": 0.3, "recompute": 0.3}
+    counts = ("prompt_tokens", "reused_tokens", "recomputed_tokens", "peak_rss_bytes")
+    assert [epic[name] for name in counts] == [1000, 740, 160, 9]
+    ratios = ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+    assert [epic[name] for name in ratios] == pytest.approx([0.2, 160 / 850, 160 / 843, 0.3])
+    assert module._summaries({"epic": [run(1.0, 1)]})["epic"]["speedup_vs_full"] is None
 
 
 def test_texts_have_the_length_asked_for_and_differ(tiny_models: dict[str, str]) -> None:

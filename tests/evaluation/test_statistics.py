@@ -77,6 +77,13 @@ def test_ratio_is_of_means_and_paired() -> None:
     assert paired_ratio(values, others, samples=500, seed=3) == pytest.approx((1.0, *np.percentile(slow, (2.5, 97.5))))
 
 
+def test_nothing_is_a_value() -> None:
+    """A score of 0, and one draw, are allowed."""
+    assert paired_ratio([0.0, 1.0], [1.0, 1.0]) == (0.5, 0.0, 1.0)
+    low, high = paired_bootstrap(DIFFERENCES, samples=1)
+    assert low == high
+
+
 def test_ratio_to_nothing() -> None:
     assert paired_ratio([1.0, 2.0], [0.0, 0.0]) is None
     assert paired_ratio([1.0, 2.0], [0.0, 1.0]) == (3.0, None, None), "some draws have nothing to divide by"

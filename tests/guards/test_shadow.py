@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.guards.fidelity import compare, greedy, kl_divergence, read_along
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.guards.fidelity import greedy, read_along
 from cacheclip_rag.guards.metrics import Metrics
 from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.store.tiers import TierStats
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 PARAMS = SamplingParams(max_tokens=10)
@@ -235,7 +236,65 @@ class TestShadow:
             CacheClipEngine(**options)
 
 
+def stats(method: str, **given: Any) -> FusionStats:
+    """One of 1000 tokens, of which 100 are fresh, 50 are a prefix and 150 of the chunks' are recomputed."""
+    counts = {"prompt_tokens": 1000, "prefix_tokens": 50, "fresh_tokens": 100, "chunk_tokens": 850, "exact_tokens": 7}
+    rest = {"fallback": None, "recomputed_tokens": 150, "nominal_ratio": 0.2, "hits": 3, "misses": 2, "phases_s": {}}
+    return FusionStats(**{"method": method, **counts, **rest, "ttft_s": 0.25, **given})
+
+
 class TestMetrics:
+    def test_every_number(self) -> None:
+        """Sums by hand, of answers that differ in each figure; then of two engines that share a store."""
+        tiers = [TierStats("memory", 1, 2, 3, 4, 5, 0.5), TierStats("disk", 10, 20, 30, 40, 12_345_678_901, 1 / 3)]
+        one, two = Metrics(lambda: tiers), Metrics(lambda: tiers)
+        one.record_answer(stats("epic", cached_prefix_tokens=40))
+        one.record_answer(stats("full", fallback="no chunk", hits=0, misses=5, ttft_s=1.5))
+        one.record_answer(stats("full", fallback="unsure", gated=True, hits=11))
+        one.record_answer(stats("full", fallback="soon enough", bypassed=True, hits=0, misses=0))
+        one.record_answer(stats("epic", completed_at=0, prompt_tokens=2_345_678))
+        for kl, agreement in ((0.5, 0.25), (0.75, None), (0.125, 1.0)):
+            one.record_shadow(kl, agreement)
+        two.record_shadow(None, 0.5, first_agrees=False)
+        two.record_shadow(None, 1.0, first_agrees=True)
+        two.record_shadow(2.0, None)
+        two.record_shadow_skipped()
+        two.record_answer(stats("epic", hits=100))
+        expected = {
+            'answers_total{method="epic"}': 3,
+            'answers_total{method="full"}': 3,
+            "fallbacks_total": 1,
+            "bypassed_total": 1,
+            "gated_total": 1,
+            "completed_total": 1,
+            "chunk_hits_total": 3 + 0 + 11 + 0 + 3 + 100,
+            "chunk_misses_total": 2 + 5 + 2 + 0 + 2 + 2,
+            'prompt_tokens_total{source="store"}': 6 * 750 - 40,
+            'prompt_tokens_total{source="prefix_cache"}': 40,
+            'prompt_tokens_total{source="computed"}': 5 * 250 + 2_345_678 - 750,
+            "ttft_seconds_sum": 2.75,
+            "shadow_checks_total": 6,
+            "shadow_greedy_checks_total": 4,
+            "shadow_agreement_sum": 2.75,
+            "shadow_other_first_token_total": 1,
+            "shadow_first_token_kl_sum": 3.375,
+            "shadow_first_token_kl_max": 2.0,
+            "shadow_skipped_total": 1,
+        }
+        names = ("hits_total", "misses_total", "damaged_total", "evictions_total", "bytes", "read_seconds_total")
+        for tier in tiers:
+            for name, value in zip(names, list(tier.to_dict().values())[1:], strict=True):
+                expected[f'store_{name}{{tier="{tier.name}"}}'] = value  # type: ignore[assignment]
+        together = Metrics.together([one, two])
+        assert together.snapshot() == expected
+        assert Metrics.together([two, one]).snapshot() == expected
+        assert one.snapshot()["shadow_first_token_kl_max"] == 0.75
+        lines = [line for line in together.to_prometheus().splitlines() if not line.startswith("#")]
+        told = {
+            name.removeprefix("cacheclip_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)
+        }
+        assert told == expected, "with all digits"
+
     def test_counts_add_up(self, make: Callable[..., CacheClipEngine]) -> None:
         engine = make()
         first = engine.generate(rag_prompt(CHUNKS), PARAMS).stats
@@ -276,27 +335,6 @@ class TestMetrics:
 
 
 class TestFidelity:
-    def test_kl(self) -> None:
-        p, q = torch.randn(5, 30, dtype=torch.float64), torch.randn(5, 30, dtype=torch.float64)
-        expected = torch.distributions.kl_divergence(
-            torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
-        )
-        assert torch.allclose(kl_divergence(p, q).double(), expected, atol=1e-6)
-        assert float(kl_divergence(p, p).max()) == 0.0
-
-    def test_kl_of_tokens_ruled_out(self) -> None:
-        p = torch.tensor([0.0, 1.0, float("-inf")])
-        assert float(kl_divergence(p, p)) == 0.0
-        assert float(kl_divergence(p, torch.tensor([0.0, float("-inf"), 1.0]))) == float("inf")
-
-    def test_compare(self) -> None:
-        reference = torch.tensor([[5.0, 0.0], [0.0, 5.0], [5.0, 0.0], [0.0, 5.0]])
-        other = reference.clone()
-        other[2] = torch.tensor([0.0, 5.0])
-        found = compare(reference, other)
-        assert found.agreement == 0.75 and found.first_token_kl == 0.0 and found.max_gap == 0.0
-        assert found.answer_kl == pytest.approx(float(kl_divergence(reference[2], other[2])) / 4)
-
     @pytest.mark.parametrize("count", [1, 2, 9])
     def test_reading_along_equals_decoding(self, make: Callable[..., CacheClipEngine], count: int) -> None:
         engine = make()

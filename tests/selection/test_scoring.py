@@ -11,6 +11,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig
 from cacheclip_rag.base.clock import PhaseClock
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.selection import scoring as module
+from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, question_ids
 from tests.conftest import CHUNKS, QUESTION, lose
@@ -47,7 +48,8 @@ class Asked:
 
 @pytest.fixture
 def asked(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]), monkeypatch)
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    return Asked(EngineConfig(**models, codec="float32"), monkeypatch)
 
 
 class TestQuestion:
@@ -70,8 +72,46 @@ class TestDamage:
         lose(monkeypatch, asked.caches, CHUNKS[1])
         found = asked(CHUNKS, QUESTION)
         for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)  # stored as bfloat16
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
         encode = type(asked.runtime).encode
         monkeypatch.setattr(type(asked.runtime), "encode", lambda self, ids, prefix=None: encode(self, ids))
         wrong = asked(CHUNKS, QUESTION)
         assert float((wrong[1] - expected[1]).abs().max()) > 1e-2, "without its prefix it reads otherwise"
+
+
+class TestParts:
+    WHOLE = " ".join(CHUNKS)
+
+    def by_hand(self, asked: Asked, part: str, tokens: Any, first: str, last: str) -> list[float]:
+        """Scores of a part's tokens: KV of the whole text, of which the question sees the tokens from the first part's
+        first character to the last part's last one; then the largest of those that share a character."""
+        caches, whole = asked.caches, asked.caches.tokenize(self.WHOLE)
+        begin, end = self.WHOLE.index(first), self.WHOLE.index(last) + len(last)
+        seen = [n for n, (a, b) in enumerate(whole.offsets) if a < end and b > begin]
+        kv = asked.runtime.encode(whole.ids, caches.prefix)[:, :, :, seen[0] : seen[-1] + 1]
+        [raw] = score_chunks(asked.runtime, caches.prefix, [kv], question_ids(asked.runtime, QUESTION))
+        at = self.WHOLE.index(part)
+        sources = [(*whole.offsets[n], float(score)) for n, score in zip(seen, raw, strict=True)]
+        return [
+            max((score for a, b, score in sources if a < at + stop and b > at + start), default=0.0)
+            for start, stop in tokens.offsets
+        ]
+
+    @pytest.mark.parametrize("lost", [False, True])
+    @pytest.mark.parametrize("numbers", [[1], [2], [0, 2], [2, 1]])
+    def test_a_part_has_the_scores_of_its_own_tokens(
+        self, asked: Asked, monkeypatch: pytest.MonkeyPatch, numbers: list[int], lost: bool
+    ) -> None:
+        asked.caches.write(self.WHOLE)
+        if lost:
+            lose(monkeypatch, asked.caches, self.WHOLE)
+        parts = [CHUNKS[number][5:-7] for number in numbers]
+        spans = [
+            Span(Chunk(part, self.WHOLE, self.WHOLE.index(part)), asked.caches.tokenize(part), 100 * number)
+            for number, part in enumerate(parts)
+        ]
+        found = asked.scorer.score(spans, QUESTION, AuxiliaryAttention(layers="last"), PhaseClock())
+        first, last = CHUNKS[min(numbers)][5:-7], CHUNKS[max(numbers)][5:-7]
+        for part, span, scores in zip(parts, spans, found, strict=True):
+            expected = self.by_hand(asked, part, span.tokens, first, last)
+            assert scores.tolist() == pytest.approx(expected, abs=1e-5) and max(expected) > 1e-3

@@ -58,7 +58,8 @@ def plain(setting: Setting) -> list[tuple[int, ...]]:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of tokens of each load, in order."""
-    from cacheclip_rag.vllm.loading import Load, Loader
+    from cacheclip_rag.vllm.loading import Loader
+    from cacheclip_rag.vllm.scheduling import Load
 
     load, found = Loader.load, list[int]()
 

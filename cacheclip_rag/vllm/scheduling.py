@@ -1,0 +1,208 @@
+"""What the scheduler's connector keeps of requests: which have KV to be made, where it goes, and what became of it.
+
+vLLM's objects come in as arguments, and nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..fusion.wire import FusionPlan
+from ..runtime.base import DTYPES
+from .parameters import PARAMETER, UNREADABLE, Ready
+
+__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "salt"]
+
+_DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that keep no KV of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens of one request whose KV is to be made in this step."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    start: int
+    """First token. Earlier ones are in vLLM's own prefix cache, made by the same plan."""
+    stop: int
+    plan: FusionPlan | None = None
+    context: str | None = None
+    """Without a plan, the file that holds the KV."""
+
+    def failed_blocks(self, block_size: int) -> tuple[int, ...]:
+        """Blocks whose KV is not there if the load fails."""
+        return self.block_ids[self.start // block_size : -(-self.stop // block_size)]
+
+
+class RequestLoads:
+    """Requests from their arrival to their end."""
+
+    def __init__(self, block_size: int, manager: Callable[[], Any]) -> None:
+        """``manager``: gives vLLM's manager of blocks, which the connector gets later."""
+        self._block_size, self._manager = block_size, manager
+        self._ready: dict[str, Ready] = {}
+        self._requests: dict[str, Any] = {}
+        """vLLM's own requests, of those in ``_ready``."""
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._scheduled: dict[str, int] = {}
+        """Tokens to load in this step, by request."""
+        self._loading: dict[str, tuple[Load, int]] = {}
+        """A request's last load, and the tokens of its answer before it."""
+
+    def keep(self, request: Any, ready: Ready) -> None:
+        """Take on a request whose KV can be made."""
+        self._ready[request.request_id] = ready
+        self._requests[request.request_id] = request
+
+    def tell(self, request_id: str, outcome: str, reason: str | None = None) -> None:
+        """What a request's output says of it, if nothing else becomes of it."""
+        self._outcomes[request_id] = {"outcome": outcome, "reason": reason}
+
+    def matched(self, request_id: str, num_computed_tokens: int) -> int:
+        """Tokens beyond vLLM's own prefix cache whose KV can be made."""
+        ready = self._ready.get(request_id)
+        return 0 if ready is None else max(ready.num_ready - num_computed_tokens, 0)
+
+    def schedule(self, request_id: str, num_tokens: int) -> None:
+        """vLLM has found blocks for so many tokens, which this step loads."""
+        if num_tokens > 0:
+            self._scheduled[request_id] = num_tokens
+
+    def step(self, scheduler_output: Any) -> tuple[list[Load], int]:
+        """The loads of a step, and how many of them are the first of their request."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._forget_unreported(request_id)
+        placed: dict[str, tuple[list[int], int]] = {
+            new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        }
+        cached = scheduler_output.scheduled_cached_reqs
+        for number, request_id in enumerate(cached.req_ids):
+            if request_id in cached.resumed_req_ids:  # after a preemption, which took its blocks
+                placed[request_id] = cached.new_block_ids[number][0], cached.num_computed_tokens[number]
+        loads, first = [], 0
+        for request_id, num_tokens in self._scheduled.items():
+            ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
+            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.context)
+            loads.append(load)
+            self._loading[request_id] = load, self._requests[request_id].num_output_tokens
+            first += self._outcomes[request_id]["outcome"] == "cached"  # not again after a preemption
+            self.tell(request_id, "fused")
+        self._scheduled.clear()
+        return loads, first
+
+    def fail(self, failed: set[int]) -> None:
+        """Have vLLM compute what stands in failed blocks and behind them."""
+        for request_id, request in self._requests.items() if failed else ():
+            (blocks,) = self._manager().get_block_ids(request_id)
+            first = next((number for number, block in enumerate(blocks) if block in failed), None)
+            if first is not None:
+                self._manager().evict_blocks(set(blocks[first:]))
+                self._fall_back(request, first * self._block_size)
+
+    def _fall_back(self, request: Any, start: int) -> None:
+        """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
+        it would have only the first of them do so, which may leave before it has."""
+        request.num_computed_tokens = min(request.num_computed_tokens, start)
+        self.tell(request.request_id, "plain", UNREADABLE)
+        stats = request.prefill_stats
+        if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
+            stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
+
+    def _forget_unreported(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
+        """Take a request's blocks out of the prefix cache if their load may fail without our knowing.
+
+        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then. A
+        token of its answer since the load says that the load was reported.
+
+        Args:
+            block_ids: its blocks now; those of the load may be other requests' already, which lose a hash then, and
+                nothing else.
+        """
+        load, num_output_tokens = self._loading.pop(request_id, (None, 0))
+        if load is not None and self._requests[request_id].num_output_tokens == num_output_tokens:
+            first = load.start // self._block_size
+            self._manager().evict_blocks({*load.block_ids[first:], *block_ids[first:]})
+
+    def finish(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
+        """What became of a request, for its output's ``kv_transfer_params``. Only now is its plan no longer needed: a
+        preempted request asks for it again."""
+        self._forget_unreported(request_id, block_ids)
+        self._ready.pop(request_id, None)
+        self._scheduled.pop(request_id, None)
+        self._requests.pop(request_id, None)
+        outcome = self._outcomes.pop(request_id, None)
+        return None if outcome is None else {PARAMETER: outcome}
+
+
+def salt(request: Any, digest: str) -> None:
+    """Give the request's tokens hashes of their own in vLLM's prefix cache, whatever the client sent."""
+    request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{digest}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[Any]) -> None:
+    """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible.
+
+    Args:
+        full_attention: vLLM's class of caches that keep all blocks.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    transfer, draft = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    refused = {
+        "kv_load_failure_policy must be 'recompute', or a request fails where plain prefill would answer it": (
+            transfer.kv_load_failure_policy != "recompute"
+        ),
+        "models with MLA keep no keys after RoPE": model.use_mla,
+        "models with several KV cache groups (hybrid models) are not supported": (
+            len(kv_cache_config.kv_cache_groups) != 1
+        ),
+        "pipeline parallelism is not supported: leave pipeline_parallel_size at 1": parallel.pipeline_parallel_size > 1,
+        "context parallelism is not supported: leave decode_context_parallel_size and prefill_context_parallel_size "
+        "at 1": parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "mixture-of-experts models under data parallelism are not supported, because all ranks must run every pass": (
+            parallel.data_parallel_size > 1 and model.is_moe
+        ),
+        "multimodal models are not supported": model.is_multimodal_model,
+        f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
+            draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
+        ),
+        "hf_overrides would change the model that chunks were computed with": bool(model.hf_overrides),
+        "hf_config_path would be another config than that of the model that chunks were computed with": (
+            model.hf_config_path not in (None, model.model)
+        ),
+        f"the dtype must be one of {', '.join(DTYPES)}, got {model.dtype}": (
+            str(model.dtype).removeprefix("torch.") not in DTYPES
+        ),
+    }
+    if not any(refused.values()):
+        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        refused[
+            "vLLM keeps not all blocks of this model's prompts (a sliding window in every layer, or layers of several "
+            "kinds)"
+        ] = not isinstance(spec, full_attention)
+    found = [reason for reason, holds in refused.items() if holds]
+    if found:
+        raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
+
+
+def check_request(request: Any) -> None:
+    """Raise ValueError for a request whose KV must be vLLM's own."""
+    params = request.sampling_params
+    reasons = {
+        "LoRA changes the KV": request.lora_request is not None,
+        "it has multimodal inputs": bool(getattr(request, "mm_features", None)),
+        "it has embeddings instead of token ids": request.prompt_token_ids is None
+        or getattr(request, "prompt_embeds", None) is not None,
+        "it asks for logprobs of the prompt, which only plain prefill computes": (
+            params is not None and params.prompt_logprobs is not None
+        ),
+        "it asks not to read a prefix cache": bool(request.skip_reading_prefix_cache),
+        "it pools instead of generating": params is None,
+    }
+    found = [reason for reason, holds in reasons.items() if holds]
+    if found:
+        raise ValueError("; ".join(found))

@@ -1,0 +1,230 @@
+"""Loads of one worker without vLLM: what stands in its paged cache afterwards is what an engine of ours assembled.
+
+In vLLM's place: a paged cache that is a tensor, and rows that are taken from the engine's own cache instead of being
+computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.lab.variants import RANDOM
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.vllm.loading import Loader, local_heads
+from cacheclip_rag.vllm.parameters import Settings
+from cacheclip_rag.vllm.passes import passes
+from cacheclip_rag.vllm.planner import Planner
+from cacheclip_rag.vllm.scheduling import Load
+from cacheclip_rag.vllm.stored import slots_of
+from cacheclip_rag.vllm.worker import _telling, model_runner
+from tests.conftest import CHUNKS, rag_prompt
+
+BLOCK = 16
+BLOCKS = 64
+METHODS = {"direct": preset("direct"), "epic": preset("epic"), "corrected": replace(RANDOM, correction=0.5).at(0.3)}
+
+
+class Writer:
+    """A layer's writer: keys and values by slot, as vLLM's backends get them."""
+
+    def do_kv_cache_update(self, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+        assert key.shape == value.shape and len(slot_mapping) == len(key)
+        kv_cache[0, slot_mapping], kv_cache[1, slot_mapping] = key, value
+        layer.written.append(slot_mapping.tolist())
+
+
+class Rows:
+    """In place of vLLM's model: keys and values of the rows are those that the engine computed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.runs: list[Any] = []
+
+    def run(self, ids: torch.Tensor, runs: Any, block_ids: Any) -> None:
+        rows = torch.cat([torch.arange(start, stop) for start, stop in runs])
+        assert ids[rows].tolist() == self.worker.ids[rows].tolist()
+        self.runs.append(runs)
+        for number, layer in self.worker.layers.items():
+            key, value = (each[rows] for each in self.worker.expected(number))
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots_of(block_ids, BLOCK, rows))
+
+
+class Worker:
+    """One worker of ``size``, with a plan of a prompt and the engine's KV of this prompt."""
+
+    def __init__(self, made: dict[str, Any], method: str, rank: int = 0, size: int = 1, **room: int) -> None:
+        self.plan = made["planner"].plan(rag_prompt(CHUNKS), method=METHODS[method]).fusion
+        made["engine"].prefixes.clear()
+        prefilled = made["engine"].prefill(rag_prompt(CHUNKS), method=METHODS[method])
+        runtime = made["runtime"]
+        self.cache, self.ids, self.heads = (
+            prefilled.cache,
+            prefilled.layout.ids,
+            local_heads(runtime.num_kv_heads, rank, size),
+        )
+        shape = (2, BLOCKS * BLOCK, self.heads.stop - self.heads.start, runtime.head_dim)
+        self.layers = {
+            number: SimpleNamespace(impl=Writer(), kv_cache=torch.full(shape, float("nan")), written=[])
+            for number in range(runtime.num_layers)
+        }
+        self.rows = Rows(self)
+        group = SimpleNamespace(rank_in_group=rank, world_size=size, cpu_group=None)
+        settings = Settings(made["store"])
+        self.room = {"max_runs": 99, "max_rows": 999, **room}
+        make_rows: Any = lambda: self.rows  # noqa: E731
+        self.loader = Loader(self.layers, settings, runtime, make_rows, group, block_size=BLOCK, **self.room)
+        count = -(-len(self.ids) // BLOCK)
+        self.block_ids = tuple(torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(3))[:count].tolist())
+
+    def expected(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that the engine has, ``(num_tokens, num_heads, head_dim)``."""
+        layer = self.cache.layers[number]
+        return tuple(each[0, self.heads, : len(self.ids)].transpose(0, 1) for each in (layer.keys, layer.values))  # type: ignore[return-value]
+
+    def load(self, start: int = 0) -> int:
+        return self.loader.load(Load("a", self.block_ids, start, self.plan.num_ready, plan=self.plan))
+
+    def check(self, start: int = 0) -> None:
+        """All positions from ``start`` to the end of the plan are there, and no slot of another position."""
+        positions = torch.arange(start, self.plan.num_ready)
+        slots = torch.tensor([self.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions.tolist()])
+        for number, layer in self.layers.items():
+            for found, expected in zip(layer.kv_cache, self.expected(number), strict=True):
+                torch.testing.assert_close(found[slots], expected[positions], atol=2e-5, rtol=1e-4)
+                others = torch.ones(len(found), dtype=torch.bool).index_fill(0, slots, False)
+                assert bool(found[others].isnan().all())
+            assert "do_kv_cache_update" not in vars(layer.impl), "the class's own writer is back"
+
+
+@pytest.fixture(scope="module")
+def made(tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
+    store = tmp_path_factory.mktemp("store")
+    options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(store), "codec": "float32"}
+    engine = CacheClipEngine(**options, method="epic", prefix_cache_bytes=0)
+    engine.precompute(CHUNKS)
+    engine.warm_up()
+    planner = Planner(**options, method="epic")
+    return {"engine": engine, "planner": planner, "runtime": load_planning(tiny_models["llama"]), "store": store}
+
+
+class TestLoads:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_at_once(self, made: dict[str, Any], method: str) -> None:
+        worker = Worker(made, method)
+        assert worker.load() == sum(stop - start for start, stop in worker.plan.computed)
+        worker.check()
+        assert bool(worker.rows.runs) == bool(worker.plan.computed)
+
+    @pytest.mark.parametrize("method", ["epic", "corrected"])
+    def test_in_several_passes(self, made: dict[str, Any], method: str) -> None:
+        worker = Worker(made, method, max_rows=60)
+        count = len(passes(worker.plan, 0, **worker.room))
+        worker.load()
+        worker.check()
+        assert len(worker.rows.runs) == count > 1
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("start", [32, 80, 160])
+    def test_behind_what_vllm_has(self, made: dict[str, Any], method: str, start: int) -> None:
+        """Nothing before is written, though a chunk's correction needs rows of it."""
+        worker = Worker(made, method)
+        worker.load(start)
+        worker.check(start)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_heads_of_one_of_two_workers(
+        self, made: dict[str, Any], rank: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reduced = []
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: reduced.append(count.tolist()))
+        worker = Worker(made, "corrected", rank, 2)
+        worker.load()
+        worker.check()
+        assert reduced == [[0]]
+
+    def test_another_worker_cannot_read(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: count.add_(1))
+        worker = Worker(made, "epic", 0, 2)
+        with pytest.raises(RuntimeError, match="another tensor-parallel worker"):
+            worker.load()
+        assert not worker.rows.runs and not any(layer.written for layer in worker.layers.values())
+
+    def test_what_fits_another_model_only(self, made: dict[str, Any]) -> None:
+        worker = Worker(made, "epic")
+        pieces = [replace(piece, num_tokens=piece.num_tokens) for piece in worker.plan.pieces]
+        pieces[-1] = replace(pieces[-1], first=pieces[-1].first + 1)
+        worker.plan = replace(worker.plan, pieces=tuple(pieces))
+        with pytest.raises(ValueError, match="which does not fit the plan"):
+            worker.load()
+        layers = {number + 1: layer for number, layer in worker.layers.items()}
+        with pytest.raises(ValueError, match="vLLM has attention layers"):
+            Loader(layers, Settings(), made["runtime"], Any, None, block_size=1, max_runs=1, max_rows=1)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "size", "heads"),
+    [
+        (8, 1, [range(8)]),
+        (8, 2, [range(4), range(4, 8)]),
+        (6, 3, [range(2), range(2, 4), range(4, 6)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+    ],
+)
+def test_heads_of_workers(num_heads: int, size: int, heads: list[range]) -> None:
+    found = [local_heads(num_heads, rank, size) for rank in range(size)]
+    assert [range(each.start, each.stop) for each in found] == heads
+
+
+def test_slots() -> None:
+    assert slots_of([7, 2, 5], 4, torch.tensor([0, 3, 4, 9, 11])).tolist() == [28, 31, 8, 21, 23]
+
+
+class TestWorker:
+    class Base:
+        """In place of vLLM's worker."""
+
+        def load_model(self) -> str:
+            self.model_runner = Runner()
+            return "loaded"
+
+    def test_tells_its_model_runner(self) -> None:
+        several = [_telling(self.Base)() for _ in range(2)]
+        assert [each.load_model() for each in several] == ["loaded"] * 2
+        for each in several:
+            assert model_runner(each.model_runner.vllm_config) is each.model_runner
+        with pytest.raises(ValueError, match="worker class of this package"):
+            model_runner(object())
+        config = several.pop().model_runner.vllm_config
+        del each
+        with pytest.raises(ValueError, match="worker class of this package"):
+            model_runner(config)  # its engine is gone
+
+    def test_shifts_positions_until_it_is_told_otherwise(self) -> None:
+        worker = _telling(self.Base)()
+        worker.load_model()
+        model = worker.model_runner.get_model()
+        seen = []
+        for by in (0, 3, 17, 0):
+            worker.shift_positions(by)
+            seen.append(model(positions=torch.tensor([0, 5])).tolist())
+        assert seen == [[0, 5], [3, 8], [17, 22], [0, 5]]
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.vllm_config, self._model = object(), Positions()
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
+
+
+class Positions(torch.nn.Module):
+    def forward(self, *, positions: torch.Tensor) -> torch.Tensor:
+        return positions
