@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +53,16 @@ def test_cold_reads(run: Any) -> None:
     assert row["in turn ttft_s"] > row["warm ttft_s"], "a slow store costs time"
 
 
-def test_limits(run: Any) -> None:
+def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its question in a process of its own is asked in this one, by the same command."""
+
+    def here(command: list[str], **_: Any) -> Any:
+        with monkeypatch.context() as patch, redirect_stdout(StringIO()) as said:
+            patch.setattr(sys, "argv", command[1:])
+            runpy.run_path(command[1], run_name="__main__")
+        return SimpleNamespace(stdout=said.getvalue())
+
+    monkeypatch.setattr("subprocess.run", here)
     sizes = ["--prompt-tokens", "100", "--new-tokens", "4", "--chunks", "3", "--chunk-tokens", "40"]
     found = run(
         "limits", *sizes, "--repeats", "1", "--memory-tokens", "120", may_fail=True

@@ -105,15 +105,18 @@ def test_streamed_text_is_the_answer_and_the_store_serves_a_new_engine(engine: C
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks", "greedy"),
-    [("smollm2-135m", 3, 12), pytest.param("gemma-3-270m", 5, 4, marks=pytest.mark.weights)],
+    ("name", "num_chunks", "characters", "greedy"),
+    [("smollm2-135m", 2, 200, 6), pytest.param("gemma-3-270m", 5, None, 4, marks=pytest.mark.weights)],
 )
-def test_exact_on_real_weights(name: str, num_chunks: int, greedy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_on_real_weights(
+    name: str, num_chunks: int, characters: int | None, greedy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every check of certification, greedy tokens at ratio 1.0 among them; Gemma with a prompt beyond its window."""
     monkeypatch.setattr(exactness, "_GREEDY_TOKENS", greedy)
     engine = CacheClipEngine(primary=name, auxiliary=None, method="direct", chunk_context="prefix")
     [bundled] = bundled_prompts(1)
-    prompt = EvaluationPrompt(bundled.chunks[:num_chunks], bundled.question, bundled.needle)
+    chunks = tuple(text[:characters] for text in bundled.chunks[:num_chunks])
+    prompt = EvaluationPrompt(chunks, bundled.question, bundled.needle)
     engine.precompute(prompt.chunks)
     result = check_exactness(engine, prompt)
     assert result["passed"], result

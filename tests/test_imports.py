@@ -203,7 +203,7 @@ class TestLaboratory:
             import cacheclip_rag.lab.evaluation  # noqa: F401
 
 
-INSIDE_VLLM = {"vllm.capturing", "vllm.connector", "vllm.forcing", "vllm.rows"}
+INSIDE_VLLM = {"vllm.capturing", "vllm.connector", "vllm.rows"}
 """Modules that vLLM loads."""
 
 

@@ -8,7 +8,7 @@ compared). ``settings.py`` takes the options from one process to the other.
 
 Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``scheduling.py``,
 ``loading.py``, ``rows.py``, ``passes.py``, ``stored.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a
-program. Only ``connector``, ``capturing``, ``rows`` and ``forcing`` import vLLM.
+program. Only ``connector``, ``capturing`` and ``rows`` import vLLM at once.
 """
 
 from __future__ import annotations

@@ -126,10 +126,15 @@ class TestProcess:
         ]
         assert min(seconds) < 0.3
 
-    def test_making_a_config_loads_no_torch(self) -> None:
-        program = (
-            "import sys; from cacheclip_rag import EngineConfig; EngineConfig(); assert 'torch' not in sys.modules"
-        )
+    def test_what_loads_no_torch(self) -> None:
+        """Settings, options of a call, and what adapters import."""
+        program = """
+import sys
+from cacheclip_rag import CallOptions, EngineConfig
+import cacheclip_rag.answering.options, cacheclip_rag.frontend.aio
+EngineConfig(), EngineConfig(method="epic", recompute_ratio=0.1), CallOptions()
+assert "torch" not in sys.modules
+"""
         subprocess.run([sys.executable, "-c", program], check=True)
 
     def test_public_names(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.lab.evaluation import ruler
 from cacheclip_rag.lab.evaluation.records import Record
-from cacheclip_rag.lab.evaluation.ruler import NeedleTask, generate, sentences
+from cacheclip_rag.lab.evaluation.ruler import NeedleTask, chosen_tasks, generate, sentences
 
 HAYSTACK = "\n".join(f"Sentence {n} of the keeper's\n  log is about gulls, fog and rope." for n in range(1000))
 DEPTHS = (
@@ -350,3 +350,9 @@ class TestVariableTracking:
     def test_too_few_tokens(self) -> None:
         with pytest.raises(ConfigurationError, match="vt needs num_tokens"):
             make("vt", num_tokens=400)
+
+
+def test_chosen_tasks() -> None:
+    one, two, *_ = ruler.TASKS
+    assert chosen_tasks([two, one], has_haystack=True) == [two, one]
+    assert chosen_tasks(["all"], has_haystack=True) == [*ruler.TASKS]

@@ -29,13 +29,15 @@ class TestBudget:
         assert not same(spy.masks, without.masks)
 
     @plain
-    @pytest.mark.parametrize(("share", "ratio"), [(0.5, 0.4), (1.0, 0.4), (0.5, 0.9), (0.5, 0.01)])
+    @pytest.mark.parametrize(("share", "ratio"), [(0.5, 0.4), (0.1, 0.4), (1.0, 0.4), (0.5, 0.9), (0.5, 0.01)])
     def test_the_share_for_chunk_starts(self, case: Case, share: float, ratio: float) -> None:
         """As many first tokens of each as the share pays for, 16 at most; the budget is kept to the token."""
         _, spy = spied(case, "random", ratio, budget={"chunk_starts": share})
         budget = round(ratio * spy.view.num_chunk_tokens)
         each = min(16, int(share * budget / len(spy.masks)))
         assert all(bool(mask[:each].all()) for mask in spy.masks)
+        _, counted = spied(case, "random", ratio, budget={"first_tokens": each})
+        assert same(spy.masks, counted.masks), "and no other token is preferred"
         assert sum(int(m.sum()) for m in spy.masks) == budget
         assert each > 0 or ratio == 0.01
 

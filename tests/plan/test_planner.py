@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, Plan
+from cacheclip_rag import CacheClipEngine, Chunk, Plan
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import ObservedAnswer, Observer
 from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.plan.plan import Reading
+from cacheclip_rag.prompt.layout import Span
+from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.testing.fake import FakeRuntime
 
 CHUNKS = [
@@ -63,6 +67,28 @@ class TestPlan:
         plan = engine.plan(rag(CHUNKS))
         assert [span.whole for span in plan.exact] == CHUNKS[:1]
         assert engine.plan("First:\n\n" + rag(CHUNKS)).exact == ()
+
+    @pytest.mark.parametrize(("parts", "stored"), [([5], True), ([4], False), ([2, 3], True), ([3, 1], False)])
+    def test_half_of_a_missing_text_is_stored_and_less_is_not(
+        self, engine: CacheClipEngine, parts: list[int], stored: bool
+    ) -> None:
+        """Of a text of ten tokens, all its parts together."""
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS))
+        spans = [
+            Span(
+                Chunk("part", "a whole text"),
+                TokenizedText(tuple(range(count)), ((0, 1),) * count),
+                50 * n,
+                whole_tokens=10,
+            )
+            for n, count in enumerate(parts)
+        ]
+        missing = replace(plan, reused=(), keys=(), layout=replace(plan.layout, spans=tuple(spans)))
+        assert missing.missing_texts == (("a whole text",) if stored else ())
+
+    def test_seconds_of_reading(self) -> None:
+        assert Reading("disk", auxiliary_s=0.25, primary_s=1.5).seconds == 1.75
 
     def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS)

@@ -9,29 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.runtime.test_vllm_served import CHECKPOINTS
 
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.vllm.served import Served
 
-EIGHT_BITS = {"num_bits": 8, "type": "float", "dynamic": False}
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
-COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}}
 
-
-@pytest.mark.parametrize(
-    ("file", "given", "kv"),
-    [
-        ("config.json", {}, "auto"),
-        ("config.json", {"quantization_config": COMPRESSED}, "auto"),
-        ("config.json", {"quantization_config": {**COMPRESSED, "kv_cache_scheme": EIGHT_BITS}}, "fp8"),
-        ("config.json", {"compression_config": COMPRESSED}, "auto"),
-        ("config.json", {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}, "auto"),
-        ("config.json", {"quantization_config": {**MODELOPT, "quant_method": "modelopt"}}, "fp8_e4m3"),
-        ("config.json", {"quantization_config": {**MODELOPT, "kv_cache_scheme": EIGHT_BITS}}, "fp8_e4m3"),
-        ("config.json", {"quantization_config": {**MODELOPT, "kv_cache_scheme": {"num_bits": 3}}}, "auto"),
-        ("hf_quant_config.json", MODELOPT, "fp8_e4m3"),
-    ],
-)
+@pytest.mark.parametrize(("file", "given", "kv"), CHECKPOINTS)
 def test_what_vllm_fills_in(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, given: dict[str, Any], kv: str
 ) -> None:
