@@ -165,6 +165,7 @@ class _Decoding:
             read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
             self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
             self._beside = Beside()  # all KV is exact now
+            self.prefilled = replace(self.prefilled, continuing=None)  # and that of a longer prompt
             return logits
         logits = runtime.decode_step(cache, self.ids[-1])
         if not self._beside.asks_before:

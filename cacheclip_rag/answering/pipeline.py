@@ -138,8 +138,8 @@ class Answering:
         segments, question, given = read or self._read(request, sources, clock)
         with clock.phase("lookup"):
             plan = make_plan(segments, request.method, sources, question=question, given=given)
-            known = sources.known_tokens(plan)
-            plan = _least_computed(plan, known, sources.continued_tokens(plan))
+            known, continued = sources.known_tokens(plan)
+            plan = _least_computed(plan, known, continued)
             controller = self._controller(request)
             if controller is None or not plan.reused or plan.continues or plan.bypass is not None:
                 return plan

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from ..base.clock import PhaseClock
 from ..fusion.answer import FusionStats, Trace
 from ..fusion.fused import Fused
-from ..methods.base import Method
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span
@@ -23,7 +23,7 @@ from ..runtime.base import State, wait_for
 from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
-__all__ = ["Continuing", "Keeping", "Prefilled", "prefill", "stats_of"]
+__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +56,6 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Continuing:
-    """Lets later prompts continue the KV of a fused one."""
-
-    sources: Sources
-    method: Method
-    stale: Any
-    """``(num_tokens,)`` bool: tokens of the prompt whose KV is a chunk's as it was stored."""
-    turns: int
-    """Answers whose KV it is, this one included."""
-
-    def keep(self, ids: Sequence[int], state: Any) -> None:
-        """Keep the KV of ``ids`` (prompt and answer)."""
-        if len(ids) <= self.sources.primary.runtime.reuse_tokens:
-            with _kept_if_it_can_be():
-                self.sources.prefix_cache.continued.insert(repr(self.method), ids, self.stale, self.turns, state)
-
-
-@dataclass(frozen=True, slots=True)
 class Prefilled:
     """A prefilled prompt, ready to decode."""
 
@@ -88,8 +70,8 @@ class Prefilled:
     half or more of them stands in the prompt."""
     keeping: Keeping | None = None
     """None if the prefix cache may keep nothing of this prompt."""
-    continuing: Continuing | None = None
-    """None if later prompts do not continue this KV: it is exact, or the method does not allow it."""
+    continuing: Callable[[Sequence[int], State], None] | None = None
+    """Lets later prompts continue the KV of these tokens; None: it is exact, or the method does not allow it."""
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
@@ -100,7 +82,8 @@ class Prefilled:
         if self.keeping is not None:
             self.keeping.keep(ids, cache)
         if self.continuing is not None and answer:  # once, when the answer is there
-            self.continuing.keep(ids, cache)
+            with _kept_if_it_can_be():
+                self.continuing(ids, cache)
 
 
 def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
@@ -166,7 +149,8 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     is_exact = _is_exact(fused, sources)
     continuing = None
     if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
-        continuing = Continuing(sources, plan.method, fused.stale, fused.turns + 1)
+        insert = sources.prefix_cache.continued.insert
+        continuing = partial(insert, repr(plan.method), stale=fused.stale, turns=fused.turns + 1)
     if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax())
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)

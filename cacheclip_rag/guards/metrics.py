@@ -14,7 +14,7 @@ __all__ = ["Metrics"]
 
 _HELP = {
     "answers_total": "Answers, by the method that produced them.",
-    "bypassed_total": "Answers by plain prefill because it was predicted to be soon enough.",
+    "bypassed_total": "Answers by plain prefill because it computes less, or was predicted to be soon enough.",
     "fallbacks_total": "Answers by plain prefill although another method was asked for, without the two others.",
     "gated_total": "Answers by plain prefill because a reusing pass was below min_confidence.",
     "completed_total": "Answers that went on from exact KV because a later token was below min_confidence.",

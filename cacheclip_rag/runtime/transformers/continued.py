@@ -106,7 +106,7 @@ class ContinuedCache:
         with self._lock:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
-    def insert(self, method: str, ids: Sequence[int], stale: _Array, turns: int, cache: FusedCache) -> None:
+    def insert(self, method: str, ids: Sequence[int], cache: FusedCache, *, stale: _Array, turns: int) -> None:
         """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``. It takes the place
         of a conversation of which it has half the tokens or more.
 
