@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
@@ -22,7 +22,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cacheclip_rag.base.errors import ConfigurationError, ServerError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.tools import can_constrain, with_tool_choice
 from cacheclip_rag.models.context import known_context, knows_tools
@@ -31,6 +31,8 @@ from cacheclip_rag.prompt.tools import as_name, past_calls
 from .base import LangChainFields, ending, last_answer, last_answer_async
 
 if TYPE_CHECKING:
+    from cacheclip_adapters.remote import RemoteEngine
+
     from cacheclip_rag import Answer, Event
     from cacheclip_rag.prompt.tools import ToolCall
 
@@ -101,7 +103,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         profile["structured_output"] = can_constrain()
         if (tools := knows_tools(self.primary)) is not None:
             profile["tool_calling"] = tools
-        with suppress(OSError, ValueError):  # loading the model reports the reason
+        with suppress(CacheClipError, OSError, ValueError):  # loading the model reports the reason
             if tokens := known_context(self.primary):
                 profile["max_input_tokens"] = tokens
         return profile
@@ -111,7 +113,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         if name != "profile" or found is None or self.base_url is None or "structured_output" in found:
             return found
         with suppress(ServerError, ConfigurationError):  # the first answer reports the reason
-            served = self._answering().served
+            served = cast("RemoteEngine", self._answering()).served
             own = {"structured_output": served.can_constrain, "tool_calling": served.uses_tools}
             self.__dict__[name] = found = {"max_input_tokens": served.context_tokens, **own, **found}
         return found

@@ -67,7 +67,7 @@ class CacheClipVectorStore(VectorStore):
         return unchanging(self.store, name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type[VectorStore]:
+    def __class__(self) -> type[VectorStore]:  # type: ignore[override]
         """The wrapped store's, because components choose by it: ``SelfQueryRetriever`` how filters are written. By
         ``type()``, this is a ``CacheClipVectorStore``."""
         return type(self) if "store" not in self.__dict__ else self.store.__class__

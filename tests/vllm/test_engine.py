@@ -359,14 +359,14 @@ class TestMethodsThatCannot:
 def test_aborted_requests_leave_nothing(fused: FusedLLM, setting: Setting, steps: int) -> None:
     """Before their KV is made, and while they are answered."""
     core = fused.llm.llm_engine.engine_core.engine_core
-    connector = core.scheduler.connector
-    kept = (connector._ready, connector._outcomes, connector._loading, connector._scheduled)
+    loads = core.scheduler.connector._requests
+    kept = (loads._ready, loads._outcomes, loads._loading, loads._scheduled)
     asked = {f"aborted-{steps}-{number}": fused.planner.plan(each) for number, each in enumerate(PROMPTS)}
     for name, planned in asked.items():
         fused.llm.llm_engine.add_request(name, {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
     for _ in range(steps):
         fused.llm.llm_engine.step()
-    assert len(connector._ready) == len(connector._outcomes) == 4 and len(connector._loading) == (4 if steps else 0)
+    assert len(loads._ready) == len(loads._outcomes) == 4 and len(loads._loading) == (4 if steps else 0)
     fused.llm.llm_engine.abort_request(list(asked))
     while fused.llm.llm_engine.has_unfinished_requests():
         fused.llm.llm_engine.step()
