@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.runtime.test_vllm_served import CHECKPOINTS
 
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.vllm.served import Served
+from tests.runtime.test_vllm_served import CHECKPOINTS
 
 
 @pytest.mark.parametrize(("file", "given", "kv"), CHECKPOINTS)
