@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,23 @@ class TestWhyNothingIsReused:
         assert len(alone.plan(rag(CHUNKS)).reused) == 3
         with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
             alone.plan(rag(CHUNKS), method="cacheclip")
+
+    def test_each_reason_has_its_own_number(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        """One chunk lacks the auxiliary's KV, two stand behind another context, and one is not stored at all."""
+
+        def made(**options: Any) -> CacheClipEngine:
+            given = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "method": "cacheclip"}
+            return CacheClipEngine(**{**given, "store": str(tmp_path), "chunk_context": "passages", **options})
+
+        texts = [*CHUNKS, "The fog signal was a bell until the steam horn came in 1888."]
+        made(auxiliary=None, method="epic").precompute(texts[:1])
+        made(chunk_context="prefix").precompute(texts[1:3])
+        plan = made().plan(rag(texts), documents=texts)
+        assert plan.fallback == (
+            "none of the prompt's 4 chunks is in the store for these settings; 1 are stored for the primary model, but "
+            f"not for the auxiliary model '{tiny_models['auxiliary']}', 2 are for another model, dtype, system prompt "
+            "or chunk context"
+        )
 
     def test_full_asks_nobody(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS)
