@@ -17,11 +17,12 @@ from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
 from cacheclip_rag.lab.evaluation import answering, exactness, served
 from cacheclip_rag.lab.evaluation.certify import PromptOutcome, certify, figures_of, finds
-from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
+from cacheclip_rag.lab.evaluation.gating import CONFIDENCES, gated
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_rag.lab.evaluation.questions import QuestionPrompt, ask
 from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference, ReferenceComparison
+from cacheclip_rag.lab.evaluation.results import ItemResult
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.segments import Fresh
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION, rag_prompt
@@ -340,6 +341,43 @@ class TestItems:
         assert (found.ttft_s, found.phases_s, found.fallback) == (0.125, {"read": 0.0625}, fallback)
         confidences = (found.confidence, found.later_confidence, found.confidence_to_difference)
         assert confidences == (sure, 0.1, 0.3) and found.scores == {"em": 1.0}
+
+
+def test_what_a_gate_would_have_done() -> None:
+    """Four items by hand, one whose confidences are gates', one that no gate looks at, and a score that some lack."""
+
+    def item(ttft_s: float, charged: float, first: float, equal: float, f1: float | None, *sure: float | None) -> Any:
+        fidelity = {"first_token_agreement": first, "equal_answer": equal}
+        scores = {"em": f1 or 0.0, **({} if f1 is None else {"f1": f1})}
+        confidence, later, before = sure or (None, None, None)
+        known = {"confidence": confidence, "later_confidence": later, "confidence_to_difference": before}
+        return ItemResult("q", "m", "a", scores, fidelity, 0.2, 0.2, charged, ttft_s, {}, **known)
+
+    items = [
+        item(1.0, 0.2, 0.0, 0.0, 0.25, 0.1, 0.3, None),  # another first token: of no use to complete later
+        item(2.0, 0.3, 1.0, 0.0, 0.5, 0.5, 0.2, 0.2),
+        item(3.0, 0.4, 1.0, 0.0, None, 0.6, 0.05, 0.3),  # unsure only behind the token that differs
+        item(4.0, 0.7, 1.0, 1.0, 1.0),
+    ]
+    fulls = [item(ttft_s, 1.0, 1.0, 1.0, f1) for ttft_s, f1 in ((10.0, 1.0), (20.0, 0.75), (30.0, 1.0), (40.0, None))]
+    found = {each["min_confidence"]: each for each in gated([*zip(items, fulls, strict=True)], ["f1"])}
+    figures = ("full_prefills", "completed_later", "first_token_agreement", "equal_answers", "mean_ttft_s")
+    expected = {
+        0.0: (0.0, 0.0, 0.75, 0.25, 2.5),
+        0.05: (0.0, 0.0, 0.75, 0.25, 2.5),
+        0.1: (0.0, 0.25, 0.75, 0.25, 2.5),
+        0.2: (0.25, 0.25, 1.0, 0.5, 5.0),
+        0.3: (0.25, 0.5, 1.0, 0.75, 5.0),
+        0.5: (0.25, 0.5, 1.0, 1.0, 5.0),
+        0.7: (0.75, 0.0, 1.0, 1.0, 17.5),
+        1.0: (0.75, 0.0, 1.0, 1.0, 17.5),
+    }
+    assert {least: tuple(each[name] for name in figures) for least, each in found.items()} == expected
+    for each in found.values():
+        assert each["charged_ratio"] == pytest.approx(0.4 + each["full_prefills"])
+        assert each["speedup_of_means"] == pytest.approx(25.0 / each["mean_ttft_s"])
+    shares = {0.0: 0.75 / 1.75, 0.2: 1.5 / 1.75, 0.3: 1.0}
+    assert {least: found[least]["share_of_full"]["f1"][0] for least in shares} == pytest.approx(shares)
 
 
 class TestServed:
