@@ -138,10 +138,12 @@ class Answering:
         segments, question, given = read or self._read(request, sources, clock)
         with clock.phase("lookup"):
             plan = make_plan(segments, request.method, sources, question=question, given=given)
+            if not plan.reused:
+                return plan
             known, continued = sources.known_tokens(plan)
             plan = _least_computed(plan, known, continued)
             controller = self._controller(request)
-            if controller is None or not plan.reused or plan.continues or plan.bypass is not None:
+            if controller is None or plan.continues or plan.bypass is not None:
                 return plan
             reading = controller.profile.reading(plan, sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
@@ -205,8 +207,6 @@ class Answering:
 def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
     """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
     ``continued`` approximate ones. Exact KV is worth a few rows."""
-    if not plan.reused:
-        return plan
     plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
     shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
     if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:

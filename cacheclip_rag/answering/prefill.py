@@ -150,9 +150,9 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     continuing = None
     if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
         insert = sources.prefix_cache.continued.insert
-        continuing = partial(insert, repr(plan.method), stale=fused.stale, turns=fused.turns + 1)
+        continuing = partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1)
     if plan.layout.is_continued and fused.stale is not None:
-        first = int(fused.stale.argmax())
+        first = int(fused.stale.argmax()) if fused.stale.any() else None
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
     return Prefilled(
         plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, fused.trace, is_exact

@@ -59,8 +59,8 @@ class FusionStats:
     continued_turns: int = 0
     """Earlier answers, one after the other, whose KV the prompt continues."""
     stale_from: int | None = None
-    """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored. Later
-    text, earlier answers too, is exact relative to that KV only."""
+    """Of a prompt that continues approximate KV: the first token, from 0, whose KV is a chunk's as it was stored; None
+    if every token was recomputed by now. Later text, earlier answers too, is exact relative to that KV only."""
     missed_tokens: int = 0
     """Tokens of the missed chunks."""
     unusable: int = 0

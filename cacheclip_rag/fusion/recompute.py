@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
-    from ..selection.scoring import AuxiliaryScorer
 
 __all__ = ["choose_rows", "fuse", "plan_ahead"]
 
@@ -133,7 +132,7 @@ class _FusedPass:
                     reading.start()
             with clock.phase("select"):
                 scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
-                view = PromptView(**self._seen(plan.reused, scorable, reading.start))
+                view = PromptView(**self._seen(scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
@@ -200,13 +199,13 @@ class _FusedPass:
     def choose(self, scorable: Sequence[Span]) -> list[torch.Tensor]:
         """Masks of the tokens to recompute, for a method that needs no KV of the primary."""
         plan = self.plan
-        scores = plan.method.score(PromptView(**self._seen(plan.reused, scorable)))
+        scores = plan.method.score(PromptView(**self._seen(scorable)))
 
         def no_prefill() -> FusedCache:
             raise AssertionError(f"method {plan.method.name!r} plans ahead, and asked for the primary's KV")
 
         view = CacheView(
-            **self._seen(plan.reused, scorable),
+            **self._seen(scorable),
             runtime=self.runtime,
             cache=FusedCache(layers=[]),
             full_prefill=no_prefill,
@@ -237,7 +236,7 @@ class _FusedPass:
 
         with clock.phase("select"):
             view = CacheView(
-                **self._seen(reused, scorable),
+                **self._seen(scorable),
                 runtime=runtime,
                 cache=cache,
                 full_prefill=full_prefill,
@@ -270,19 +269,17 @@ class _FusedPass:
         stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
-    def _seen(
-        self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
+    def _seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, auxiliary = self.plan.layout, cast("AuxiliaryScorer", self.sources.auxiliary)
+        layout, auxiliary = self.plan.layout, self.sources.auxiliary
         return {
             "layout": layout,
             "spans": scorable,
-            "num_chunk_tokens": self.plan.charged_tokens(reused),
+            "num_chunk_tokens": self.plan.rated_tokens,
             "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
-            "fresh": choose_rows(layout, reused, []),
-            "auxiliary_scores": lambda scorer: auxiliary.score(
+            "fresh": choose_rows(layout, self.plan.reused, []),
+            "auxiliary_scores": lambda scorer: (auxiliary or _no_auxiliary()).score(
                 scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
             ),
         }
@@ -322,6 +319,10 @@ class _FusedPass:
                 reused.append(span)
                 pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
         return reused, pieces
+
+
+def _no_auxiliary() -> NoReturn:
+    raise AssertionError("a method that asks for the auxiliary's scores declares needs_auxiliary")
 
 
 @dataclass(frozen=True, slots=True)

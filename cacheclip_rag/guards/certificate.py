@@ -331,13 +331,13 @@ class CertificateGuard(Observer):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._covered: dict[str, weakref.ref[Sources]] = {}
-        """Checked methods, as text, each with the models of the check, whose weights it does not keep."""
+        self._covered: dict[tuple[type, str], weakref.ref[Sources]] = {}
+        """Checked methods by type and settings, each with the models of the check, whose weights it does not keep."""
 
     def on_plan(self, plan: Plan, sources: Sources) -> None:
         if not plan.reused or plan.bypass is not None:
             return
-        method = repr(plan.method)
+        method = type(plan.method), repr(plan.method)
         covered = self._covered.get(method)
         if covered is not None and covered() is sources:
             return

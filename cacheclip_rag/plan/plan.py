@@ -76,8 +76,8 @@ class Plan:
     """Why the ``reused`` chunks are not used after all: plain prefill is predicted to be soon enough, or computes less.
     Else None."""
     continues: bool = False
-    """Whether the prompt continues the KV of an earlier fused prompt, which is approximate: chunks in it are neither
-    read nor recomputed."""
+    """Whether the prompt continues the KV of an earlier fused prompt, which is approximate: chunks in it are not read,
+    and fewer of their tokens are recomputed."""
     prediction: Prediction | None = None
     """Set if the recompute ratio was chosen by predicted time."""
 
@@ -113,17 +113,18 @@ class Plan:
         unread = [span for span in self.reused if not layout.is_cached(span)]
         of_any = self.reused if is_continued else unread
         stale = sum(len(span.tokens) for span in of_any if not layout.is_exact(span))
-        budget = round(self.method.nominal_ratio * replace(self, layout=layout).charged_tokens(self.reused))
+        budget = round(self.method.nominal_ratio * replace(self, layout=layout).rated_tokens)
         unread_tokens = sum(len(span.tokens) for span in unread)
         return layout.num_tokens - layout.num_known - unread_tokens + min(stale, budget)
 
-    def charged_tokens(self, spans: Sequence[Span]) -> int:
+    @property
+    def rated_tokens(self) -> int:
         """Chunk tokens of which the ratio is a share: all, and of those in continued KV :data:`FOLLOW_UP_SHARE`."""
         layout = self.layout
-        continued = sum(len(span.tokens) for span in spans if layout.is_continued and layout.is_cached(span))
+        continued = sum(len(span.tokens) for span in self.reused if layout.is_continued and layout.is_cached(span))
         # the same prompt again has the same answer
         share = FOLLOW_UP_SHARE if layout.num_cached < layout.num_tokens - 1 else 0
-        return sum(len(span.tokens) for span in spans) - continued + round(share * continued)
+        return self.chunk_tokens - continued + round(share * continued)
 
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""

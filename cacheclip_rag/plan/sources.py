@@ -55,11 +55,11 @@ class Sources:
     def known_tokens(self, plan: Plan) -> tuple[int, int]:
         """Numbers of tokens that :meth:`match` and :meth:`continued_match` would match now."""
         ids = self._shareable(plan)
-        return self.prefix_cache.known(ids), self.prefix_cache.continued.known(repr(plan.method), ids)
+        return self.prefix_cache.known(ids), self.prefix_cache.continued.known(plan.method, ids)
 
     def continued_match(self, plan: Plan) -> ContinuedMatch:
         """The prompt's longest beginning in the continued KV, which is approximate, without its last token."""
-        return self.prefix_cache.continued.match(repr(plan.method), self._shareable(plan))
+        return self.prefix_cache.continued.match(plan.method, self._shareable(plan))
 
     def _shareable(self, plan: Plan) -> tuple[int, ...]:
         return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

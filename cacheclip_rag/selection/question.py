@@ -68,7 +68,7 @@ def attention_to_tokens(
     Args:
         ids: ``(num_tokens,)`` token ids of the whole prompt.
         rows: ``(num_rows,)`` slots to run, strictly increasing.
-        question: ``(num_question_tokens,)`` slots among ``rows`` whose attention counts; all rows if it names none.
+        question: ``(num_question_tokens,)`` slots among ``rows`` whose attention counts.
 
     Returns:
         ``(num_tokens,)`` float32, mean over heads, question rows and layers; with ``per_layer``
@@ -77,8 +77,6 @@ def attention_to_tokens(
     chosen = sorted(layers)
     num_tokens = len(ids)
     asking = torch.isin(rows, question).nonzero().flatten()
-    if not len(asking):  # the question's KV is that of an earlier answer, so that its rows are not run
-        asking = torch.arange(len(rows))
     blocks = (
         [
             Block.of(

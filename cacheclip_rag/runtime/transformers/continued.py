@@ -31,7 +31,8 @@ _Array = np.ndarray[Any, Any]
 class _Conversation:
     """KV of one prompt and its answer."""
 
-    method: str
+    method: tuple[type, str]
+    """Type and settings: a method of another package may have a name like one of ours, and need not be hashable."""
     ids: _Array
     stale: _Array
     turns: int
@@ -91,7 +92,7 @@ class ContinuedCache:
         """Bytes of all KV."""
         return self._bytes
 
-    def match(self, method: str, ids: Sequence[int]) -> ContinuedMatch:
+    def match(self, method: object, ids: Sequence[int]) -> ContinuedMatch:
         """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
         logits leaves out the last token, which must be computed."""
         with self._lock:
@@ -101,12 +102,12 @@ class ContinuedCache:
             self._held.move_to_end(found)
             return ContinuedMatch(found, length)
 
-    def known(self, method: str, ids: Sequence[int]) -> int:
+    def known(self, method: object, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
         with self._lock:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
-    def insert(self, method: str, ids: Sequence[int], cache: FusedCache, *, stale: _Array, turns: int) -> None:
+    def insert(self, method: object, ids: Sequence[int], cache: FusedCache, *, stale: _Array, turns: int) -> None:
         """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``. It takes the place
         of a conversation of which it has half the tokens or more.
 
@@ -135,7 +136,7 @@ class ContinuedCache:
         marks = np.zeros(count, np.bool_)
         marks[: len(stale)] = stale[:count]
         with self._lock:
-            self._held[_Conversation(method, wanted, marks, turns, num_bytes, kv)] = None
+            self._held[_Conversation((type(method), repr(method)), wanted, marks, turns, num_bytes, kv)] = None
 
     def shrink(self) -> None:
         """Drop KV that the limit has no room for any more."""
@@ -150,11 +151,11 @@ class ContinuedCache:
 
     # -- the caller holds the lock -----------------------------------------------------------------------------------
 
-    def _nearest(self, method: str, ids: _Array) -> tuple[_Conversation | None, int]:
+    def _nearest(self, method: object, ids: _Array) -> tuple[_Conversation | None, int]:
         """The conversation with the longest equal beginning, and its number of tokens."""
-        nearest, most = None, 0
+        nearest, most, wanted = None, 0, (type(method), repr(method))
         for conversation in self._held:
-            if conversation.method == method and (length := conversation.equal(ids)) > most:
+            if conversation.method == wanted and (length := conversation.equal(ids)) > most:
                 nearest, most = conversation, length
         return nearest, most
 
