@@ -811,6 +811,17 @@ def _compare(where: Path, work: Work, what: str, found: Counter[str], result: Re
     store.close()
 
 
+def _calls(scene: Path, where: Path, rng: random.Random, stride: int) -> Iterator[int]:
+    """Numbers of calls, the later ones with larger gaps. For each, ``where`` is a new copy of the scene."""
+    number, step = 1, 1
+    while True:
+        _remove(where)
+        shutil.copytree(scene, where)
+        yield number
+        number += rng.randint(1, step * stride)
+        step = 1 if number < 40 else 1 + number // 40
+
+
 def attack_moments(args: argparse.Namespace, folder: Path) -> Result:
     """A process that is killed at any call of the system or any statement of SQLite, whatever it does (open, read, put,
     ingest, limit, clear, gc, repair, verify), costs no entry but those that it was to remove."""
@@ -818,10 +829,7 @@ def attack_moments(args: argparse.Namespace, folder: Path) -> Result:
     rng, found = random.Random(args.seed), Counter[str]()
     for name, work in WORKS.items():
         scene, where = _scene_of(folder / "scene" / name, work), folder / "store"
-        number, step = 1, 1
-        while True:
-            _remove(where)
-            shutil.copytree(scene, where)
+        for number in _calls(scene, where, rng, args.stride):
 
             def killed(number: int = number, work: Work = work, where: Path = where) -> None:
                 Moments(number, lambda: os.kill(os.getpid(), signal.SIGKILL), statements=True)
@@ -834,8 +842,6 @@ def attack_moments(args: argparse.Namespace, folder: Path) -> Result:
             found["kills"] += 1
             found["temporaries_before"] += len([*(where / "tmp").glob("*")])
             _compare(where, work, f"{name}, killed at {number}", found, result)
-            number += rng.randint(1, step * args.stride)
-            step = 1 if number < 40 else 1 + number // 40
         found[f"moments of {name}"] = number
     result.control(min(found["entries"], found["temporaries_before"]), "entries and temporary files")
     result.figures |= found
@@ -850,10 +856,7 @@ def attack_faults(args: argparse.Namespace, folder: Path) -> Result:
     errors = [OSError(getattr(errno, name), name) for name in ("EIO", "EMFILE", "EACCES", "ESTALE")] + [MemoryError()]
     for name, work in WORKS.items():
         scene, where = _scene_of(folder / "scene" / name, work), folder / "store"
-        number, step = 1, 1
-        while True:
-            _remove(where)
-            shutil.copytree(scene, where)
+        for number in _calls(scene, where, rng, args.stride):
             error, again = rng.choice(errors), rng.random() < 0.3
 
             def fail(
@@ -878,8 +881,6 @@ def attack_faults(args: argparse.Namespace, folder: Path) -> Result:
             result.expect(code == 3, f"{what}: {said}")
             found["faults"] += 1
             _compare(where, work, what, found, result)
-            number += rng.randint(1, step * args.stride)
-            step = 1 if number < 40 else 1 + number // 40
         found[f"calls of {name}"] = number
     del found["reached"]
     result.control(found["entries"], "entries")

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,8 +51,7 @@ def decode(
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
-    text_of = text_of or runtime.decode_ids
-    streams = lambda: TextStream(text_of, params.stop, prompt_end)  # noqa: E731
+    streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end)
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, streams)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     first_s = started.elapsed()

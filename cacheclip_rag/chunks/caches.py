@@ -149,9 +149,10 @@ class ChunkCaches:
     ) -> ReadAhead:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
-        layers, heads, width = self.runtime.num_layers, self.runtime.num_kv_heads, self.runtime.head_dim
-        shapes = {self.key(text): (layers, 2, heads, len(self.tokenize(text).ids), width) for text in texts}
         keys = [self.key(text) for text in texts]
+        layers, heads, width = self.runtime.num_layers, self.runtime.num_kv_heads, self.runtime.head_dim
+        lengths = [len(self.tokenize(text).ids) for text in texts]
+        shapes = {key: (layers, 2, heads, length, width) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
             self._store,
             keys,

@@ -17,9 +17,9 @@ _JSON = json.JSONDecoder(strict=False)
 """Models write line ends and tabs into strings as they are."""
 _OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
 _MAY_BE_CALL = re.compile(r"\{\s*(\"|$)|\[\s*(\{|$)|$")
+"""Beginning of an answer that may be a call without a marker."""
 _FENCE = re.compile(r"\s{0,3}(```|~~~)(?!.*```)")
 """A line that opens a block of code."""
-"""Beginning of an answer that may be a call without a marker."""
 _WRAPPINGS = ("```json", "```", "<tools>")
 """What models without markers of their own may put before such a call."""
 _BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|</?tool_call>|[\s;,])*")

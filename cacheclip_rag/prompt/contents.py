@@ -88,7 +88,7 @@ def _by_words(
         if len(words) == before and contents[number].strip() and message["role"] != "assistant":
             return None
     found = render([{**message, "content": text} for message, text in zip(messages, shown, strict=True)])
-    text, spans = "", []
+    spans = []
     pieces, places = _STAND_IN.split(found), _STAND_IN.findall(found)
     parts: list[str] = []
     length = 0

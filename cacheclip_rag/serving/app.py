@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,7 +25,7 @@ from ..fusion.answer import Answer, Event
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import Bodies, check_host
-from .bounds import LARGE_BODY, check_counts
+from .bounds import check_counts
 from .counters import Counters
 from .errors import RequestError, error_body, error_of
 from .queue import Queue
@@ -39,8 +40,6 @@ _SEND_S = 30.0
 """Seconds in which a client must take what it is sent."""
 _PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive, before proxies cut it off."""
-_MOST_LARGE = 256
-"""Large bodies of one client that wait to be read."""
 _PING = b": waiting\n\n"
 _ENDED = b"data: [DONE]\n\n"
 
@@ -89,8 +88,6 @@ class App:
     def __post_init__(self) -> None:
         tenants = {self.access.tenant, *(name for names in self.access.tenants.values() for name in names)}
         self._queue = Queue(self.limits.running, self.limits.waiting, is_shared=len(tenants) > 1)
-        self._large = Queue(1, _MOST_LARGE)
-        """Large bodies, which are read one by one."""
         self._bodies = Bodies(self.limits.body_bytes)
         self._created = int(time.time())
         self._counters = Counters()
@@ -199,12 +196,8 @@ class App:
     async def _answer(self, request: Request, kind: type[Body], reply: type[Reply]) -> Response:
         caller = self._identify(request)
         card = self._ready()
-        came = await self._bodies.read(request, caller.tenants[0])
-        if len(came) < LARGE_BODY:
-            body, question = self._read(came, kind, caller, card)
-        else:
-            async with self._large.place(caller.tenants[0]):
-                body, question = await asyncio.to_thread(self._read, came, kind, caller, card)
+        read = partial(self._read, kind=kind, caller=caller, card=card)
+        body, question = await self._bodies.parsed(request, caller.tenants[0], read)
         self._counters.ignored.update(body.ignored)
         return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 
+from .bounds import LARGE_BODY
 from .errors import RequestError
+from .queue import Queue
 
 __all__ = ["Bodies", "check_host"]
 
@@ -19,6 +23,10 @@ _FIRST_S, _PACE = 30.0, 2**15
 _MOST_AT_ONCE = 256
 _MOST_HELD = 2**28
 """Bytes of all bodies that are being read."""
+_MOST_LARGE = 256
+"""Large bodies of one client that wait to be parsed."""
+
+T = TypeVar("T")
 
 
 def check_host(request: Request) -> None:
@@ -43,6 +51,20 @@ class Bodies:
         self._most_held = max(_MOST_HELD, 4 * most)
         self._reading: dict[asyncio.Timeout, tuple[str, int]] = {}
         """Whose body each one is and how much of it has come, the oldest first."""
+        self._large = Queue(1, _MOST_LARGE)
+        """Large bodies, which are parsed one by one."""
+
+    async def parsed(self, request: Request, client: str, parse: Callable[[bytes], T]) -> T:
+        """What ``parse`` makes of the body of a request; a large body is parsed in a thread.
+
+        Raises:
+            RequestError: as of :meth:`read`, or too many large bodies of the client wait (429).
+        """
+        came = await self.read(request, client)
+        if len(came) < LARGE_BODY:
+            return parse(came)
+        async with self._large.place(client):
+            return await asyncio.to_thread(parse, came)
 
     async def read(self, request: Request, client: str) -> bytes:
         """The body of a request.

@@ -47,8 +47,8 @@ class TransformersBackend(ServingBackend):
         with self._lock:
             if tenant not in self._engines:
                 engine = CacheClipEngine(replace(self._config, namespace=tenant), store=self._store)
-                for other in list(self._engines.values())[:1]:
-                    engine.prefixes.share_limit(other.prefixes)
+                if self._engines:
+                    engine.prefixes.share_limit(next(iter(self._engines.values())).prefixes)
                 self._engines[tenant] = engine
             return self._engines[tenant]
 

@@ -24,10 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..fusion.answer import FusionStats
 from ..serving.access import Caller
 from ..serving.bodies import Bodies, check_host
-from ..serving.bounds import LARGE_BODY, check_counts
+from ..serving.bounds import check_counts
 from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
-from ..serving.queue import Queue
 from ..serving.replies import as_json
 from ..serving.schema import read_json
 from .parameters import request_parameters
@@ -55,8 +54,6 @@ _NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
 did not end, and would wait for their connections forever."""
-_MOST_LARGE = 256
-"""Large bodies of one client that wait to be read."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
 _SWITCH = TypeAdapter(bool)
@@ -80,8 +77,6 @@ class CacheClip:
         self._checks = ShadowChecks(app, self.planning, self._settings.config.shadow_rate)
         self._counters = Counters()
         self._bodies = Bodies(self._settings.body_bytes)
-        self._large = Queue(1, _MOST_LARGE)
-        """Large bodies, which are read one by one."""
         self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +186,8 @@ class CacheClip:
     async def _asked(
         self, path: str, request: Request, caller: Caller, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        body = await self._read(request, caller.tenants[0])
+        body = await self._bodies.parsed(request, caller.tenants[0], read_json)
+        check_counts(body, self.planning.context_tokens())
         check_carried(body)
         leaving = asyncio.ensure_future(receive())
         try:
@@ -240,16 +236,6 @@ class CacheClip:
             self.planning.check(way, tenant)
         if reply.is_done:
             self._checks.offer(scope, body, result, reply.body)
-
-    async def _read(self, request: Request, client: str) -> dict[str, Any]:
-        came = await self._bodies.read(request, client)
-        if len(came) < LARGE_BODY:
-            body = read_json(came)
-        else:
-            async with self._large.place(client):
-                body = await asyncio.to_thread(read_json, came)
-        check_counts(body, self.planning.context_tokens())
-        return body
 
     def _add_system_prompt(self, body: dict[str, Any]) -> None:
         """The settings' system prompt, for conversations without one."""

@@ -86,9 +86,8 @@ def llm(tmp_path: Path) -> CacheClipLLM:
 
 @pytest.fixture
 def tiny(tiny_models: dict[str, str], tmp_path: Path) -> CacheClipLLM:
-    """On a transformer. No answer goes on from the KV of an earlier one."""
+    """On a transformer."""
     return CacheClipLLM(
-        prefix_cache_bytes=0,
         primary=tiny_models["llama"],
         auxiliary=tiny_models["auxiliary"],
         store=str(tmp_path / "store"),
