@@ -61,7 +61,7 @@ PLAIN = {
     ),
     "tools": TOOLS_TEMPLATE,
     "every message for every message": (
-        "{% set n = namespace(n=0) %}{% for m in messages[:600] %}{% for o in messages[:600] %}"
+        "{% set n = namespace(n=0) %}{% for m in messages[:300] %}{% for o in messages[:300] %}"
         "{% if o.role == m.role %}{% set n.n = n.n + 1 %}{% endif %}{% endfor %}{% endfor %}{{ n.n }}"
     ),
 }

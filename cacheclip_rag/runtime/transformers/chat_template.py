@@ -43,7 +43,8 @@ def counted(template: str, step: str) -> Any:
         jinja2.TemplateSyntaxError: it is no template.
     """
     tree = _SYNTAX.parse(template)
-    for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))):
+    with_bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)))
+    for node in with_bodies:
         line = node.lineno
 
         def call(steps: int, line: int = line) -> nodes.Call:
