@@ -1,4 +1,4 @@
-"""The paths of the server: from an HTTP request to a question for the backend, and from its events to a response."""
+"""The paths of the server: from an HTTP request to questions for the backend, and from their events to a response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -197,12 +197,15 @@ class App:
         caller = self._identify(request)
         card = self._ready()
         read = partial(self._read, kind=kind, caller=caller, card=card)
-        body, question = await self._bodies.parsed(request, caller.tenants[0], read)
+        body, questions = await self._bodies.parsed(request, caller.tenants[0], read)
         self._counters.ignored.update(body.ignored)
-        return _AnswerResponse(self, question, reply(self.name, body.include_usage), is_stream=bool(body.stream))
+        replying = reply(self.name, body.include_usage, body.n or 1)
+        return _AnswerResponse(self, questions, replying, is_stream=bool(body.stream))
 
-    def _read(self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard) -> tuple[Body, ServedQuestion]:
-        """A body and its question, checked."""
+    def _read(
+        self, came: bytes, kind: type[Body], caller: Caller, card: ModelCard
+    ) -> tuple[Body, list[ServedQuestion]]:
+        """A body and its questions, checked: for each prompt as many as it has answers."""
         given = read_json(came)
         check_counts(given, card.context_tokens)
         body = parse(kind, given)
@@ -211,7 +214,10 @@ class App:
         defaults = {"temperature": self.temperature, "max_tokens": self.max_tokens or card.context_tokens}
         options = body.field.call_options().with_options({**defaults, **body.sampling()})
         least = body.field.min_confidence
-        return body, ServedQuestion(body.prompt_or_messages, tenant, options, least, body.one_call)
+        seeded = [options.with_options({"seed": seed}) for seed in body.seeds]
+        return body, [
+            ServedQuestion(prompt, tenant, each, least, body.one_call) for prompt in body.prompts for each in seeded
+        ]
 
     # -- parts of them --------------------------------------------------------------------------------------------
 
@@ -237,11 +243,16 @@ class App:
     def _own_metrics(self) -> str:
         return self._counters.text(running=self._queue.running, waiting=self._queue.waiting)
 
-    async def events(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
-        """Events of an answer, when it is its turn. The seconds that it waited for its place are in its statistics."""
-        async with self._queue.place(question.tenant) as waited_s, aclosing(self.backend.answer(question)) as events:
-            async for event in events:
-                yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
+    async def events(self, questions: Sequence[ServedQuestion]) -> AsyncGenerator[Event, None]:
+        """Events of the answers to one request, one answer after the other, when it is its turn. The seconds that each
+        waited are in its statistics."""
+        began = time.perf_counter()
+        async with self._queue.place(questions[0].tenant):
+            for question in questions:
+                waited_s = time.perf_counter() - began
+                async with aclosing(self.backend.answer(question)) as events:
+                    async for event in events:
+                        yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:
         """Count a response."""
@@ -260,14 +271,14 @@ class _Done:
     path: str
     began: float
 
-    def __call__(self, status: int, answer: Answer | None = None) -> None:
+    def __call__(self, status: int, answers: Sequence[Answer] = ()) -> None:
         self.app.count(self.path, status)
         tokens = ""
-        if answer is not None:
-            stats = answer.stats
-            tokens = (
-                f", {stats.prompt_tokens} prompt tokens ({stats.reused_tokens} reused), {len(answer.token_ids)} new"
-            )
+        if answers:
+            prompt = sum(answer.stats.prompt_tokens for answer in answers)
+            reused = sum(answer.stats.reused_tokens for answer in answers)
+            new = sum(len(answer.token_ids) for answer in answers)
+            tokens = f", {prompt} prompt tokens ({reused} reused), {new} new"
         level = logging.DEBUG if self.path == "/health" and status == 200 else logging.INFO  # probes come every second
         logger.log(level, "%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
 
@@ -275,10 +286,12 @@ class _Done:
 class _AnswerResponse(Response):
     """A response that is computed while it is sent. It stops when the client hangs up."""
 
-    def __init__(self, app: App, question: ServedQuestion, reply: Reply, *, is_stream: bool) -> None:
+    def __init__(self, app: App, questions: Sequence[ServedQuestion], reply: Reply, *, is_stream: bool) -> None:
+        """``questions``: one, if it is a stream."""
         super().__init__()
-        self._app, self._question, self._reply, self._is_stream = app, question, reply, is_stream
-        self.done: Callable[..., None] = lambda status, answer=None: None
+        self._app, self._questions, self._reply, self._is_stream = app, questions, reply, is_stream
+        self._answers: list[Answer] = []
+        self.done: Callable[..., None] = lambda status, answers=(): None
         self._sending = asyncio.Lock()
         self._sent_at = time.monotonic()
         self._began = False
@@ -310,12 +323,14 @@ class _AnswerResponse(Response):
         try:
             async with (
                 asyncio.timeout(self._app.limits.request_s),
-                aclosing(self._app.events(self._question)) as events,
+                aclosing(self._app.events(self._questions)) as events,
             ):
                 async for event in events:  # also after the last: what was missing is stored then
                     if event.answer is not None:
-                        self._has_ended = True
-                        self.done(200, event.answer)
+                        self._answers.append(event.answer)
+                        self._has_ended = len(self._answers) == len(self._questions)
+                        if self._has_ended:
+                            self.done(200, self._answers)
                     await give(event, scope, receive, send)
         except ClientDisconnect:
             self._has_ended = True
@@ -325,8 +340,8 @@ class _AnswerResponse(Response):
             await self._refuse(error, scope, receive, send)
 
     async def _whole(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:
-        if event.answer is not None:
-            response = _json(self._reply.whole(event.answer), {"x-request-id": self._reply.id})
+        if event.answer is not None and self._has_ended:
+            response = _json(self._reply.whole(self._answers), {"x-request-id": self._reply.id})
             await response(scope, receive, send)
 
     async def _chunks(self, event: Event, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import RequestError
 
-__all__ = ["LARGE_BODY", "check_counts", "check_size", "check_values"]
+__all__ = ["LARGE_BODY", "MOST_ANSWERS", "check_counts", "check_size", "check_values"]
 
 LARGE_BODY = 1 << 16
 """Bytes of a body from which on it is read in a thread, one of them at a time."""
@@ -23,6 +23,8 @@ MOST_CALLS = 2048
 """Calls in all messages."""
 MOST_TOOLS = 1024
 MOST_DOCUMENTS = 4096
+MOST_PROMPTS, MOST_ANSWERS = 128, 8
+"""Of a completion, and answers to each prompt."""
 MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_CHARACTERS = 16
 """Most characters of a prompt for each token of the model's context. Prose has 4, and tables with much space 8."""
@@ -63,8 +65,8 @@ def check_values(body: Any) -> None:
 
 
 def check_counts(body: Mapping[str, Any], context_tokens: int) -> None:
-    """Raise RequestError if a body holds more messages, calls, tools, documents, stop strings or text than one
-    question needs. What is malformed passes: whoever reads it says why.
+    """Raise RequestError if a body holds more messages, prompts, calls, tools, documents, stop strings or text than
+    one question needs. What is malformed passes: whoever reads it says why.
 
     Args:
         context_tokens: of the model.
@@ -73,8 +75,10 @@ def check_counts(body: Mapping[str, Any], context_tokens: int) -> None:
     own = body.get("cacheclip")
     documents = _list(own, "documents") if isinstance(own, Mapping) else []
     calls = [call for each in messages if isinstance(each, Mapping) for call in _list(each, "tool_calls")]
+    prompts = [each for each in _list(body, "prompt") if isinstance(each, str)]
     for param, found, most in (
         ("messages", messages, MOST_MESSAGES),
+        ("prompt", prompts, MOST_PROMPTS),
         ("messages.tool_calls", calls, MOST_CALLS),
         ("tools", tools, MOST_TOOLS),
         ("stop", stops, MOST_STOPS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,14 @@ def server_sent(value: Any) -> bytes:
 
 @dataclass
 class Reply:
-    """One answer on its way. Kinds differ in the name of the object and in the form of a choice."""
+    """Answers on their way, one if it is a stream. Kinds differ in the names of objects and in the form of a choice."""
 
     model: str
     """Served name."""
     include_usage: bool = False
     """Whether a stream ends with a chunk of token counts."""
+    each: int = 1
+    """Answers to each prompt."""
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _calls: int = 0
@@ -43,10 +45,31 @@ class Reply:
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{uuid.uuid4().hex}"
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The body of a response that is no stream."""
-        choice = {"index": 0, **self._said(answer), "logprobs": None, "finish_reason": _reason(answer)}
-        return {**self._head(self.whole_kind), "choices": [choice], "usage": token_usage(answer), **_statistics(answer)}
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of a response that is no stream. Several answers have their statistics each in its choice."""
+        is_one = len(answers) == 1
+        choices = [
+            {
+                **{"index": index, **self._said(answer), "logprobs": None, "finish_reason": _reason(answer)},
+                **({} if is_one else _statistics(answer)),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        own = _statistics(answers[0]) if is_one else {}
+        return {**self._head(self.whole_kind), "choices": choices, "usage": self._usage(answers), **own}
+
+    def _usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Token counts of them all. A prompt counts once, however many answers it has."""
+        usages = list(map(token_usage, answers))
+        prompt = sum(each["prompt_tokens"] for each in usages[:: self.each])
+        completion = sum(each["completion_tokens"] for each in usages)
+        cached = sum(each["prompt_tokens_details"]["cached_tokens"] for each in usages[:: self.each])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Chunks before the first text."""

@@ -15,7 +15,7 @@ from ..frontend.tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls
 from ..runtime.base import Message
-from .bounds import check_size, check_values
+from .bounds import MOST_ANSWERS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -30,7 +30,6 @@ _IGNORED = frozenset(
 )
 """Fields that do not change the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -61,8 +60,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values with which a field that is not followed changes nothing; null never does."""
 _REASONS = {
-    "n": "this server gives one answer a request. Send the request several times",
-    "best_of": "this server gives one answer a request",
+    "best_of": "this server computes no more answers than it gives. Set n",
     "logprobs": "this server does not give probabilities of tokens",
     "top_logprobs": "this server does not give probabilities of tokens",
     "echo": "this server does not repeat the prompt",
@@ -219,6 +217,8 @@ class Body(_ContentPart):
     top_k: WholeNumber = Field(default=None, ge=-1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
+    n: WholeNumber = Field(default=None, ge=1, le=MOST_ANSWERS)
+    """Answers to each prompt."""
     stop: str | list[str] | None = None
     max_tokens: Limit = Field(default=None, ge=1, lt=2**31)
     stream: bool | None = None
@@ -236,9 +236,17 @@ class Body(_ContentPart):
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     @property
-    def prompt_or_messages(self) -> str | list[Message]:
-        """A text, or messages in the engine's format."""
+    def prompts(self) -> Sequence[str | list[Message]]:
+        """Texts, or messages in the engine's format, each of which is answered."""
         raise NotImplementedError
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """Seeds of the answers to one prompt: the one that was given, and those that follow it."""
+        first, count = self.seed, self.n or 1
+        if first is None:
+            return [None] * count
+        return [(first + number + 2**63) % 2**64 - 2**63 for number in range(count)]  # after the last comes the first
 
     @property
     def one_call(self) -> bool:
@@ -269,6 +277,8 @@ class Body(_ContentPart):
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         if isinstance(self.stop, list) and not all(self.stop):
             raise RequestError("stop must hold strings that are not empty.", param="stop")
+        if self.stream and len(self.prompts) * (self.n or 1) > 1:
+            raise unsupported("stream", "several answers are not streamed. Leave stream out, or ask for one at a time.")
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -297,8 +307,8 @@ class ChatBody(Body):
         ]
 
     @property
-    def prompt_or_messages(self) -> str | list[Message]:
-        return [message.for_engine(f"messages[{number}]") for number, message in enumerate(self.messages)]
+    def prompts(self) -> Sequence[str | list[Message]]:
+        return [[message.for_engine(f"messages[{number}]") for number, message in enumerate(self.messages)]]
 
     @property
     def one_call(self) -> bool:
@@ -351,7 +361,7 @@ class ChatBody(Body):
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("give max_completion_tokens or max_tokens, not both.", param="max_completion_tokens")
-        _ = self.prompt_or_messages, self.sampling()
+        _ = self.prompts, self.sampling()
 
 
 def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -401,22 +411,21 @@ def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
     )
 
 
-def _one_prompt(value: Any) -> Any:
-    """A prompt, or a list of one."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        return value[0]
-    if isinstance(value, list):
-        raise ValueError("this server takes one text a request: no token ids, and no list of several prompts")
-    return value
+def _list_of_prompts(value: Any) -> Any:
+    """Prompts as a list, also a single one."""
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
+        raise ValueError("this server takes a text or a list of texts, none of them empty, and no token ids")
+    return found
 
 
 class CompletionBody(Body):
-    """Body of a request to ``/v1/completions``. Its prompt is read as it stands, without the chat template."""
+    """Body of a request to ``/v1/completions``. Its prompts are read as they stand, without the chat template."""
 
-    prompt: Annotated[str, BeforeValidator(_one_prompt)] = Field(min_length=1)
+    prompt: Annotated[list[str], BeforeValidator(_list_of_prompts)]
 
     @property
-    def prompt_or_messages(self) -> str | list[Message]:
+    def prompts(self) -> Sequence[str | list[Message]]:
         return self.prompt
 
     def sampling(self) -> dict[str, Any]:

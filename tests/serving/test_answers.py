@@ -150,6 +150,60 @@ class TestOpenAI:
             assert list(pool.map(one, prompts)) == expected
 
 
+class TestSeveral:
+    """Lists of prompts, and several answers to one."""
+
+    PROMPTS = ("The harbour", PROMPT, "A river")
+
+    def test_a_list_of_prompts(self, served: Served, client: OpenAI) -> None:
+        said: Any = client.completions.create(model=NAME, prompt=list(self.PROMPTS), max_tokens=6, temperature=0)
+        alone: list[Any] = [
+            client.completions.create(model=NAME, prompt=prompt, max_tokens=6, temperature=0) for prompt in self.PROMPTS
+        ]
+        assert [choice.text for choice in said.choices] == [each.choices[0].text for each in alone]
+        assert len({choice.text for choice in said.choices}) == 3
+        assert [choice.index for choice in said.choices] == [0, 1, 2]
+        assert [choice.finish_reason for choice in said.choices] == [each.choices[0].finish_reason for each in alone]
+        assert said.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
+        assert said.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+        assert said.usage.total_tokens == said.usage.prompt_tokens + said.usage.completion_tokens
+        own = [choice.cacheclip for choice in said.choices]
+        assert [each["prompt_tokens"] for each in own] == [each.usage.prompt_tokens for each in alone]
+        assert [each["hits"] for each in own] == [0, len(CHUNKS), 0]
+        cached = sum(each["reused_tokens"] for each in own)
+        assert said.usage.prompt_tokens_details.cached_tokens == cached
+        assert [each["queued_s"] for each in own] == sorted(each["queued_s"] for each in own), "earlier answers count"
+
+    @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
+    def test_several_answers_to_a_chat(self, served: Served, client: OpenAI, seed: int) -> None:
+        seeds = [seed, *((seed + number + 2**63) % 2**64 - 2**63 for number in (1, 2))]
+        said = ask(client, n=3, temperature=1.5, seed=seed)
+        alone = [ask(client, temperature=1.5, seed=each) for each in seeds]
+        texts = [choice.message.content for choice in said.choices]
+        assert texts == [each.choices[0].message.content for each in alone] and len(set(texts)) == 3
+        assert [choice.index for choice in said.choices] == [0, 1, 2]
+        assert said.usage.prompt_tokens == alone[0].usage.prompt_tokens, "a prompt counts once"
+        assert said.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+        cached = said.choices[0].cacheclip["reused_tokens"]
+        assert said.usage.prompt_tokens_details.cached_tokens == cached
+
+    def test_several_answers_to_several_prompts(self, client: OpenAI) -> None:
+        options: dict[str, Any] = {"model": NAME, "max_tokens": 6, "temperature": 1.5}
+        said: Any = client.completions.create(prompt=list(self.PROMPTS[:2]), n=2, seed=3, **options)
+        alone: list[Any] = [
+            client.completions.create(prompt=prompt, seed=seed, **options)
+            for prompt in self.PROMPTS[:2]
+            for seed in (3, 4)
+        ]
+        assert [choice.text for choice in said.choices] == [each.choices[0].text for each in alone]
+        assert said.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone[::2])
+        assert said.usage.completion_tokens == sum(each.usage.completion_tokens for each in alone)
+
+    def test_without_a_seed(self, client: OpenAI) -> None:
+        said = ask(client, n=8, temperature=1.5)
+        assert len({choice.message.content for choice in said.choices}) > 1
+
+
 class TestTools:
     def test_a_forced_call(self, client: OpenAI) -> None:
         choice = {"type": "function", "function": {"name": "search"}}

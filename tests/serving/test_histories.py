@@ -27,7 +27,7 @@ def call(arguments: Any = "{}", **fields: Any) -> dict[str, Any]:
 def read(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     """Messages as the engine gets them, between two of a user."""
     body = parse(ChatBody, {"messages": [USER, *messages, USER], **fields})
-    found = body.prompt_or_messages
+    (found,) = body.prompts
     assert isinstance(found, list) and check_messages(found)
     return found[1:-1]
 

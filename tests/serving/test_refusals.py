@@ -67,8 +67,9 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "two limits": (chat(max_completion_tokens=3), "max_completion_tokens", "not both"),
     "seed": (chat(seed=2**63), "seed", "less than"),
     "stop": (chat(stop=[""]), "stop", "not empty"),
-    "several answers": (chat(n=2), "n", "one answer"),
-    "n is a flag": (chat(n=True), "n", "one answer"),
+    "too many answers": (chat(n=9), "n", "less than or equal to 8"),
+    "no answer": (chat(n=0), "n", "greater than or equal to 1"),
+    "n is a flag": (chat(n=True), "n", "integer"),
     "logprobs": (chat(logprobs=True), "logprobs", "probabilities"),
     "penalty": (chat(frequency_penalty=0.5), "frequency_penalty", "not supported"),
     "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
@@ -122,8 +123,14 @@ def test_of_a_chat(served: Served, name: str) -> None:
     ("body", "param"),
     [
         ({"prompt": [1, 2, 3]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1, 2], [3]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", "b"], "stream": True}, "stream"),
+        ({"prompt": "a", "n": 2, "stream": True}, "stream"),
         ({}, "prompt"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "logprobs": 1}, "logprobs"),
@@ -157,6 +164,18 @@ def test_of_a_body_that_is_no_json(served: Served, body: bytes) -> None:
     response = served.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_of_a_stream_of_several_answers(served: Served) -> None:
+    response = served.chat(n=2, stream=True)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "stream" and "not streamed" in error["message"]
+
+
+def test_of_prompts_that_are_too_long_together(served: Served) -> None:
+    each = "word " * 10_000
+    response = served.client.post("/v1/completions", json={"prompt": [each, each]})
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_of_another_content_type(served: Served) -> None:
@@ -224,7 +243,7 @@ def test_an_internal_error_tells_nothing(
 def test_the_log_has_no_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="cacheclip_rag.serving")
     assert served.chat("Something private").status_code == 200
-    assert served.chat("Something private", n=2).status_code == 400
+    assert served.chat("Something private", n=9).status_code == 400
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("cacheclip_rag.serving")]
     assert any("/v1/chat/completions 200 in" in line and "prompt tokens" in line for line in lines)
     assert any("/v1/chat/completions 400 in" in line for line in lines)

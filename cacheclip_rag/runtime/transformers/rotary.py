@@ -27,11 +27,6 @@ def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], to
     return [None if each is None else found[id(each[0])] for each in tables]
 
 
-def _rotate_half(keys: torch.Tensor) -> torch.Tensor:
-    half = keys.shape[-1] // 2
-    return torch.cat((-keys[..., half:], keys[..., :half]), dim=-1)
-
-
 def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     """Rotate position-free keys to the positions of the tables.
 
@@ -60,6 +55,9 @@ def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
     if tables is None:
         return keys
     cos, sin = tables
-    turned, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+    width, half = cos.shape[-1], cos.shape[-1] // 2
     scaling = cos.square() + sin.square()  # the square of the attention scaling; 1 without scaling
-    return torch.cat(((turned * cos - _rotate_half(turned) * sin) / scaling, rest), dim=-1)
+    plain = keys[..., :width] * cos
+    plain[..., :half] += keys[..., half:width] * sin[..., :half]
+    plain[..., half:] -= keys[..., :half] * sin[..., half:]
+    return torch.cat((plain / scaling, keys[..., width:]), dim=-1)

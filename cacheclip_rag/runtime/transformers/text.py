@@ -7,7 +7,9 @@ import functools
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
@@ -18,12 +20,35 @@ import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
 from ..base import CALL_MARKERS, REASONING_MARKERS, Runtime, TokenizedText
+from .chat_template import counted
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
 __all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
 
+_MOST_STEPS, _MOST_STEPS_OF_EACH = 300_000, 1_000
+"""Of a chat template, and more for each message and tool: loops over messages in a loop over messages are usual."""
+_MOST_TEMPLATE_S, _MOST_S_OF_EACH = 2.0, 0.005
+"""Seconds of the processor, for templates whose steps are long."""
+_BETWEEN_LOOKS = 16
+"""Steps after which the clock is looked at."""
+_left: ContextVar[list[float]] = ContextVar("left")
+"""Steps that the rendering of a template may still take, and the time of the processor at which it must have ended."""
+
 _REASONING = frozenset(marker for pair in REASONING_MARKERS for marker in pair)
+
+
+class _EndlessTemplate(Exception):
+    """A chat template takes more steps, or more time, than any chat needs."""
+
+
+def template_step(steps: int) -> bool:
+    """Count steps of the template that is being rendered (:func:`~.chat_template.counted`). Always true."""
+    left = _left.get()
+    left[0] -= steps
+    if left[0] < 0 or (left[0] % _BETWEEN_LOOKS < steps and time.thread_time() > left[1]):
+        raise _EndlessTemplate
+    return True
 
 
 def check_encodable(text: str) -> None:
@@ -168,25 +193,36 @@ class TextModel(Runtime):
         template = self.tokenizer.get_chat_template(tools=definitions)
         if date is not None:  # transformers gives templates this function; a macro of the same name replaces it
             template = f"{{% macro strftime_now(format) %}}{date}{{% endmacro %}}{template}"
+        count = len(messages) + len(tools)
+        until = time.thread_time() + _MOST_TEMPLATE_S + _MOST_S_OF_EACH * count
+        token = _left.set([_MOST_STEPS + _MOST_STEPS_OF_EACH * count, until])
         try:
             return str(
                 self.tokenizer.apply_chat_template(
                     list(messages),
                     tokenize=False,
                     add_generation_prompt=True,
-                    chat_template=template,
+                    chat_template=counted(template, f"{__name__}.{template_step.__name__}"),
                     tools=definitions,
-                    **variables,
+                    **{"lipsum": None, **variables},  # a function of jinja's that writes without end
                 )
             )
         except (MemoryError, CacheClipError):
             raise
+        except _EndlessTemplate:
+            raise ModelError(
+                f"the chat template of {self.name!r} was stopped: it took far more steps than a chat of "
+                f"{len(messages)} messages needs. Expected a template without loops over long ranges. Take the one of "
+                "the model's publisher."
+            ) from None
         except Exception as error:  # a template raises for unknown roles or orders; a damaged one raises anything
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ConfigurationError(
                 f"the model's chat template refuses messages of roles {roles}: {error or type(error).__name__}. Change "
                 "roles or order, or pass the prompt as one string."
             ) from error
+        finally:
+            _left.reset(token)
 
     def _find_eos_ids(self) -> frozenset[int]:
         """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""
