@@ -18,7 +18,7 @@ from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
-from ..guards.certificates import Certificates
+from ..guards.coverage import Certificates
 from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, load_any, unload_models
@@ -29,10 +29,10 @@ from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
 from ..runtime.base import Runtime
 from ..runtime.transformers.prefix_cache import PrefixCache
-from ..selection.head_sets import HeadSets
+from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
-from ..timing.controllers import Controllers
+from ..timing.engine_controllers import Controllers
 from .turns import CALLER
 
 __all__ = ["Parts"]

@@ -76,7 +76,8 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     to two minutes with the default models on two CPU cores.
 
     Args:
-        identity: what the profile holds for (:meth:`~cacheclip_rag.timing.controllers.Controllers.profile_identity`).
+        identity: what the profile holds for
+            (:meth:`~cacheclip_rag.timing.engine_controllers.Controllers.profile_identity`).
             Media of other stores, which a saved profile has for it, stay.
 
     Raises:

@@ -13,8 +13,8 @@ from ..runtime.base import DTYPES, Runtime
 from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, frame_bytes, keeps
 from ..store import decode as decode_frame
 from ..store import encode as encode_frame
-from .behind import WriteBehind
 from .context import ChunkContext
+from .write_behind import WriteBehind
 
 __all__ = ["ChunkCaches"]
 

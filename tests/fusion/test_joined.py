@@ -20,8 +20,8 @@ from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
-from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.store import KV, StoredKV, decode, encode, join, part_of
 from tests.conftest import SENTENCES, rag_prompt
 from tests.fusion.cases import gap, make_engine

@@ -22,7 +22,7 @@ from ...engine import CacheClipEngine
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...runtime.base import Message
-from ...selection.scoring import question_ids
+from ...selection.auxiliary_pass import question_ids
 from ..evaluation.records import Record, read_records
 from ..models import transformers_model
 from .families import FAMILIES, Sample, Span

@@ -39,7 +39,7 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
-    from ..selection.scoring import AuxiliaryScorer
+    from ..selection.auxiliary_pass import AuxiliaryPass
 
 __all__ = ["choose_rows", "fuse", "plan_ahead"]
 
@@ -274,7 +274,7 @@ class _FusedPass:
         self, reused: Sequence[Span], scorable: Sequence[Span], when_read: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, auxiliary = self.plan.layout, cast("AuxiliaryScorer", self.sources.auxiliary)
+        layout, auxiliary = self.plan.layout, cast("AuxiliaryPass", self.sources.auxiliary)
         return {
             "layout": layout,
             "spans": scorable,
