@@ -119,7 +119,7 @@ class Parts:
     def tier_stats(self) -> Sequence[TierStats]:
         """Counters of the store's tiers; none before the store's first use."""
         with self._lock:
-            return self._tenant.store.stats().tiers if self._tenant is not None else ()
+            return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
     @property
     def library(self) -> ChunkLibrary:

@@ -54,7 +54,7 @@ class ChunkCaches:
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         size = frame_bytes(self._shape(num_tokens), self.codec, namespace=self._store.namespace)
-        return self._store.store.tiers.round_up(size)
+        return self._store.chunk_store.tiers.round_up(size)
 
     def _shape(self, num_tokens: int) -> tuple[int, ...]:
         runtime = self.runtime

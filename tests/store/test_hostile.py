@@ -244,7 +244,7 @@ class TestCatalogs:
             )
         connection.close()
         store = opened(folder)
-        assert is_intact(store, 1) and store.store.sweep() == 0
+        assert is_intact(store, 1) and store.chunk_store.sweep() == 0
         assert collect_garbage(folder)["payloads"] == 0
         assert repair(folder).entries == 2
         assert all(path.exists() for path in beside[:3]) and intact(folder)
