@@ -10,9 +10,17 @@ import torch
 
 from ..base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime
-from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, frame_bytes, keeps
-from ..store import decode as decode_frame
-from ..store import encode as encode_frame
+from ..store import (
+    ReadAhead,
+    ReadBuffer,
+    StoredKV,
+    TenantStore,
+    chunk_key,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    keeps,
+)
 from .context import ChunkContext
 from .write_behind import WriteBehind
 

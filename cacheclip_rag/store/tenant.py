@@ -22,7 +22,7 @@ from ..finding.texts import TextIndex, text_row
 from .backend import Sink
 from .catalog import Entry
 from .chunk_store import ChunkStore
-from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode, most_bytes
+from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode_frame, most_bytes
 
 __all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
 
@@ -308,7 +308,7 @@ class TenantStore:
         """
         digest = text_digest(text) if text is not None else None
         row = text_row(text) if text is not None else None
-        data = encode(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
+        data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
         self.flush()  # evict by all uses
         if self.chunk_store.write(self.namespace, key, data):
             return True
