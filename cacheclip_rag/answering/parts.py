@@ -69,7 +69,7 @@ class Parts:
         self._tenant: TenantStore | None = None
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
-        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary)
+        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.sources)
         """What certificates say about methods with these models."""
@@ -167,7 +167,7 @@ class Parts:
         return self.caches_after_prefix.runtime
 
     @property
-    def auxiliary(self) -> ChunkCaches | None:
+    def auxiliary_caches(self) -> ChunkCaches | None:
         """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
         computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
         once more if this process has no weights of it: scores need them."""
@@ -175,16 +175,9 @@ class Parts:
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
 
-    @property
-    def auxiliary_caches(self) -> ChunkCaches:
-        """Chunk caches of the auxiliary model, which must be set."""
-        caches = self.auxiliary
-        assert caches is not None, "auxiliary_caches needs an engine with an auxiliary model"
-        return caches
-
     def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Chunk caches of each model, the primary's first. Loads the models."""
-        auxiliary = self.auxiliary if with_auxiliary else None
+        auxiliary = self.auxiliary_caches if with_auxiliary else None
         return [self.primary(context), *([auxiliary] if auxiliary is not None else [])]
 
     def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
@@ -192,7 +185,7 @@ class Parts:
         warning, because other methods work without them."""
         yield self.primary(context)
         try:
-            auxiliary = self.auxiliary
+            auxiliary = self.auxiliary_caches
         except ModelError as error:
             logger.warning("continuing without the auxiliary model: %s", error)
             return
