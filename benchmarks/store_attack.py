@@ -57,8 +57,8 @@ from cacheclip_rag.store import (
     chunk_key,
     clear,
     collect_garbage,
-    decode,
-    encode,
+    decode_frame,
+    encode_frame,
     repair,
     verify,
 )
@@ -1021,7 +1021,7 @@ def attack_tenants(args: argparse.Namespace, folder: Path) -> Result:
     """A tenant that floods the store changes no other tenant's hits."""
     result = Result(inspect.getdoc(attack_tenants) or "")
     kv = torch.zeros(1, 2, 1, 20, 64)
-    size = -(-len(encode(kv, "float32", "0" * 64, namespace="t100")) // 4096) * 4096
+    size = -(-len(encode_frame(kv, "float32", "0" * 64, namespace="t100")) // 4096) * 4096
     hits = {}
     for flood in (False, True):
         rng = random.Random(args.seed)
@@ -1218,10 +1218,10 @@ def swap(path: Path, scene: Scene) -> None:
 
 def other_codec(path: Path, scene: Scene) -> None:
     """The same key with a coarser codec, as an engine with other settings writes it."""
-    stored = decode(path.read_bytes(), path.stem)
+    stored = decode_frame(path.read_bytes(), path.stem)
     frame, codec = stored.frame, scene.rng.choice(("int8", "bfloat16"))
     path.write_bytes(
-        encode(stored.tensor(), codec, frame.key, namespace=frame.namespace, digest=frame.digest, text=frame.text)
+        encode_frame(stored.tensor(), codec, frame.key, namespace=frame.namespace, digest=frame.digest, text=frame.text)
     )
 
 

@@ -108,7 +108,7 @@ class CacheClipEngine:
     @property
     def auxiliary(self) -> Runtime | None:
         """The model that scores tokens, if there is one; loads it."""
-        caches = self.parts.auxiliary
+        caches = self.parts.auxiliary_caches
         return caches.runtime if caches is not None else None
 
     @property

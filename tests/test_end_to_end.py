@@ -69,7 +69,7 @@ def test_ratio_one_is_full_prefill(engine: CacheClipEngine) -> None:
 
 
 def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEngine) -> None:
-    from cacheclip_rag.fusion.recompute import choose_rows
+    from cacheclip_rag.fusion.fuse import choose_rows
 
     runtime = engine.primary
     caches = engine.parts.auxiliary_caches

@@ -18,7 +18,7 @@ from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
-from ..guards.certificates import Certificates
+from ..guards.coverage import Certificates
 from ..methods import DEFAULT_METHOD, check_method, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, load_any, unload_models
@@ -29,10 +29,10 @@ from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
 from ..runtime.base import Runtime
 from ..runtime.transformers.prefix_cache import PrefixCache
-from ..selection.head_sets import HeadSets
+from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
 from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
-from ..timing.controllers import Controllers
+from ..timing.engine_controllers import Controllers
 from .turns import CALLER
 
 __all__ = ["Parts"]
@@ -69,7 +69,7 @@ class Parts:
         self._tenant: TenantStore | None = None
         self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
-        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary)
+        self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
         self.certificates = Certificates(config, self.sources)
         """What certificates say about methods with these models."""
@@ -119,7 +119,7 @@ class Parts:
     def tier_stats(self) -> Sequence[TierStats]:
         """Counters of the store's tiers; none before the store's first use."""
         with self._lock:
-            return self._tenant.store.stats().tiers if self._tenant is not None else ()
+            return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
     @property
     def library(self) -> ChunkLibrary:
@@ -167,7 +167,7 @@ class Parts:
         return self.caches_after_prefix.runtime
 
     @property
-    def auxiliary(self) -> ChunkCaches | None:
+    def auxiliary_caches(self) -> ChunkCaches | None:
         """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
         computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
         once more if this process has no weights of it: scores need them."""
@@ -175,16 +175,9 @@ class Parts:
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
 
-    @property
-    def auxiliary_caches(self) -> ChunkCaches:
-        """Chunk caches of the auxiliary model, which must be set."""
-        caches = self.auxiliary
-        assert caches is not None, "auxiliary_caches needs an engine with an auxiliary model"
-        return caches
-
     def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Chunk caches of each model, the primary's first. Loads the models."""
-        auxiliary = self.auxiliary if with_auxiliary else None
+        auxiliary = self.auxiliary_caches if with_auxiliary else None
         return [self.primary(context), *([auxiliary] if auxiliary is not None else [])]
 
     def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
@@ -192,7 +185,7 @@ class Parts:
         warning, because other methods work without them."""
         yield self.primary(context)
         try:
-            auxiliary = self.auxiliary
+            auxiliary = self.auxiliary_caches
         except ModelError as error:
             logger.warning("continuing without the auxiliary model: %s", error)
             return

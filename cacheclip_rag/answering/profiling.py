@@ -76,7 +76,8 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     to two minutes with the default models on two CPU cores.
 
     Args:
-        identity: what the profile holds for (:meth:`~cacheclip_rag.timing.controllers.Controllers.profile_identity`).
+        identity: what the profile holds for
+            (:meth:`~cacheclip_rag.timing.engine_controllers.Controllers.profile_identity`).
             Media of other stores, which a saved profile has for it, stay.
 
     Raises:
@@ -109,7 +110,7 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
 def _reads(parts: Parts, method: Method) -> list[TimedRead]:
     """Readings of few and of several entries, of short and of long ones, from each tier of the engine's own store. None
     if the store cannot be measured."""
-    caches, store = parts.primary(parts.context_of(method)), parts.store.store
+    caches, store = parts.primary(parts.context_of(method)), parts.store.chunk_store
     runtime = caches.runtime
     try:
         for part in _PARTS:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ..base.database import ANSWER_WAIT_S, is_busy, waiting_at_most
 from ..base.errors import CacheClipError, ConfigurationError, EncodingError
 from ..chunks.batches import in_batches
-from ..chunks.behind import WriteBehind
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
+from ..chunks.write_behind import WriteBehind
 from ..prompt.messages import Documents
 from ..prompt.segments import chunk_texts, normalise_chunk
 

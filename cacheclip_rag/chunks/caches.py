@@ -10,11 +10,19 @@ import torch
 
 from ..base.errors import ConfigurationError, EncodingError, PromptTooLongError, StoreError
 from ..runtime.base import DTYPES, Runtime
-from ..store import ReadAhead, ReadBuffer, StoredKV, TenantStore, chunk_key, frame_bytes, keeps
-from ..store import decode as decode_frame
-from ..store import encode as encode_frame
-from .behind import WriteBehind
+from ..store import (
+    ReadAhead,
+    ReadBuffer,
+    StoredKV,
+    TenantStore,
+    chunk_key,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    keeps,
+)
 from .context import ChunkContext
+from .write_behind import WriteBehind
 
 __all__ = ["ChunkCaches"]
 
@@ -54,7 +62,7 @@ class ChunkCaches:
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         size = frame_bytes(self._shape(num_tokens), self.codec, namespace=self._store.namespace)
-        return self._store.store.tiers.round_up(size)
+        return self._store.chunk_store.tiers.round_up(size)
 
     def _shape(self, num_tokens: int) -> tuple[int, ...]:
         runtime = self.runtime

@@ -73,7 +73,7 @@ def ingest(
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = engine_config(chosen, **{**settings.engine, "store": str(folder)})
     engine = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
-    limit = engine.store.store.limit if config.max_bytes is None else config.max_bytes or None
+    limit = engine.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     if dry_run:
         found = plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit)
         _print_plan(found, as_json)

@@ -149,13 +149,14 @@ def _given(
 def _target(config: EngineConfig, out: Path | None, overwrite: bool, *, instead_of: str = "") -> Path:
     """Path of the new head set: ``out``, or the path where engines with these models look. A head set made by the
     command ``instead_of`` may be replaced."""
+    from ..lab.models import auxiliary_caches
     from ..lab.training.calibrate import open_engine
     from ..runtime.base import weights_digest
     from ..selection.heads import HeadSet, head_set_path
 
     engine = open_engine(config)
     auxiliary, primary = (
-        weights_digest(each.fingerprint) for each in (engine.parts.auxiliary_caches.runtime, engine.primary)
+        weights_digest(each.fingerprint) for each in (auxiliary_caches(engine).runtime, engine.primary)
     )
     path = out or head_set_path(auxiliary, primary)
     if path.is_dir():

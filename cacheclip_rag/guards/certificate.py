@@ -31,7 +31,7 @@ from ..methods.settings import describe
 from ..models.load import concrete
 from ..plan.plan import Plan
 from ..plan.sources import Sources
-from ..selection.scoring import AuxiliaryScorer
+from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 
 __all__ = [
@@ -296,7 +296,7 @@ def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
 
 
 def identity_of(
-    config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryScorer | None, context: ChunkContext
+    config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryPass | None, context: ChunkContext
 ) -> Identity:
     """Identity that a certificate needs to cover an engine with these settings, models, method and chunk context."""
     auxiliary = scorer.caches if scorer else None

@@ -128,7 +128,7 @@ def ingest(
     """
     with _undone_if_failed(library, engine):
         if max_bytes is not None:
-            engine.store.store.set_limit(max_bytes)
+            engine.store.chunk_store.set_limit(max_bytes)
         return _ingest(paths, library, engine, embedder, _concrete(settings, engine))
 
 
@@ -146,7 +146,7 @@ def _undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[Non
         return
     try:
         with suppress(OSError):  # a later step says what cannot be written, and why
-            engine.store.store.announce()  # or another first run that fails would remove what this one writes
+            engine.store.chunk_store.announce()  # or another first run that fails would remove what this one writes
         yield
     except BaseException as error:
         if isinstance(error, Exception) or not engine.store.catalog.total().entries:
@@ -157,7 +157,7 @@ def _undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[Non
 
 def _remove_if_empty(library: Library, engine: CacheClipEngine, keep_folder: bool) -> None:
     """Remove the files of a store without documents, unless another process writes there too."""
-    if not library.folder.is_dir() or library.documents() or engine.store.store.other_writers():
+    if not library.folder.is_dir() or library.documents() or engine.store.chunk_store.other_writers():
         return
     engine.close()
     library.close()

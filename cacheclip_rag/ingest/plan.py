@@ -86,7 +86,7 @@ def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, me
         for tokens, caches, sample in zip(num_tokens, models, samples, strict=True)
     )
     if plan.max_bytes is not None:
-        plan.excess_bytes = max(0, engine.store.store.stats().bytes + plan.bytes - plan.max_bytes)
+        plan.excess_bytes = max(0, engine.store.chunk_store.stats().bytes + plan.bytes - plan.max_bytes)
 
 
 def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:

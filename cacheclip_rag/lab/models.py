@@ -1,12 +1,21 @@
-"""Access to transformers models for the laboratory."""
+"""Access to the models of an engine for the laboratory."""
 
 from __future__ import annotations
 
 from ..base.errors import ConfigurationError
+from ..chunks.caches import ChunkCaches
+from ..engine import CacheClipEngine
 from ..runtime.base import Runtime
 from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["transformers_model"]
+__all__ = ["auxiliary_caches", "transformers_model"]
+
+
+def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
+    """Chunk caches of the auxiliary model, which must be set."""
+    caches = engine.parts.auxiliary_caches
+    assert caches is not None, "training needs an engine with an auxiliary model"
+    return caches
 
 
 def transformers_model(runtime: Runtime | None) -> ModelRuntime:

@@ -330,7 +330,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..fusion.recompute import fuse
+    from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits

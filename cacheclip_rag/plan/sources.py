@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..prompt.layout import Span
     from ..runtime.transformers.continued import ContinuedMatch
     from ..runtime.transformers.prefix_cache import Match, PrefixCache
-    from ..selection.scoring import AuxiliaryScorer
+    from ..selection.auxiliary_pass import AuxiliaryPass
     from .plan import Plan
 
 __all__ = ["Sources"]
@@ -25,7 +25,7 @@ class Sources:
     """Chunk caches of the primary model with the method's chunk context."""
     prefix: ChunkCaches
     """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
-    auxiliary: AuxiliaryScorer | None
+    auxiliary: AuxiliaryPass | None
     """None if the method needs no auxiliary model."""
     prefix_cache: PrefixCache
     """Exact KV of the first tokens of earlier prompts, and continued KV, which is approximate."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..base.errors import CacheClipError, ConfigurationError
-from ..frontend.tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
+from ..frontend.forced_tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls
 from ..runtime.base import Message

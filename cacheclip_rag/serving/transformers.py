@@ -14,7 +14,7 @@ from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..frontend.aio import iterate_in_thread
 from ..frontend.finishing import final_events
-from ..frontend.tools import can_constrain, uses_tools
+from ..frontend.forced_tools import can_constrain, uses_tools
 from ..fusion.answer import Event
 from ..guards.metrics import Metrics
 from ..prompt.segments import Segment, given_texts

@@ -16,7 +16,7 @@ from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
 from .catalog import Catalog
 from .chunk_store import ChunkStore, is_store
-from .codecs import CODECS, KV, FrameError, StoredKV, decode, encode, frame_bytes, keeps, layer_of, part_of
+from .codecs import CODECS, KV, FrameError, StoredKV, decode_frame, encode_frame, frame_bytes, keeps, layer_of, part_of
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
 from .memory import MemoryBackend
@@ -54,8 +54,8 @@ __all__ = [
     "chunk_key",
     "clear",
     "collect_garbage",
-    "decode",
-    "encode",
+    "decode_frame",
+    "encode_frame",
     "frame_bytes",
     "has_room",
     "is_store",

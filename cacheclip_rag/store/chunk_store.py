@@ -31,8 +31,8 @@ from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
+from .process import Writer
 from .tiers import Tiers, TierStats
-from .writer import Writer
 
 __all__ = ["ChunkStore", "StoreStats", "is_store"]
 

@@ -41,8 +41,8 @@ __all__ = [
     "OtherVersionError",
     "ArrayPart",
     "StoredKV",
-    "decode",
-    "encode",
+    "decode_frame",
+    "encode_frame",
     "frame_bytes",
     "keeps",
     "layer_of",
@@ -403,7 +403,7 @@ class Frame:
         return CODECS[self.codec].num_bytes(self.shape[1:])
 
 
-def encode(
+def encode_frame(
     kv: torch.Tensor,
     codec: str,
     key: str,
@@ -435,7 +435,7 @@ def encode(
 
 
 def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:
-    """Size in bytes of the frame that :func:`encode` makes of a chunk's KV of this shape."""
+    """Size in bytes of the frame that :func:`encode_frame` makes of a chunk's KV of this shape."""
     row = TextRow(*_ROW.unpack(bytes(_ROW.size)))
     header = _write_header("0" * 64, namespace, bytes(16), row, codec, shape, ["0" * 32] * shape[0])
     return len(header) + shape[0] * CODECS[codec].num_bytes(shape[1:])
@@ -446,7 +446,7 @@ def most_bytes(shape: Sequence[int]) -> int:
     return shape[0] * max(codec.num_bytes(shape[1:]) for codec in CODECS.values())
 
 
-def decode(data: Buffer, key: str) -> StoredKV:
+def decode_frame(data: Buffer, key: str) -> StoredKV:
     """The KV in a frame, with all checksums verified. Raises FrameError if it is damaged or of another key."""
     frame = Frame.parse(data, key)
     frame.verify()

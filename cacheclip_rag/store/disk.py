@@ -26,7 +26,7 @@ import numpy as np
 from ..base.folder import Folder, open_folder, private_mode
 from ..base.keys import is_key
 from .backend import Backend, Sink
-from .writer import Writer
+from .process import Writer
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

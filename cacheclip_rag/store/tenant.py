@@ -22,7 +22,7 @@ from ..finding.texts import TextIndex, text_row
 from .backend import Sink
 from .catalog import Entry
 from .chunk_store import ChunkStore
-from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode, most_bytes
+from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode_frame, most_bytes
 
 __all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
 
@@ -115,7 +115,7 @@ class TenantStore:
     def __init__(self, store: ChunkStore, namespace: str) -> None:
         """Raises ConfigurationError for an empty ``namespace``."""
         check_namespace(namespace)
-        self.store, self.catalog, self.namespace = store, store.catalog, namespace
+        self.chunk_store, self.catalog, self.namespace = store, store.catalog, namespace
         self.index = TextIndex(store.catalog.database, namespace)
         """Finds the tenant's texts in prompts."""
         self._hits = self._misses = 0
@@ -153,7 +153,7 @@ class TenantStore:
     def drop_unreadable(self, keys: Sequence[str]) -> int:
         """Remove entries whose payloads on the last tier are damaged or missing; returns how many. For entries that
         another process failed to read. Reads all the payloads, which counts as no use."""
-        self.store.tiers.drop_copies(keys)
+        self.chunk_store.tiers.drop_copies(keys)
         known, entries = self._entries(keys)
         buffer = ReadBuffer()
         for key, entry in entries.items():
@@ -164,12 +164,12 @@ class TenantStore:
 
     def is_in_memory(self, key: str) -> bool:
         """Whether a tier in memory holds a payload of any tenant under this key."""
-        return self.store.tiers.is_in_memory(key)
+        return self.chunk_store.tiers.is_in_memory(key)
 
     def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
         """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""
-        tiers, found = self.store.tiers, dict[str, tuple[int, int]]()
+        tiers, found = self.chunk_store.tiers, dict[str, tuple[int, int]]()
         for key, entry in self._entries(keys)[1].items():
             with suppress(OSError):
                 holder = tiers.holder(key)
@@ -182,12 +182,12 @@ class TenantStore:
     @property
     def reads_parts(self) -> bool:
         """Whether payloads outside memory can be read in parts."""
-        return self.store.tiers.has_parts
+        return self.chunk_store.tiers.has_parts
 
     @property
     def promotes(self) -> bool:
         """Whether a faster tier gets a copy of every payload that is read as a whole."""
-        return len(self.store.tiers.backends) > 1
+        return len(self.chunk_store.tiers.backends) > 1
 
     def begin_each(self, keys: Sequence[str], shapes: Mapping[str, Shape] = _ANY) -> Iterator[StoredKV | None]:
         """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read_layers` reads.
@@ -198,7 +198,7 @@ class TenantStore:
 
     def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
-            found = self.store.tiers.head(key, _HEAD_BYTES)
+            found = self.chunk_store.tiers.head(key, _HEAD_BYTES)
             if found is None:
                 return None
             frame = _checked(Frame.parse(found[0], key, num_bytes=found[1]), shape)
@@ -216,7 +216,7 @@ class TenantStore:
         frame = stored.frame
         begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
         try:
-            if self.store.tiers.read_part(frame.key, begin, frame.data[begin:end]) != end - begin:
+            if self.chunk_store.tiers.read_part(frame.key, begin, frame.data[begin:end]) != end - begin:
                 return False
             frame.verify(first, end)
         except _FAILURES:
@@ -240,20 +240,22 @@ class TenantStore:
             is_whole: whether these are all layers, so that faster tiers may get a copy.
         """
         self._hits += 1
-        self.store.tiers.count_hit()
+        self.chunk_store.tiers.count_hit()
         self.record_use(stored.frame.key)
         if is_whole:
-            self.store.tiers.promote(stored.frame.key, stored.frame.data, len(self.store.tiers.backends) - 1)
+            self.chunk_store.tiers.promote(
+                stored.frame.key, stored.frame.data, len(self.chunk_store.tiers.backends) - 1
+            )
 
     def _get(
         self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None, shape: Shape | None = None
     ) -> StoredKV | None:
         """``known``: whether the catalog could be asked for ``entry``."""
-        tiers = self.store.tiers
+        tiers = self.chunk_store.tiers
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        sink = _FrameSink(self.store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
+        sink = _FrameSink(self.chunk_store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
         tier = len(tiers.backends) - 1
         try:
             found = tiers.find(key, sink)
@@ -269,7 +271,7 @@ class TenantStore:
                 frame.verify(sink.verified)
         except OtherVersionError as error:
             message = "chunk cache %s… cannot be used (%s); it is computed for this answer, and stays"
-            self.store.warn_once("version", message, key[:12], error)
+            self.chunk_store.warn_once("version", message, key[:12], error)
             return None
         except FrameError as error:
             tiers.count_damaged(tier)
@@ -278,7 +280,7 @@ class TenantStore:
             return None
         except (OSError, MemoryError, StoreError) as error:  # the medium failed; the payload may be intact
             message = "chunk cache %s… cannot be read now (%s); it is computed for this answer"
-            self.store.warn_once(f"read {type(error)}", message, key[:12], error)
+            self.chunk_store.warn_once(f"read {type(error)}", message, key[:12], error)
             return None
         if entry is not None and entry.codec != frame.codec:
             if tier < len(tiers.backends) - 1:  # another process has replaced it
@@ -306,12 +308,12 @@ class TenantStore:
         """
         digest = text_digest(text) if text is not None else None
         row = text_row(text) if text is not None else None
-        data = encode(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
+        data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
         self.flush()  # evict by all uses
-        if self.store.write(self.namespace, key, data):
+        if self.chunk_store.write(self.namespace, key, data):
             return True
         message = "a chunk cache of %d bytes exceeds the store's limit or its tenant's, and is not stored"
-        self.store.warn_once("limit", message, len(data))
+        self.chunk_store.warn_once("limit", message, len(data))
         self.delete([key])  # an older version must not be read any more
         return False
 
@@ -326,7 +328,7 @@ class TenantStore:
         if not own:
             return 0
         try:
-            return self.catalog.remove(self.namespace, own, self.store.tiers.delete)
+            return self.catalog.remove(self.namespace, own, self.chunk_store.tiers.delete)
         except OSError as error:
             raise StoreError(f"could not delete a chunk cache: {error}. Check who may write to the store.") from error
 
@@ -377,7 +379,7 @@ class TenantStore:
     def close(self) -> None:
         """Close the store's handles; it may be used again afterwards."""
         self.flush()
-        self.store.close()
+        self.chunk_store.close()
 
     def flush(self) -> None:
         """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are lost,
@@ -408,7 +410,7 @@ class TenantStore:
             return True, self.catalog.entries_of(self.namespace, keys)
         except StoreError as error:
             message = "the store's catalog cannot be used; chunk caches are read without it. %s"
-            self.store.warn_once("catalog", message, error)
+            self.chunk_store.warn_once("catalog", message, error)
             return False, {}
 
     def _is_own(self, key: str) -> bool:
@@ -420,22 +422,24 @@ class TenantStore:
     def _own_header(self, key: str) -> Frame | None:
         """The header of the tenant's payload; None if it is missing, another tenant's, damaged, or cannot be read."""
         with suppress(*_FAILURES):
-            frame = self.store.header(key)
+            frame = self.chunk_store.header(key)
             return frame if frame is not None and frame.namespace == self.namespace else None
         return None
 
     def _correct(self, key: str) -> None:
         """Make the entry say what the medium holds."""
         try:
-            self.catalog.correct(key, self.store.measure)
+            self.catalog.correct(key, self.chunk_store.measure)
         except _FAILURES as error:
             logger.debug("an entry was not corrected: %s", error)
 
     def _remove_damaged(self, key: str) -> None:
         try:
-            self.catalog.remove(self.namespace, [key], self.store.tiers.delete)
+            self.catalog.remove(self.namespace, [key], self.chunk_store.tiers.delete)
         except (OSError, StoreError) as error:  # a read-only store can still be read
-            self.store.warn_once("removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error)
+            self.chunk_store.warn_once(
+                "removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error
+            )
 
 
 def _returnable_memory(num_bytes: int) -> memoryview:

@@ -22,7 +22,7 @@ from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
 from ..fusion.answer import FusionStats
-from ..fusion.recompute import plan_ahead
+from ..fusion.fuse import plan_ahead
 from ..fusion.wire import FusionPlan
 from ..guards.base import Observer
 from ..guards.certificate import CertificateGuard, check_certificate

@@ -17,7 +17,7 @@ from typing import Any
 from ..answering.turns import CallerLeft, Waiter
 from ..base.database import ANSWER_WAIT_S, waiting_at_most
 from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
-from ..frontend.tools import uses_tools
+from ..frontend.forced_tools import uses_tools
 from ..fusion.wire import FusionPlan
 from ..guards.metrics import Metrics
 from ..methods.base import Method

@@ -19,7 +19,7 @@ from cacheclip_rag.base.errors import (
     PromptTooLongError,
     ServerError,
 )
-from cacheclip_rag.frontend.tools import SCHEMA_OF_CALLS
+from cacheclip_rag.frontend.forced_tools import SCHEMA_OF_CALLS
 from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
 from cacheclip_rag.prompt.tools import ToolCall, as_object, check_calls
 

@@ -17,7 +17,7 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.frontend.tools import with_tool_choice
+from cacheclip_rag.frontend.forced_tools import with_tool_choice
 
 if TYPE_CHECKING:
     from typing import Self

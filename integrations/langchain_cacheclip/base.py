@@ -18,7 +18,7 @@ from cacheclip_rag import __version__
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
-from cacheclip_rag.frontend.tools import forced_tool
+from cacheclip_rag.frontend.forced_tools import forced_tool
 from cacheclip_rag.frontend.usage import telemetry
 
 if TYPE_CHECKING:

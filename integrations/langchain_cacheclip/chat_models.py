@@ -24,7 +24,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
 from cacheclip_rag.frontend.aio import iterate_in_thread
-from cacheclip_rag.frontend.tools import can_constrain, with_tool_choice
+from cacheclip_rag.frontend.forced_tools import can_constrain, with_tool_choice
 from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 

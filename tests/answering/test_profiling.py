@@ -133,9 +133,9 @@ def test_the_own_stores_speed_is_measured(
     FakeTime(monkeypatch)
     engine = make(store=behind(tmp_path / "store"), method=method)
     engine.precompute(CHUNKS)
-    before = files(tmp_path / "store"), engine.store.store.stats(), engine.store.keys()
+    before = files(tmp_path / "store"), engine.store.chunk_store.stats(), engine.store.keys()
     found = engine.profile_machine()
-    assert (files(tmp_path / "store"), engine.store.store.stats(), engine.store.keys()) == before
+    assert (files(tmp_path / "store"), engine.store.chunk_store.stats(), engine.store.keys()) == before
     assert set(found.media) == {"throttled"}
     prediction = engine.plan(rag_prompt(CHUNKS)).prediction
     took_s = engine.generate(rag_prompt(CHUNKS), max_tokens=1, recompute_ratio=0.2).stats.reading_s
@@ -161,7 +161,7 @@ def test_a_full_store_is_left_alone(
     FakeTime(monkeypatch)
     engine = make(store=behind(tmp_path / "store"))
     engine.precompute(CHUNKS)
-    engine.store.store.set_limit(engine.store.stats().bytes + room)
+    engine.store.chunk_store.set_limit(engine.store.stats().bytes + room)
     before = files(tmp_path / "store"), engine.store.keys()
     found = engine.profile_machine()
     assert (files(tmp_path / "store"), engine.store.keys()) == before

@@ -12,7 +12,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.prompt.segments import Segment
-from cacheclip_rag.store import decode, encode
+from cacheclip_rag.store import decode_frame, encode_frame
 from tests.conftest import rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
 
@@ -97,7 +97,7 @@ class TestInt8:
         stored, whole = caches.read(chunks[0]), plain.read(chunks[0])
         assert stored is not None and whole is not None and (stored.codec, whole.codec) == ("int8", "float32")
         key = caches.key(chunks[0])
-        expected = decode(encode(whole.tensor(), "int8", key, namespace="default"), key).tensor()
+        expected = decode_frame(encode_frame(whole.tensor(), "int8", key, namespace="default"), key).tensor()
         assert torch.equal(stored.tensor(), expected) and gap(expected, whole.tensor()) > 0
         assert caches.stored_bytes(500) < 0.5 * plain.stored_bytes(500)
 

@@ -188,7 +188,7 @@ def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> 
     store = ChunkStore(Catalog(), Tiers([backend]))
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, store=store)
     engine.precompute(chunks[:1])
-    assert engine.store.store is store and len(list(backend.list())) == store.stats().entries > 0
+    assert engine.store.chunk_store is store and len(list(backend.list())) == store.stats().entries > 0
 
 
 def test_a_url_is_no_folder() -> None:

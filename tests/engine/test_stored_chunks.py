@@ -323,7 +323,7 @@ class TestStore:
     ) -> None:
         engine = make(store=str(tmp_path), max_bytes=200_000)
         engine.precompute(chunks)
-        [disk] = engine.store.store.stats().tiers
+        [disk] = engine.store.chunk_store.stats().tiers
         assert disk.evictions > 0 and engine.store.stats().bytes == disk.bytes <= 200_000
         expected = engine.generate(rag(chunks), SHORT, method="full")
         answer = engine.generate(rag(chunks), SHORT, recompute_ratio=1.0)

@@ -38,7 +38,7 @@ class TestTiers:
         make(store=tmp_path).precompute(chunks[:3])
         engine = make(store=tmp_path, memory_bytes=1 << 26)
         assert engine.prefetch([chunks[0], f" {chunks[1]}\n", "never stored"]) == 2
-        memory, disk = engine.store.store.tiers.stats()
+        memory, disk = engine.store.chunk_store.tiers.stats()
         assert memory.bytes > 0 and disk.hits == 4, "each of two models"
         engine.generate(rag_prompt(chunks[:2], "When?"), FEW)
         prefixes = 2

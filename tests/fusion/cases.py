@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out

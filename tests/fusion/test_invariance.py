@@ -15,7 +15,7 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention_plan import causal_plan
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
-from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.packed_chunks import score_chunks
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 

@@ -20,9 +20,9 @@ from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
-from cacheclip_rag.selection.auxiliary import score_chunks
 from cacheclip_rag.selection.heads import HeadSet
-from cacheclip_rag.store import KV, StoredKV, decode, encode, join, part_of
+from cacheclip_rag.selection.packed_chunks import score_chunks
+from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, part_of
 from tests.conftest import SENTENCES, rag_prompt
 from tests.fusion.cases import gap, make_engine
 
@@ -33,7 +33,7 @@ ONE_OF_EACH = ("llama", "llama-rope-dynamic", "qwen2-sliding", "gemma3", "gpt-os
 
 
 def stored(kv: torch.Tensor, codec: str) -> KV:
-    return decode(encode(kv, codec, KEY, namespace="t"), KEY)
+    return decode_frame(encode_frame(kv, codec, KEY, namespace="t"), KEY)
 
 
 def random_kv(runtime: Any, num_tokens: int, seed: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out

@@ -165,7 +165,7 @@ def test_a_document_is_written_while_it_is_computed_and_progress_counts_what_is_
 ) -> None:
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     (workshop.corpus / "b.md").unlink()
-    primary, tiers, meeting = workshop.engine.primary, workshop.engine.store.store.tiers, threading.Barrier(2)
+    primary, tiers, meeting = workshop.engine.primary, workshop.engine.store.chunk_store.tiers, threading.Barrier(2)
     auxiliary = workshop.engine.chunk_caches()[1]
     for caches in workshop.engine.chunk_caches():
         _ = caches.prefix
@@ -244,7 +244,7 @@ def test_a_first_run_that_fails_leaves_what_another_process_does(
         if writes:
             other.precompute([text])
         else:
-            other.store.store.announce()
+            other.store.chunk_store.announce()
         raise StoreError("the disk is full")
 
     with monkeypatch.context() as patch:
@@ -441,11 +441,11 @@ def test_a_limit_that_evicts_this_runs_chunks_is_reported(workshop: Workshop) ->
     assert cost.excess_bytes == 0
     assert planned(cost.bytes // 2).excess_bytes == cost.bytes - cost.bytes // 2
     assert planned(4 * cost.bytes).excess_bytes == 0
-    workshop.engine.store.store.set_limit(cost.bytes // 2)
+    workshop.engine.store.chunk_store.set_limit(cost.bytes // 2)
     report = workshop.run()
     stored = [workshop.engine.is_stored(text) for _, _, text in workshop.library.passages()]
     assert report.evicted == stored.count(False) > 0
-    workshop.engine.store.store.set_limit(None)
+    workshop.engine.store.chunk_store.set_limit(None)
     workshop.write("a.txt", "Another text, which is short enough to be stored.")
     assert workshop.run().evicted == 0
 

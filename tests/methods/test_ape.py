@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.attention import block_attention

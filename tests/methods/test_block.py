@@ -9,7 +9,7 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.chunks.context import ChunkContext
-from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.direct import Direct
 from tests.conftest import CHUNKS

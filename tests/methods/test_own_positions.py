@@ -9,7 +9,7 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.fusion.recompute import choose_rows
+from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.runtime.transformers.attention_plan import Geometry
 from cacheclip_rag.runtime.transformers.cache import cache_argument
 from tests.conftest import CHUNKS, lose

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.selection.scoring import map_scores
+from cacheclip_rag.selection.auxiliary_pass import map_scores
 
 TEXTS = [
     "The magic number is 7316042.",

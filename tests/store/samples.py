@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode, text_digest
+from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode_frame, text_digest
 
 TOKENS = 4
 BLOCK = 4096
@@ -53,7 +53,7 @@ def frame(number: int, tokens: int = TOKENS) -> bytearray:
     """The payload of such an entry."""
     text = f"text {number}"
     entry = kv(number, tokens)
-    return encode(entry, "float32", key(number), namespace="t", digest=text_digest(text), text=text_row(text))
+    return encode_frame(entry, "float32", key(number), namespace="t", digest=text_digest(text), text=text_row(text))
 
 
 def size(tokens: int = TOKENS) -> int:

@@ -163,7 +163,7 @@ def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
     report = verify(folder)
     assert report.is_clean and report.entries == 0
     store = opened(folder)
-    assert store.store.limit == 10_000_000 and not store.index.known(LONG.format(1))
+    assert store.chunk_store.limit == 10_000_000 and not store.index.known(LONG.format(1))
     assert store.catalog.source_texts("t") == []
     put(store, 1)
     assert is_intact(store, 1)
@@ -179,9 +179,9 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_verify_reads_while_others_write(folder: Path) -> None:
     """An announced payload that has no entry yet is not garbage."""
     store = opened(folder)
-    number, _ = store.catalog.reserve("t", key(9), 4096, store.store._writer.name, lambda keys: None)  # type: ignore[union-attr]
+    number, _ = store.catalog.reserve("t", key(9), 4096, store.chunk_store._writer.name, lambda keys: None)  # type: ignore[union-attr]
     assert number is not None
-    store.store.tiers.put(key(9), b"half")
+    store.chunk_store.tiers.put(key(9), b"half")
     assert verify(folder).unknown_files == []
     assert collect_garbage(folder)["payloads"] == 0 and path_of(folder, 9).exists()
     store.catalog.abandon(number)
@@ -364,7 +364,7 @@ def test_a_folder_in_place_of_a_payload_holds_up_no_writer(folder: Path) -> None
     for number in (1, 2, 3, 4, 5):
         path_of(folder, number).unlink()
         path_of(folder, number).mkdir()
-    store.store.set_limit(3 * 4096)
+    store.chunk_store.set_limit(3 * 4096)
     put(store, 9)
     assert is_intact(store, 9) and store.get(key(5)) is None
 
@@ -442,11 +442,11 @@ def test_a_read_does_not_wait_for_a_writer_to_correct_an_entry(folder: Path) -> 
 def test_many_entries_go_in_batches(tmp_path: Path) -> None:
     store = opened(tmp_path / "store")
     put(store, *range(600), tokens=1)
-    assert store.store.set_limit(50 * 4096) == 550 and store.stats().entries == 50
+    assert store.chunk_store.set_limit(50 * 4096) == 550 and store.stats().entries == 50
     assert totals_are_right(store)
-    store.store.set_limit(None)
+    store.chunk_store.set_limit(None)
     put(store, *range(300), tokens=1)
-    assert store.store.drop_tenant("t") >= 300 and payload_files(tmp_path / "store") == []
+    assert store.chunk_store.drop_tenant("t") >= 300 and payload_files(tmp_path / "store") == []
 
 
 def test_a_limit_that_is_refused_changes_nothing(folder: Path) -> None:

@@ -55,7 +55,7 @@ class TestMissing:
         assert "2 chunk caches were found" in caplog.text and "limits, sources" in caplog.text
         put(store, 3)
         assert all(is_intact(store, number) for number in (1, 2, 3))
-        assert store.store.stats().bytes == bytes_on_disk(folder) and totals_are_right(store)
+        assert store.chunk_store.stats().bytes == bytes_on_disk(folder) and totals_are_right(store)
 
     def test_the_limit_given_holds_again(self, folder: Path) -> None:
         """Payloads that a new catalog does not know must not hide from the limit."""
@@ -63,19 +63,19 @@ class TestMissing:
         put(store, 1, 2, 3, 4)
         remove_catalog(folder)
         put(store, 5, 6)
-        assert store.store.limit == 4 * BLOCK and bytes_on_disk(folder) <= 4 * BLOCK
+        assert store.chunk_store.limit == 4 * BLOCK and bytes_on_disk(folder) <= 4 * BLOCK
         assert is_intact(store, 5) and is_intact(store, 6) and store.stats().entries == 4
 
     def test_opening_records_everything_again(self, store: TenantStore, folder: Path) -> None:
         """Tenants, codecs, and the texts that prompts are searched for."""
         store.put(key(3), kv(3), "bfloat16", text=LONG)
-        put(TenantStore(store.store, "u"), 1)
+        put(TenantStore(store.chunk_store, "u"), 1)
         path_of(folder, 2).write_bytes(b"garbage")
         store.close()
         remove_catalog(folder)
         again = opened(folder)
         assert set(again.keys()) == {key(1), key(3)} and again.codec_of(key(3)) == "bfloat16"
-        assert is_intact(again, 1) and is_intact(TenantStore(again.store, "u"), 1)
+        assert is_intact(again, 1) and is_intact(TenantStore(again.chunk_store, "u"), 1)
         assert set(again.catalog.tenants()) == {"t", "u"} and totals_are_right(again)
         [match] = again.index.find(f"Read this. {LONG} What did he write?")
         assert match.stop - match.start == len(LONG)
@@ -102,13 +102,13 @@ class TestUnusable:
 
     def test_without_it_no_tenant_reads_what_is_anothers(self, store: TenantStore, folder: Path) -> None:
         """The payload says whose it is."""
-        put(TenantStore(store.store, "u"), 1)
+        put(TenantStore(store.chunk_store, "u"), 1)
         store.close()
         remove_catalog(folder)
         (folder / "catalog.sqlite3").write_bytes(b"this is no database, " * 100)
         again = opened(folder)
         assert again.codec_of(key(1, "u")) is None and again.get(key(1, "u")) is None
-        assert is_intact(TenantStore(again.store, "u"), 1), "and does not remove it"
+        assert is_intact(TenantStore(again.chunk_store, "u"), 1), "and does not remove it"
 
     def test_of_another_version(self, store: TenantStore, folder: Path) -> None:
         store.close()
@@ -163,7 +163,7 @@ class TestReadOnly:
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"}
         assert all(is_intact(read_only, 1) and is_intact(read_only, 2) for _ in range(40))  # uses are lost
         assert read_only.get(key(9)) is None and key(1) in read_only
-        assert read_only.stats().entries == 2 and read_only.store.stats().bytes == 2 * BLOCK
+        assert read_only.stats().entries == 2 and read_only.chunk_store.stats().bytes == 2 * BLOCK
         assert warnings(caplog) == [] and read_only.catalog.database.read_only
         read_only.close()
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix == ".kv"} == before
@@ -173,7 +173,7 @@ class TestReadOnly:
             lambda: put(read_only, 3),
             lambda: read_only.delete([key(1)]),
             lambda: read_only.release(["text 1"]),
-            lambda: read_only.store.set_limit(10**6),
+            lambda: read_only.chunk_store.set_limit(10**6),
         ]
         for use in uses:
             with pytest.raises(StoreError, match="may only be read"):

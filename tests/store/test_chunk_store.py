@@ -60,7 +60,7 @@ def store(kind: Kind) -> TenantStore:
 
 
 def evictions(store: TenantStore) -> int:
-    return store.store.stats().tiers[-1].evictions
+    return store.chunk_store.stats().tiers[-1].evictions
 
 
 class TestReadingAndWriting:
@@ -98,7 +98,7 @@ class TestReadingAndWriting:
         put(store, 1, 2)
         assert store.delete([key(1), key(9)]) == 1 and store.delete([key(1)]) == 0
         assert store.get(key(1)) is None and key(1) not in store and store.keys() == [key(2)]
-        assert store.delete([key(2)]) == 1 and store.stats().bytes == 0 == store.store.stats().tenants
+        assert store.delete([key(2)]) == 1 and store.stats().bytes == 0 == store.chunk_store.stats().tenants
         put(store, 1)
         assert is_intact(store, 1)
 
@@ -110,10 +110,10 @@ class TestReadingAndWriting:
 
     def test_stats(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1, 2)
-        put(TenantStore(store.store, "u"), 1)
+        put(TenantStore(store.chunk_store, "u"), 1)
         for number in (1, 1, 9):
             store.get(key(number))
-        stats, whole = store.stats(), store.store.stats()
+        stats, whole = store.stats(), store.chunk_store.stats()
         unit = kind.bytes_of()
         assert stats.to_dict() == {"entries": 2, "bytes": 2 * unit, "max_bytes": None, "hits": 2, "misses": 1}
         assert (whole.entries, whole.bytes, whole.max_bytes, whole.tenants) == (3, 3 * unit, None, 2)
@@ -131,7 +131,7 @@ class TestReadingAndWriting:
 
     def test_an_empty_namespace_is_refused(self, store: TenantStore) -> None:
         with pytest.raises(ConfigurationError, match="namespace"):
-            TenantStore(store.store, "")
+            TenantStore(store.chunk_store, "")
 
 
 class TestEviction:
@@ -179,7 +179,7 @@ class TestEviction:
         """By other threads or processes, between making room for the payload and writing the entry."""
         store = kind.open(2 * kind.bytes_of())
         put(store, 1, 2)
-        write = store.store.tiers.put
+        write = store.chunk_store.tiers.put
 
         def used_meanwhile(name: str, data: Any) -> None:
             assert is_intact(store, 2)
@@ -187,7 +187,7 @@ class TestEviction:
             write(name, data)
 
         with monkeypatch.context() as patch:
-            patch.setattr(store.store.tiers, "put", used_meanwhile)
+            patch.setattr(store.chunk_store.tiers, "put", used_meanwhile)
             put(store, 3)
         assert is_intact(store, 3) and is_intact(store, 2) and evictions(store) == 1
 
@@ -196,9 +196,9 @@ class TestEviction:
         store = kind.open(limit)
         for number in range(30):
             put(store, number % 5, tokens=TOKENS * (1 + number * 37 % 100))
-            last = store.store.tiers.last
+            last = store.chunk_store.tiers.last
             held = sum(last.occupied(name) for name in last.list())
-            assert store.stats().bytes == held <= limit == store.store.stats().max_bytes
+            assert store.stats().bytes == held <= limit == store.chunk_store.stats().max_bytes
             assert key(number % 5) in store
 
     def test_many_small_entries_make_room_for_a_large_one(self, kind: Kind) -> None:
@@ -228,7 +228,7 @@ class TestEviction:
             kind.open(-1)
         with pytest.raises(ConfigurationError, match="max_bytes"):
             ChunkStore.open(tmp_path, None, memory_bytes=-1)
-        store = kind.open().store
+        store = kind.open().chunk_store
         for refused in (lambda: store.set_limit(-1), lambda: store.set_quota("t", -1)):
             with pytest.raises(ConfigurationError, match="max_bytes"):
                 refused()
@@ -263,7 +263,7 @@ class TestLimit:
         """A file of 450 bytes takes 4096 on disk: 200 of them are far above a limit of 100 kB."""
         store = opened(tmp_path, 100_000)
         put(store, *range(200), tokens=1)
-        stats = store.store.stats()
+        stats = store.chunk_store.stats()
         assert size(1) < 500 and stats.entries == 100_000 // BLOCK
         assert stats.bytes == bytes_on_disk(tmp_path) <= 100_000
 
@@ -271,29 +271,29 @@ class TestLimit:
         """One command sets it; others, which name none, must not grow the store beyond it."""
         put(opened(tmp_path, 3 * BLOCK), 1)
         other = opened(tmp_path)
-        assert other.store.limit == 3 * BLOCK
+        assert other.chunk_store.limit == 3 * BLOCK
         put(other, 2, 3, 4, 5)
         assert other.keys() == [key(3), key(4), key(5)] and bytes_on_disk(tmp_path) == 3 * BLOCK
-        opened(tmp_path, 2 * BLOCK).store.apply_limit()
-        assert other.store.limit == 2 * BLOCK and other.keys() == [key(4), key(5)]
+        opened(tmp_path, 2 * BLOCK).chunk_store.apply_limit()
+        assert other.chunk_store.limit == 2 * BLOCK and other.keys() == [key(4), key(5)]
 
     def test_zero_removes_the_recorded_limit(self, tmp_path: Path) -> None:
         """As with cacheclip ingest and cacheclip store limit, which read the same settings."""
         put(opened(tmp_path, 2 * BLOCK), 1)
         store = opened(tmp_path, 0)
-        assert store.store.stats().max_bytes is None
+        assert store.chunk_store.stats().max_bytes is None
         put(store, 2, 3, 4)
-        assert store.stats().entries == 4 and opened(tmp_path).store.limit is None
+        assert store.stats().entries == 4 and opened(tmp_path).chunk_store.limit is None
 
     def test_lowering_the_limit_evicts(self, kind: Kind) -> None:
         store = kind.open()
         put(store, *range(6))
         assert is_intact(store, 0)
         store.flush()
-        assert store.store.set_limit(3 * kind.bytes_of()) == 3 == evictions(store)
+        assert store.chunk_store.set_limit(3 * kind.bytes_of()) == 3 == evictions(store)
         assert store.keys() == [key(4), key(5), key(0)]
-        assert sorted(store.store.tiers.list()) == sorted(store.keys())
-        assert store.store.set_limit(None) == 0
+        assert sorted(store.chunk_store.tiers.list()) == sorted(store.keys())
+        assert store.chunk_store.set_limit(None) == 0
         put(store, *range(6))
         assert store.stats().entries == 6
 
@@ -306,7 +306,9 @@ class TestLimit:
     def test_announced_writes_count(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 3 * BLOCK), opened(tmp_path)
         put(store, 1, 2, 3)
-        number, evicted = other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)
+        number, evicted = other.catalog.reserve(
+            "t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict
+        )
         assert number is not None and evicted == 2
         assert store.stats().bytes == 3 * BLOCK and store.stats().entries == 1
         put(store, 4)
@@ -317,7 +319,9 @@ class TestLimit:
     def test_a_writer_waits_for_room_that_others_have_announced(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(other, 1)
-        number, _ = other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)
+        number, _ = other.catalog.reserve(
+            "t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict
+        )
         assert number is not None
         done = threading.Event()
 
@@ -328,7 +332,7 @@ class TestLimit:
         writer = threading.Thread(target=write)
         writer.start()
         try:
-            assert not done.wait(0.3) and list(store.store.tiers.list()) == []
+            assert not done.wait(0.3) and list(store.chunk_store.tiers.list()) == []
         finally:
             other.catalog.abandon(number)
             writer.join(10)
@@ -338,7 +342,9 @@ class TestLimit:
         monkeypatch.setattr("cacheclip_rag.store.chunk_store._WAIT_S", 0.1)
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(store, 1)
-        assert other.catalog.reserve("t", key(9), 2 * BLOCK, other.store._writer.name, other.store._evict)[0]
+        assert other.catalog.reserve("t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict)[
+            0
+        ]
         with pytest.raises(StoreError, match="other writers have announced"):
             put(store, 2)
 
@@ -363,23 +369,23 @@ class TestTenants:
     @pytest.fixture
     def both(self, kind: Kind) -> tuple[TenantStore, TenantStore]:
         store = kind.open()
-        return store, TenantStore(store.store, "u")
+        return store, TenantStore(store.chunk_store, "u")
 
     def test_eviction_for_a_quota_is_within_the_tenant(self, kind: Kind, both: tuple[TenantStore, TenantStore]) -> None:
         ours, theirs = both
         put(theirs, *range(3))
         put(ours, *range(4))
-        assert ours.store.set_quota("t", 3 * kind.bytes_of()) == 1
+        assert ours.chunk_store.set_quota("t", 3 * kind.bytes_of()) == 1
         put(ours, 9)
         assert ours.keys() == [key(2), key(3), key(9)] and ours.stats().max_bytes == 3 * kind.bytes_of()
         assert all(is_intact(theirs, number) for number in range(3)) and theirs.stats().max_bytes is None
         assert not ours.put(key(1), kv(1, 600), "float32")  # larger than the quota
-        ours.store.set_quota("t", None)
+        ours.chunk_store.set_quota("t", None)
         assert ours.put(key(1), kv(1, 600), "float32")
 
     def test_a_flood_evicts_none_of_the_others(self, kind: Kind) -> None:
         """Twenty tenants under one limit: who holds most loses first, whoever was used least recently."""
-        store = kind.open(100 * kind.bytes_of()).store
+        store = kind.open(100 * kind.bytes_of()).chunk_store
         others = [TenantStore(store, f"tenant {number}") for number in range(19)]
         for other in others:
             put(other, *range(4))
@@ -391,7 +397,7 @@ class TestTenants:
         assert store.stats().bytes == 100 * kind.bytes_of() and totals_are_right(store)
 
     def test_a_tenant_with_one_entry_writes_beside_one_that_holds_everything(self, kind: Kind) -> None:
-        store = kind.open(10 * kind.bytes_of()).store
+        store = kind.open(10 * kind.bytes_of()).chunk_store
         put(TenantStore(store, "t"), *range(10))
         put(TenantStore(store, "u"), 1, 2)
         assert TenantStore(store, "t").stats().entries == 8 and is_intact(TenantStore(store, "u"), 1)
@@ -403,13 +409,13 @@ class TestTenants:
             tenant.index.add(["A text that is long enough to be found in a prompt, and a little longer."])
             tenant.catalog.add_source(tenant.namespace, "node", "text 1")
         assert is_intact(ours, 1)  # in the memory tier too
-        ours.store.set_quota("t", 10**6)
-        assert ours.store.drop_tenant("t") == 2 and ours.store.drop_tenant("t") == 0
+        ours.chunk_store.set_quota("t", 10**6)
+        assert ours.chunk_store.drop_tenant("t") == 2 and ours.chunk_store.drop_tenant("t") == 0
         assert ours.get(key(1)) is None and ours.keys() == [] and ours.stats().max_bytes is None
         assert ours.catalog.source_texts("t") == [] and theirs.catalog.source_texts("u") == ["text 1"]
         assert set(ours.catalog.tenants()) == {"u"} and totals_are_right(ours)
         assert is_intact(theirs, 1) and is_intact(theirs, 2)
-        assert sorted(ours.store.tiers.list()) == sorted(theirs.keys())
+        assert sorted(ours.chunk_store.tiers.list()) == sorted(theirs.keys())
         for table, left in (("texts", 1), ("sources", 1), ("quotas", 0)):
             assert len(ours.catalog.database.query(f"SELECT * FROM {table}")) == left
 
@@ -467,7 +473,7 @@ class TestTenants:
 class TestRelease:
     def test_every_entry_of_a_text_and_of_no_other(self, store: TenantStore) -> None:
         """Whatever models and chunk contexts they are of: the catalog knows, nobody computes keys."""
-        other = TenantStore(store.store, "u")
+        other = TenantStore(store.chunk_store, "u")
         for number in (1, 2, 3):
             store.put(key(number), kv(number), "float32", text="same text")
         store.put(key(4), kv(4), "float32", text="other text")
@@ -499,7 +505,7 @@ class TestMemoryTier:
         return TenantStore(ChunkStore(Catalog(folder), tiers, max_bytes), "t")
 
     def memory(self, store: TenantStore) -> list[str]:
-        return list(store.store.tiers.backends[0].list())
+        return list(store.chunk_store.tiers.backends[0].list())
 
     def test_reading_promotes(self, tmp_path: Path) -> None:
         put(opened(tmp_path), 1)
@@ -507,22 +513,22 @@ class TestMemoryTier:
         assert key(1) in store and self.memory(store) == []  # asking is not reading
         assert is_intact(store, 1)
         assert self.memory(store) == [key(1)]
-        store.store.tiers.last.delete([key(1)])
+        store.chunk_store.tiers.last.delete([key(1)])
         assert is_intact(store, 1)  # a copy, not a view of the file
 
     def test_damage_is_not_promoted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         put(opened(tmp_path), 1)
         store = self.tiered(tmp_path, None)
-        disk = store.store.tiers.last
+        disk = store.chunk_store.tiers.last
         disk.put(key(1), b"garbage")
         assert store.get(key(1)) is None and "is damaged" in caplog.text
         assert self.memory(store) == list(disk.list()) == []
-        assert [tier.damaged for tier in store.store.stats().tiers] == [0, 1]
+        assert [tier.damaged for tier in store.chunk_store.stats().tiers] == [0, 1]
 
     def test_small_memory_before_a_large_disk(self, tmp_path: Path) -> None:
         store = self.tiered(tmp_path, 2 * size())
         put(store, *range(6))
-        memory, _ = store.store.stats().tiers
+        memory, _ = store.chunk_store.stats().tiers
         assert len(self.memory(store)) == 2 and store.stats().entries == 6
         assert (memory.bytes, memory.evictions) == (2 * size(), 4)
         assert all(is_intact(store, number) for number in range(6))
@@ -532,7 +538,7 @@ class TestMemoryTier:
         store = self.tiered(tmp_path, None)
         for _ in range(3):
             assert is_intact(store, 1)
-        memory, disk = store.store.stats().tiers
+        memory, disk = store.chunk_store.stats().tiers
         assert (memory.name, memory.hits, memory.misses, memory.bytes) == ("memory", 2, 1, size())
         assert (disk.name, disk.hits, disk.misses, disk.bytes) == ("disk", 1, 0, BLOCK)
         assert memory.read_s > 0 and disk.read_s > 0
@@ -559,9 +565,9 @@ class TestMemoryTier:
         if how == "released":
             assert other.release(["text 1"]) == 1
         elif how == "dropped":
-            assert other.store.drop_tenant("t") == 1
+            assert other.chunk_store.drop_tenant("t") == 1
         else:
-            assert other.store.set_limit(1) == 1
+            assert other.chunk_store.set_limit(1) == 1
         assert store.get(key(1)) is None and self.memory(store) == []
 
 

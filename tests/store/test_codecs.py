@@ -11,7 +11,7 @@ import torch
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import CODECS, FrameError, decode, encode, frame_bytes, keeps, layer_of
+from cacheclip_rag.store import CODECS, FrameError, decode_frame, encode_frame, frame_bytes, keeps, layer_of
 from cacheclip_rag.store.codecs import FloatCodec, Frame
 from tests.store.samples import frame, key, kv, opened
 
@@ -26,7 +26,7 @@ def test_round_trip_is_lossless(codec: str, kind: type) -> None:
     dtype = getattr(torch, codec)
     written = kv(1, dtype=dtype)
     written[0, 0, 0, 0] = torch.tensor([float("inf"), float("-inf"), -0.0, 6e-8]).to(dtype)
-    read = decode(kind(encode(written, codec, key(1), namespace="t")), key(1))
+    read = decode_frame(kind(encode_frame(written, codec, key(1), namespace="t")), key(1))
     assert read.codec == codec and read.tensor().dtype == dtype and read.shape == written.shape
     assert torch.equal(read.tensor().view(torch.uint8), written.view(torch.uint8))
     for number in range(2):
@@ -37,22 +37,22 @@ def test_round_trip_is_lossless(codec: str, kind: type) -> None:
 
 def test_kv_that_is_not_contiguous() -> None:
     written = kv(1, tokens=7).transpose(2, 4)
-    assert torch.equal(decode(encode(written, "float32", key(1), namespace="t"), key(1)).tensor(), written)
+    assert torch.equal(decode_frame(encode_frame(written, "float32", key(1), namespace="t"), key(1)).tensor(), written)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_payload_does_not_share_memory_with_what_was_encoded(codec: str) -> None:
     written = kv(1)
-    data = encode(written, codec, key(1), namespace="t")
-    expected = decode(data, key(1)).tensor()
+    data = encode_frame(written, codec, key(1), namespace="t")
+    expected = decode_frame(data, key(1)).tensor()
     written.zero_()
-    assert torch.equal(decode(data, key(1)).tensor(), expected) and bool(expected.any())
+    assert torch.equal(decode_frame(data, key(1)).tensor(), expected) and bool(expected.any())
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_tensor_of_stored_kv_has_memory_of_its_own(codec: str) -> None:
-    data = encode(kv(1), codec, key(1), namespace="t")
-    got = decode(data, key(1)).tensor()
+    data = encode_frame(kv(1), codec, key(1), namespace="t")
+    got = decode_frame(data, key(1)).tensor()
     data[:] = bytes(len(data))
     assert bool(got.any())
 
@@ -60,18 +60,18 @@ def test_the_tensor_of_stored_kv_has_memory_of_its_own(codec: str) -> None:
 def test_layers_lie_at_a_multiple_of_64_bytes() -> None:
     """Copying from memory that is not aligned is slower."""
     for namespace in ("t", "a longer namespace, é"):
-        assert Frame.parse(encode(kv(1), "float32", key(1), namespace=namespace), key(1)).start % 64 == 0
+        assert Frame.parse(encode_frame(kv(1), "float32", key(1), namespace=namespace), key(1)).start % 64 == 0
 
 
 def test_header_says_whose_it_is() -> None:
     """All that the catalog knows of an entry, so that it can be made again from payloads."""
     text = "The keeper lit the lamp at dusk and wrote the hour down."
     row = text_row(text)
-    data = encode(kv(1), "float16", key(1), namespace="é \U0001f40b", digest=text_digest(text), text=row)
+    data = encode_frame(kv(1), "float16", key(1), namespace="é \U0001f40b", digest=text_digest(text), text=row)
     parsed = Frame.parse(data, key(1))
     assert (parsed.namespace, parsed.digest, parsed.codec) == ("é \U0001f40b", text_digest(text), "float16")
     assert row is not None and parsed.text == row and parsed.num_tokens == 4
-    bare = Frame.parse(encode(kv(1), "float16", key(1), namespace="t"), key(1))
+    bare = Frame.parse(encode_frame(kv(1), "float16", key(1), namespace="t"), key(1))
     assert bare.digest is None and bare.text is None
 
 
@@ -87,13 +87,13 @@ def test_a_header_is_read_without_its_layers() -> None:
 @pytest.mark.parametrize("namespace", ["default", "a longer namespace, é"])
 def test_size_is_known_before(codec: str, namespace: str) -> None:
     row, digest = text_row("words that are long enough to be found in a prompt"), text_digest("words")
-    data = encode(kv(1, tokens=11), codec, key(1), namespace=namespace, digest=digest, text=row)
+    data = encode_frame(kv(1, tokens=11), codec, key(1), namespace=namespace, digest=digest, text=row)
     assert row is not None and frame_bytes(kv(1, tokens=11).shape, codec, namespace=namespace) == len(data)
 
 
 class TestLayers:
     def test_a_layer_is_read_without_the_others(self) -> None:
-        data = encode(kv(1), "float32", key(1), namespace="t")
+        data = encode_frame(kv(1), "float32", key(1), namespace="t")
         data[-1] ^= 1  # of the last layer
         parsed = Frame.parse(data, key(1))
         assert torch.equal(parsed.layer_bytes(0), kv(1)[0].contiguous().flatten().view(torch.uint8))
@@ -103,41 +103,41 @@ class TestLayers:
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("layer", [0, 1])
     def test_a_damaged_layer_is_found_in_the_whole(self, codec: str, layer: int) -> None:
-        data = encode(kv(1), codec, key(1), namespace="t")
+        data = encode_frame(kv(1), codec, key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
         data[start + layer * (len(data) - start) // 2] ^= 1
         with pytest.raises(FrameError, match=f"layer {layer}"):
-            decode(data, key(1))
+            decode_frame(data, key(1))
 
     def test_layers_that_changed_their_order_are_found(self) -> None:
-        data = encode(kv(1), "float32", key(1), namespace="t")
+        data = encode_frame(kv(1), "float32", key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
         half = start + (len(data) - start) // 2
         with pytest.raises(FrameError, match="layer 0"):
-            decode(data[:start] + data[half:] + data[start:half], key(1))
+            decode_frame(data[:start] + data[half:] + data[start:half], key(1))
 
 
 class TestDamage:
     @pytest.mark.parametrize("codec", ["float32", "int8"])
     def test_every_single_flipped_byte_is_caught(self, codec: str) -> None:
-        whole = encode(kv(1), codec, key(1), namespace="t", digest=text_digest("words"))
+        whole = encode_frame(kv(1), codec, key(1), namespace="t", digest=text_digest("words"))
         for position in range(len(whole)):
             data = bytearray(whole)
             data[position] ^= 0x01
             with pytest.raises(FrameError):
-                decode(data, key(1))
+                decode_frame(data, key(1))
 
     def test_every_length_but_its_own_is_caught(self) -> None:
         whole = frame(1)
         for length in (*range(0, len(whole), 7), len(whole) - 1):
             with pytest.raises(FrameError):
-                decode(whole[:length], key(1))
+                decode_frame(whole[:length], key(1))
         with pytest.raises(FrameError, match="bytes"):
-            decode(whole + b"x", key(1))
+            decode_frame(whole + b"x", key(1))
 
     def test_payload_of_another_key(self) -> None:
         with pytest.raises(FrameError, match="another entry"):
-            decode(frame(1), key(2))
+            decode_frame(frame(1), key(2))
 
 
 def round_trip(layer: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ class TestInt8:
         assert INT8.num_bytes((2, 8, 512, 128)) < 0.27 * CODECS["float32"].num_bytes((2, 8, 512, 128))
 
     def test_layers_are_numbers_of_float32(self) -> None:
-        stored = decode(encode(kv(1), "int8", key(1), namespace="t"), key(1))
+        stored = decode_frame(encode_frame(kv(1), "int8", key(1), namespace="t"), key(1))
         assert stored.tensor().dtype == stored.layer(0).tensor().dtype == torch.float32
         assert torch.equal(stored.tensor()[1], stored.layer(1).tensor())
         assert torch.equal(stored.layer(1).tensor(), round_trip(kv(1)[1]))
@@ -259,7 +259,7 @@ class TestInt8:
 class TestCodecs:
     def test_unknown_codec(self) -> None:
         with pytest.raises(ConfigurationError, match="float32, bfloat16, float16, int8"):
-            encode(kv(1), "int3", key(1), namespace="t")
+            encode_frame(kv(1), "int3", key(1), namespace="t")
 
     @pytest.mark.parametrize(
         ("codec", "wanted", "enough"),
@@ -286,5 +286,5 @@ class TestCodecs:
     def test_narrow_values_survive_float32(self, narrow: str) -> None:
         dtype = getattr(torch, narrow)
         written = kv(1, dtype=dtype)
-        read = decode(encode(written, "float32", key(1), namespace="t"), key(1)).tensor()
+        read = decode_frame(encode_frame(written, "float32", key(1), namespace="t"), key(1)).tensor()
         assert torch.equal(read.to(dtype), written)

@@ -198,13 +198,13 @@ class TestDamage:
             patch.setattr(DiskBackend, "delete", denied)
             for use in (
                 lambda: store.release(["text 1"]),
-                lambda: store.store.drop_tenant("t"),
-                lambda: store.store.set_limit(1),
+                lambda: store.chunk_store.drop_tenant("t"),
+                lambda: store.chunk_store.set_limit(1),
             ):
                 with pytest.raises(StoreError, match="denied"):
                     use()
         assert store.stats().entries == 2 and totals_are_right(store)
-        store.store.set_limit(None)
+        store.chunk_store.set_limit(None)
         assert is_intact(store, 1)
 
 

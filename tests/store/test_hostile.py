@@ -18,7 +18,7 @@ from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.folder import open_folder
 from cacheclip_rag.ingest.library import Library, check_library, repair_library
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode, encode
+from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.testing import FakeRuntime
 from tests.store.samples import frame, is_intact, key, kv, opened, path_of, put
@@ -244,7 +244,7 @@ class TestCatalogs:
             )
         connection.close()
         store = opened(folder)
-        assert is_intact(store, 1) and store.store.sweep() == 0
+        assert is_intact(store, 1) and store.chunk_store.sweep() == 0
         assert collect_garbage(folder)["payloads"] == 0
         assert repair(folder).entries == 2
         assert all(path.exists() for path in beside[:3]) and intact(folder)
@@ -311,7 +311,7 @@ class TestShapes:
         self, folder: Path, shape: tuple[int, ...], in_parts: bool
     ) -> None:
         store, wanted = opened(folder), {key(1): (2, 2, 2, 4, 4)}
-        path_of(folder, 1).write_bytes(encode(torch.zeros(shape), "float32", key(1), namespace="t"))
+        path_of(folder, 1).write_bytes(encode_frame(torch.zeros(shape), "float32", key(1), namespace="t"))
         if in_parts:
             assert [*store.begin_each([key(1)], wanted)] == [None]
         assert store.get(key(1), shape=wanted[key(1)]) is None and not path_of(folder, 1).exists()
@@ -330,11 +330,13 @@ class TestShapes:
         expected = engine.generate(prompt)
         assert expected.stats.hits == 3
         engine.close()
-        path = next(path for path in tmp_path.glob("kv/*/*.kv") if decode(path.read_bytes(), path.stem).frame.digest)
-        kv = (stored := decode(path.read_bytes(), path.stem)).tensor()
+        path = next(
+            path for path in tmp_path.glob("kv/*/*.kv") if decode_frame(path.read_bytes(), path.stem).frame.digest
+        )
+        kv = (stored := decode_frame(path.read_bytes(), path.stem)).tensor()
         other = {"shorter": kv[:, :, :, 1:], "wider": torch.cat([kv, kv], -1), "fewer layers": kv.repeat(2, 1, 1, 1, 1)}
         header = {"namespace": "default", "digest": stored.frame.digest, "text": stored.frame.text}
-        path.write_bytes(encode(other[of], stored.codec, path.stem, **header))  # type: ignore[arg-type]
+        path.write_bytes(encode_frame(other[of], stored.codec, path.stem, **header))  # type: ignore[arg-type]
         engine = CacheClipEngine(**settings, store=tmp_path, memory_bytes=memory_bytes, prefix_cache_bytes=0)
         for hits in (2, 3):
             answer = engine.generate(prompt)
@@ -343,7 +345,7 @@ class TestShapes:
     def test_no_memory_is_taken_for_what_the_model_cannot_have(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        huge = encode(torch.zeros(2, 2, 2, 200_000, 4), "float32", key(1), namespace="t")
+        huge = encode_frame(torch.zeros(2, 2, 2, 200_000, 4), "float32", key(1), namespace="t")
         path_of(folder, 1).write_bytes(huge)
         change(folder, f"UPDATE entries SET bytes = {len(huge)} WHERE key = '{key(1)}'")
         taken: list[int] = []

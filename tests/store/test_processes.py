@@ -35,8 +35,8 @@ from tests.store.worker import NUMBERS, tokens_of, workers
 
 def agree(store: TenantStore, folder: Path) -> bool:
     """Whether every entry has a payload, every payload an entry, and all bytes are counted."""
-    assert sorted(store.store.tiers.list()) == sorted(store.keys())
-    assert store.store.stats().bytes == bytes_on_disk(folder)
+    assert sorted(store.chunk_store.tiers.list()) == sorted(store.keys())
+    assert store.chunk_store.stats().bytes == bytes_on_disk(folder)
     return totals_are_right(store)
 
 
@@ -67,7 +67,7 @@ class TestManyWriters:
             assert processes.wait() == [0, 0, 0, 0]
         assert len(samples) > 50 and limit / 2 < max(samples) <= limit
         store = opened(folder)
-        assert store.store.limit == limit and agree(store, folder)
+        assert store.chunk_store.limit == limit and agree(store, folder)
         assert not list((folder / "tmp").iterdir()) and not list((folder / "writers").iterdir())
 
     def test_killed_at_any_moment(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class TestManyWriters:
                 assert agree(store, folder) and bytes_on_disk(folder) <= limit
                 present = [number for number in range(NUMBERS) if key(number) in store]
                 assert all(is_intact(store, number, tokens_of(number)) for number in present)
-                assert store.store.stats().tiers[-1].damaged == 0
+                assert store.chunk_store.stats().tiers[-1].damaged == 0
                 held += len(present)
                 put(store, 60)
                 assert is_intact(store, 60) and store.delete([key(60)]) == 1
@@ -139,7 +139,9 @@ put(store, 3)
 
     def test_while_it_evicts(self, folder: Path) -> None:
         """Payloads are deleted inside the transaction that is undone: their entries are misses, and then gone."""
-        patch = "delete = store.store.tiers.delete\nstore.store.tiers.delete = lambda keys: (delete(keys), die())"
+        patch = (
+            "tiers = store.chunk_store.tiers\ndelete = tiers.delete\ntiers.delete = lambda keys: (delete(keys), die())"
+        )
         store = self.die(folder, patch, max_bytes=BLOCK)
         assert store.keys() == [key(1)] and payload_files(folder) == []
         assert store.get(key(1)) is None and agree(store, folder)
@@ -170,9 +172,9 @@ put(store, 3)
 class TestLivingWriters:
     def announced(self, store: TenantStore, folder: Path) -> tuple[int, Path]:
         """A write in progress: its number, and its temporary file."""
-        writer = store.store._writer
+        writer = store.chunk_store._writer
         assert writer is not None
-        number, _ = store.catalog.reserve("t", key(9), BLOCK, writer.name, store.store._evict)
+        number, _ = store.catalog.reserve("t", key(9), BLOCK, writer.name, store.chunk_store._evict)
         temporary = folder / "tmp" / f"{writer.name}-abcd"
         temporary.write_bytes(b"half")
         assert number is not None
@@ -186,10 +188,10 @@ class TestLivingWriters:
         for _ in range(2):
             other = opened(folder)
             assert temporary.exists() and len(other.catalog.writers()) == 1
-            assert other.store.stats().bytes == 2 * BLOCK
+            assert other.chunk_store.stats().bytes == 2 * BLOCK
         done = run(f"store = opened(Path({str(folder)!r})); put(store, 2); store.close()")
         assert done.returncode == 0, done.stderr
-        assert temporary.exists() and store.store.stats().bytes == 3 * BLOCK
+        assert temporary.exists() and store.chunk_store.stats().bytes == 3 * BLOCK
         temporary.unlink()
         store.catalog.abandon(number)
         assert agree(store, folder)
@@ -211,10 +213,10 @@ class TestLivingWriters:
             return looked
 
         newcomer = opened(folder)
-        writer, catalog = sweeping.store._writer, sweeping.catalog
+        writer, catalog = sweeping.chunk_store._writer, sweeping.catalog
         monkeypatch.setattr(writer, "names", and_then_another_begins(writer.names))  # type: ignore[union-attr]
         monkeypatch.setattr(catalog, "writers", and_then_another_begins(catalog.writers))
-        sweeping.store.sweep()
+        sweeping.chunk_store.sweep()
         assert begun[0].exists() and len(newcomer.catalog.writers()) == 1
 
     def test_a_forked_child_has_a_name_of_its_own(self, folder: Path) -> None:
@@ -223,7 +225,7 @@ class TestLivingWriters:
 folder = Path({str(folder)!r})
 store = opened(folder, memory_bytes=10_000)
 put(store, 1)
-writer = store.store._writer
+writer = store.chunk_store._writer
 name = writer.name
 child = os.fork()
 if child == 0:
@@ -233,7 +235,7 @@ if child == 0:
     os._exit(0 if ok and is_intact(store, 3) else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert writer.name == name and (folder / "writers" / name).exists()
-assert name not in list(opened(folder).store._writer.dead())
+assert name not in list(opened(folder).chunk_store._writer.dead())
 put(store, 2)
 assert is_intact(store, 2) and is_intact(store, 3) and totals_are_right(store)
 """
@@ -292,7 +294,7 @@ class TestAtOnce:
         self, both: tuple[TenantStore, TenantStore], folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         reader, writer = both
-        find = reader.store.tiers.find
+        find = reader.chunk_store.tiers.find
 
         def find_nothing(*arguments: Any) -> Any:
             writer.delete([key(1)])
@@ -301,7 +303,7 @@ class TestAtOnce:
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(reader.store.tiers, "find", find_nothing)
+            patch.setattr(reader.chunk_store.tiers, "find", find_nothing)
             assert reader.get(key(1)) is None
         assert agree(reader, folder) and is_intact(reader, 1)
 
@@ -312,7 +314,7 @@ class TestAtOnce:
         deleting, writer = both
         if how == "damaged":
             path_of(folder, 1).write_bytes(b"garbage")
-        delete = deleting.store.tiers.delete
+        delete = deleting.chunk_store.tiers.delete
         writing = threading.Thread(target=put, args=(writer, 1))
 
         def deleted(keys: Any) -> int:
@@ -326,10 +328,10 @@ class TestAtOnce:
             "delete": lambda: deleting.delete([key(1)]),
             "release": lambda: deleting.release(["text 1"]),
             "damaged": lambda: deleting.get(key(1)),
-            "drop": lambda: deleting.store.drop_tenant("t"),
+            "drop": lambda: deleting.chunk_store.drop_tenant("t"),
         }
         with monkeypatch.context() as patch:
-            patch.setattr(deleting.store.tiers, "delete", deleted)
+            patch.setattr(deleting.chunk_store.tiers, "delete", deleted)
             uses[how]()
         writing.join(10)
         assert agree(deleting, folder) and is_intact(deleting, 1)

@@ -13,7 +13,7 @@ import pytest
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.finding.texts import TextIndex, TextMatch, text_row
-from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode, text_digest
+from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode_frame, text_digest
 from cacheclip_rag.store.catalog import Entry, Total
 from cacheclip_rag.store.eviction import EVERYONE, make_room
 from tests.store.samples import is_intact, key, kv, path_of
@@ -154,7 +154,7 @@ def test_an_index_has_nothing_of_another(store: ChunkStore, method: str) -> None
 @pytest.mark.parametrize("in_parts", [True, False])
 def test_anothers_payload_under_ones_key_is_not_read(store: ChunkStore, tmp_path: Path, in_parts: bool) -> None:
     """The catalog says that it is there; the payload says whose it is."""
-    path_of(tmp_path, 1).write_bytes(encode(kv(1), "float32", key(1), namespace="u"))
+    path_of(tmp_path, 1).write_bytes(encode_frame(kv(1), "float32", key(1), namespace="u"))
     tenant = TenantStore(store, "t")
     assert [*tenant.begin_each([key(1)])] == [None] if in_parts else tenant.get(key(1)) is None
 

@@ -54,7 +54,7 @@ ACTIONS: dict[str, Callable[[Path], object]] = {
     "repair without a catalog": lambda folder: (remove_catalog(folder), repair(folder)),
     "gc": collect_garbage,
     "gc without a catalog": lambda folder: (remove_catalog(folder), collect_garbage(folder)),
-    "open after a kill": lambda folder: opened(folder).store.sweep(),
+    "open after a kill": lambda folder: opened(folder).chunk_store.sweep(),
 }
 
 
@@ -148,7 +148,7 @@ class TestOtherVersions:
             warnings = [record for record in caplog.records if record.levelname == "WARNING"]
             assert len(warnings) == 1 and "format 99" in caplog.text
         store.drop_unreadable([key(1)])
-        store.store.sweep()
+        store.chunk_store.sweep()
         store.close()
         report = verify(folder)
         assert report.is_clean and report.other_versions == [key(1)]

@@ -165,7 +165,7 @@ class TestLater:
         """Its payload is complete; nothing counts twice."""
         store, tiers = opened(tmp_path), None
         put(store, 1)
-        tiers = store.store.tiers
+        tiers = store.chunk_store.tiers
         write = tiers.put
         other = sqlite3.connect(tmp_path / "catalog.sqlite3", isolation_level=None, check_same_thread=False)
         monkeypatch.setattr(tiers, "put", lambda key, data: (write(key, data), other.execute("BEGIN IMMEDIATE")))

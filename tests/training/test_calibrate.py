@@ -46,9 +46,9 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
-from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS
 from cacheclip_rag.selection.heads import HeadSet, model_digest, shipped_set
-from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS
+from cacheclip_rag.selection.packed_chunks import score_chunks
 from tests.training.conftest import made, short_samples
 from tests.training.planted import PLANTED, build_planted
 

@@ -154,7 +154,7 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
     """Drop the payloads from the operating system's page cache, so that the next read comes from disk (Linux)."""
-    for backend in engine.store.store.tiers.backends:
+    for backend in engine.store.chunk_store.tiers.backends:
         if not backend.in_memory:
             backend.drop_cached(backend.list())
 

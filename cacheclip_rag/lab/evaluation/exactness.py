@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from ...answering.prefill import Prefilled
 from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
-from ...fusion.recompute import choose_rows
+from ...fusion.fuse import choose_rows
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
 from ...methods.base import Method

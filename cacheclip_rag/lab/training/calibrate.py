@@ -26,7 +26,7 @@ from ...models.load import concrete
 from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, shipped_set
-from ..models import transformers_model
+from ..models import auxiliary_caches, transformers_model
 from .families import Sample, synthetic_samples
 from .features import Seen, check_offsets
 from .folder import Kept, digest_of, engine_inputs, resumable
@@ -186,7 +186,7 @@ def calibrate(
     started = time.perf_counter()
     engine = open_engine(config)
     auxiliary = transformers_model(engine.auxiliary)
-    caches = engine.parts.auxiliary_caches
+    caches = auxiliary_caches(engine)
     samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
     inputs = engine_inputs(engine)
     digest = digest_of([inputs, [each.as_read() for each in samples]])

@@ -12,8 +12,8 @@ from ...chunks.caches import ChunkCaches
 from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention_plan import Probe
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.auxiliary import pack_chunks
-from ...selection.scoring import question_ids
+from ...selection.auxiliary_pass import question_ids
+from ...selection.packed_chunks import pack_chunks
 from ..models import transformers_model
 from .families import Sample, Span
 

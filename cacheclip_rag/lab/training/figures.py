@@ -18,7 +18,7 @@ from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, shipped_set
 from ...selection.scorers import QueryAttention
-from ..models import transformers_model
+from ..models import auxiliary_caches, transformers_model
 from ..variants import ORACLE, RANDOM
 from .calibrate import SHIPPED, combined, is_combined
 from .families import Sample, synthetic_samples
@@ -74,7 +74,7 @@ def figures_of(
     fine-tuned ``heads``; on the primary, also of methods without an auxiliary model. And the samples that the primary
     was asked.
     """
-    caches = engine.parts.auxiliary_caches
+    caches = auxiliary_caches(engine)
     runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=seed)
     asked = answered_rightly(engine, samples, num_prompts, kept=kept)

@@ -22,7 +22,7 @@ from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...runtime.base import weights_digest
 from ...selection.heads import HeadSet
-from ..models import transformers_model
+from ..models import auxiliary_caches, transformers_model
 from .calibrate import SHIPPED, open_engine
 from .families import Sample, synthetic_samples
 from .figures import IN_USE, OWN_ATTENTION, TUNED, UNTUNED, Figures, figures_of
@@ -167,7 +167,7 @@ def _fitted(
                 return found
         except ModelError as error:
             logger.info("fitting again: %s", error)
-    caches = engine.parts.auxiliary_caches
+    caches = auxiliary_caches(engine)
     runtime = transformers_model(caches.runtime)
     seen, aims = [], []
     with progress_bar("reading with every head", len(targets), "samples") as advance:

@@ -20,6 +20,7 @@ from ... import __version__
 from ...base.tensor_files import read_tensors, write_tensors
 from ...chunks.caches import ChunkCaches
 from ...engine import CacheClipEngine
+from ..models import auxiliary_caches
 from .families import Sample
 from .features import Seen, look
 
@@ -63,7 +64,7 @@ def digest_of(about: Any) -> str:
 
 def engine_inputs(engine: CacheClipEngine) -> dict[str, Any]:
     """Everything of an engine on which its models' outputs depend, without names and folders of models."""
-    config, auxiliary = engine.config, engine.parts.auxiliary_caches
+    config, auxiliary = engine.config, auxiliary_caches(engine)
     return {
         "primary_sha256": engine.primary.fingerprint,
         "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,

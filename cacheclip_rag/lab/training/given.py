@@ -22,9 +22,9 @@ from ...engine import CacheClipEngine
 from ...ingest.documents import MARKDOWN_SUFFIXES, find_files, read_document
 from ...ingest.splitting import Splitter
 from ...runtime.base import Message
-from ...selection.scoring import question_ids
+from ...selection.auxiliary_pass import question_ids
 from ..evaluation.records import Record, read_records
-from ..models import transformers_model
+from ..models import auxiliary_caches, transformers_model
 from .families import FAMILIES, Sample, Span
 from .folder import Kept, engine_inputs, resumable
 
@@ -154,7 +154,7 @@ def _fits(engine: CacheClipEngine, sample: Sample) -> bool:
     rows = [len(auxiliary.tokenize(chunk)) for chunk in sample.chunks]
     asked = len(question_ids(auxiliary, sample.question))
     whole = sum(len(primary.tokenize(text)) for text in (*sample.chunks, sample.question))
-    room = auxiliary.reuse_tokens - len(engine.parts.auxiliary_caches.prefix_ids)
+    room = auxiliary.reuse_tokens - len(auxiliary_caches(engine).prefix_ids)
     return max(rows) + asked <= room and whole + _ROOM <= getattr(primary, "reuse_tokens", primary.context_tokens)
 
 

@@ -15,6 +15,7 @@ from ...engine import CacheClipEngine
 from ...methods.base import Method
 from ...methods.recompute import Recompute
 from ...selection.views import CacheView, PromptView
+from ..models import auxiliary_caches
 from ..variants import ORACLE
 from .families import Sample
 from .features import Offsets, spread_over
@@ -72,7 +73,7 @@ def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method)
     nothing to choose."""
     found = _rated(engine, sample, method)
     if found is None:
-        return torch.zeros(sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks))
+        return torch.zeros(sum(len(auxiliary_caches(engine).tokenize(chunk)) for chunk in sample.chunks))
     return found
 
 
@@ -84,7 +85,7 @@ def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Ten
         return None
     parts = []
     for chunk in sample.chunks:
-        offsets = engine.parts.auxiliary_caches.tokenize(chunk).offsets
+        offsets = auxiliary_caches(engine).tokenize(chunk).offsets
         if chunk in by_text:
             score, source = by_text[chunk]
             parts.append(spread_over(score.float(), source, offsets))

@@ -170,7 +170,7 @@ class ModelRuntime(TextModel):
     ) -> None:
         """
         Args:
-            fuse: :func:`cacheclip_rag.fusion.recompute.fuse`; None for a runtime that is never asked to fuse.
+            fuse: :func:`cacheclip_rag.fusion.fuse.fuse`; None for a runtime that is never asked to fuse.
         """
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)

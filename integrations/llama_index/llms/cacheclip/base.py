@@ -36,7 +36,7 @@ from llama_index.core.program.utils import process_streaming_objects
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
-from cacheclip_rag.frontend.tools import can_constrain, forced_tool
+from cacheclip_rag.frontend.forced_tools import can_constrain, forced_tool
 from cacheclip_rag.frontend.usage import telemetry, token_usage
 from cacheclip_rag.models.context import is_here, known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, cast
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..runtime.base import Runtime
+from .auxiliary_pass import AuxiliaryPass
 from .heads import HeadSet, find_head_set, load_named
-from .scoring import AuxiliaryScorer
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
@@ -95,7 +95,7 @@ class HeadSets:
                     self._named[name] = found
             return {name: self._named[name] for name in names}
 
-    def scorer(self, names: Collection[str]) -> AuxiliaryScorer | None:
+    def scorer(self, names: Collection[str]) -> AuxiliaryPass | None:
         """The auxiliary model with its default head set and those of these names; None if there is no auxiliary."""
         caches = self._auxiliary()
-        return None if caches is None else AuxiliaryScorer(caches, self.default, self.named(names))
+        return None if caches is None else AuxiliaryPass(caches, self.default, self.named(names))

@@ -10,10 +10,10 @@ import torch
 from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig
 from cacheclip_rag.base.clock import PhaseClock
 from cacheclip_rag.prompt.layout import Span
-from cacheclip_rag.selection import scoring as module
-from cacheclip_rag.selection.auxiliary import score_chunks
+from cacheclip_rag.selection import auxiliary_pass as module
+from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, AuxiliaryPass, question_ids
+from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
-from cacheclip_rag.selection.scoring import MAX_QUESTION_TOKENS, AuxiliaryScorer, question_ids
 from tests.conftest import CHUNKS, QUESTION, lose
 
 
@@ -23,7 +23,7 @@ class Asked:
     def __init__(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.caches = CacheClipEngine(config).parts.auxiliary_caches
         self.runtime = self.caches.runtime
-        self.scorer = AuxiliaryScorer(self.caches, None)
+        self.scorer = AuxiliaryPass(self.caches, None)
         self.looks: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
         original = module.score_chunks
 

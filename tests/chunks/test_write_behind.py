@@ -64,7 +64,7 @@ class Watched:
             for caches in models
         }
         names = {caches.key(text): f"{caches.runtime.name} {n}" for n, text in enumerate(TEXTS) for caches in models}
-        tiers, caller = engine.store.store.tiers, threading.current_thread()
+        tiers, caller = engine.store.chunk_store.tiers, threading.current_thread()
         put = tiers.put
 
         def watched_put(key: str, data: Any) -> None:
@@ -212,7 +212,7 @@ class TestWhatWaits:
     def test_what_a_write_evicts_is_computed_again(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make(auxiliary=None)
         engine.precompute(TEXTS[:2])
-        engine.store.store.set_limit(engine.store.store.stats().bytes)  # the prefix and two texts
+        engine.store.chunk_store.set_limit(engine.store.chunk_store.stats().bytes)  # the prefix and two texts
         watched = Watched(engine, monkeypatch)
         assert engine.precompute([TEXTS[2], TEXTS[3], TEXTS[0]]) == 3, (
             "the last one was stored, but the third evicts it"
@@ -225,8 +225,8 @@ class TestWhatWaits:
         first.precompute(TEXTS[:1])
         prefix = first.parts.primary(first.context_of()).prefix_key
         first.store.delete([prefix])
-        engine, put, keys = make(), first.store.store.tiers.last.put, []
-        monkeypatch.setattr(engine.store.store.tiers, "put", lambda key, data: keys.append(key) or put(key, data))
+        engine, put, keys = make(), first.store.chunk_store.tiers.last.put, []
+        monkeypatch.setattr(engine.store.chunk_store.tiers, "put", lambda key, data: keys.append(key) or put(key, data))
         assert engine.precompute(TEXTS[:2]) == 2
         primary, auxiliary = engine.chunk_caches()
         of_auxiliary = [auxiliary.prefix_key, auxiliary.key(TEXTS[0])]

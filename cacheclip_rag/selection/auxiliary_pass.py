@@ -15,15 +15,15 @@ from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
 from ..store import KV, ReadAgain, ReadAhead, part_of
-from .auxiliary import score_chunks
 from .heads import HeadSet
+from .packed_chunks import score_chunks
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
 
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryScorer", "question_ids"]
+__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryPass", "question_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _LEAST_QUESTION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class AuxiliaryScorer:
+class AuxiliaryPass:
     """An auxiliary model with its chunk caches and head sets."""
 
     caches: ChunkCaches
