@@ -19,7 +19,7 @@ from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
 from ..guards.coverage import Certificates
-from ..methods import DEFAULT_METHOD, check_method, preset
+from ..methods import DEFAULT_METHOD, check_method, check_reads, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, load_any, unload_models
 from ..models.memory import free_bytes
@@ -249,7 +249,8 @@ class Parts:
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=(config.codec or config.dtype) if role == "primary" else config.auxiliary_codec,
+            codec=runtime.kv_codec
+            or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
             context=context,
         )
 
@@ -267,6 +268,7 @@ class Parts:
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
+        check_reads(method, self.primary(context).runtime)
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
@@ -277,6 +279,14 @@ class Parts:
                     prefix_cache=self.prefix_cache,
                 )
             return self._sources[wants]
+
+    @property
+    def default_method(self) -> str:
+        """The method that ``auto`` means: ``cacheclip`` if the auxiliary model is available and has a head set, else
+        one that needs no auxiliary. Loads the models."""
+        if self.head_sets.has_default:
+            return "cacheclip"
+        return "anchored" if self.runtime.reads_kv else "epic"
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""

@@ -40,6 +40,7 @@ __all__ = [
     "LayerKV",
     "OtherVersionError",
     "ArrayPart",
+    "bytes_of",
     "StoredKV",
     "decode_frame",
     "encode_frame",
@@ -206,11 +207,29 @@ def _quantise(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     return (numbers / step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127).to(torch.int8)
 
 
+class BytesCodec(Codec):
+    """Bytes of a runtime whose KV no code here looks into, as they are. The shape is ``(1, 2, 1, num_tokens,
+    num_bytes)``: the runtime says how many bytes of each token stand in each half of the layer."""
+
+    bits = 1 << 10  # no number is more precise
+
+    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
+        return (ArrayPart(torch.uint8, tuple(shape), 2),)
+
+    def encode(self, layer: torch.Tensor) -> torch.Tensor:
+        assert layer.dtype == torch.uint8, f"opaque KV is bytes, got {layer.dtype}"
+        return layer.contiguous().flatten()
+
+    def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
+        return LayerKV(*arrays[0])
+
+
 CODECS: dict[str, Codec] = {
     "float32": FloatCodec(torch.float32),
     "bfloat16": FloatCodec(torch.bfloat16),
     "float16": FloatCodec(torch.float16),
     "int8": Int8Codec(),
+    "opaque": BytesCodec(),
 }
 
 
@@ -272,6 +291,11 @@ def part_of(kv: KV, start: int, stop: int) -> KV:
         first = kv.tokens.start or 0
         return StoredKV(kv.frame, slice(first + start, first + stop))
     return kv[:, :, :, start:stop]
+
+
+def bytes_of(kv: KV) -> torch.Tensor:
+    """``(num_bytes,)`` uint8: opaque KV, in the same memory."""
+    return kv.frame.layer_bytes(0) if isinstance(kv, StoredKV) else kv.flatten()
 
 
 def layer_of(kv: KV, number: int, device: torch.device | str) -> LayerKV:
