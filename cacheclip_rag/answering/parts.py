@@ -268,10 +268,11 @@ class Parts:
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
-        check_reads(method, self.primary(context).runtime)
-        wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
+        # of one type, some methods read KV and some do not
+        wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.plans_ahead)
         with self._lock:
             if wants not in self._sources:
+                check_reads(method, self.primary(context).runtime)
                 self._sources[wants] = Sources(
                     primary=self.primary(context),
                     prefix=self.caches_after_prefix,

@@ -100,13 +100,20 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 
 def check_reads(method: Method, runtime: Runtime) -> None:
     """Raise ConfigurationError if the method looks at KV and the runtime cannot show it."""
-    if not runtime.reads_kv and method.reuses_chunks and not method.plans_ahead:
-        others = [name for name in PRESET_NAMES if not (m := preset(name)).reuses_chunks or m.plans_ahead]
+    if not runtime.reads_kv and _reads_kv(method):
+        others = [name for name in PRESET_NAMES if not _reads_kv(preset(name))]
         raise ConfigurationError(
             f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
             f"cannot be read ({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that "
             "transformers runs."
         )
+
+
+def _reads_kv(method: Method) -> bool:
+    from .base import Method
+
+    moves = type(method).positions is not Method.positions
+    return method.reuses_chunks and (moves or not method.plans_ahead)
 
 
 __getattr__ = late_names(

@@ -261,8 +261,8 @@ class StoredKV:
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """The codec's arrays (:meth:`Codec.parts`) of all layers and all tokens of the chunk, whatever :attr:`tokens`
-        are: each ``(num_layers, *shape)`` integers of the size of its numbers, in the memory of the store."""
+        """The codec's arrays (:meth:`Codec.parts`) of all layers, cut to the chosen tokens: each ``(num_layers,
+        *shape)`` integers of the size of its numbers, in the memory of the store."""
         frame = self.frame
         views, offset = [], frame.start
         for part in CODECS[self.codec].parts(frame.shape[1:]):
@@ -271,7 +271,8 @@ class StoredKV:
             view: np.ndarray[Any, Any] = np.ndarray(
                 (frame.shape[0], *part.shape), f"i{size}", frame.data, offset, (frame.layer_size, *steps)
             )
-            views.append(view)
+            # one number may hold for all tokens
+            views.append(view[(*(slice(None),) * (part.axis + 1), self.tokens)] if part.shape[part.axis] > 1 else view)
             offset += part.num_bytes
         return views
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ...base.clock import PhaseClock
     from ..transformers.prefix_cache import Match
 
-__all__ = ["LlamaRuntime", "LlamaState", "Piece"]
+__all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedKV:
     """Neighbouring tokens of stored KV, and where they stand in a prompt."""
 
     data: torch.Tensor
@@ -187,17 +187,18 @@ class LlamaRuntime(ChatText):
         check_process(self.name, self._process)
         return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
-    def place(self, pieces: Iterable[Piece]) -> tuple[Cells, list[Piece]]:
+    def place(self, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
         """Cells with stored KV at its positions in a prompt, and the pieces that llama.cpp could not read."""
         pieces = list(pieces)
         held = self._context.new(sum(piece.num_tokens for piece in pieces))
-        unread = [
-            piece
-            for piece in pieces
-            if not self._context.load(
+        held.runs, unread = [], []
+        for piece in pieces:
+            if self._context.load(
                 piece.data, piece.num_tokens, held, first=piece.first, count=piece.count, at=piece.at
-            )
-        ]
+            ):
+                held.runs.append((piece.at, piece.at + piece.count))
+            else:
+                unread.append(piece)
         return held, unread
 
     def compute_in_order(
