@@ -412,7 +412,7 @@ class TestTables:
     def test_console(self, unsure: Comparison) -> None:
         questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
         tables = console_tables(summarise(replace(unsure, questions=questions)))
-        first, far, near, gate = tables
+        first, far, near, gate, promised = tables
         assert first == "lamps. Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 3 skipped."
         assert (far, near, gate) == ("far: 2 questions", "near: 3 questions", "With a confidence gate")
         titles, rows = tables[first]
@@ -476,7 +476,9 @@ class TestPage:
             f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"
         ]
         assert page.count("details", **{"class": "item"}) == 5
-        assert page.count("table") == 1 + 1 + 2 + 5, "all questions, gates, tasks, and each question's answers"
+        assert page.count("table") == 1 + 2 + 2 + 5, (
+            "all questions, gates and promises, tasks, and each question's answers"
+        )
         assert page.count("td", **{"class": "answer"}) == len(ITEMS)
         best = [cell.best for task in (None, "far", "near<b>") for row in _cells(summary, task) for cell in row]
         assert page.count("td", **{"class": "best"}) == sum(best)

@@ -19,16 +19,19 @@ from ...base.paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
+from .promise import RISKS, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
 from .statistics import MARGIN, mcnemar, paired_bootstrap, paired_ratio, trimmed_mean
 
-__all__ = ["FILES", "LENGTHS", "summarise", "write_report"]
+__all__ = ["FILES", "LENGTHS", "PROMISED", "summarise", "write_report"]
 
 logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5
+PROMISED = (0.05, 0.1, 0.2)
+"""Shares of answers that may go wrong, for which the cheapest gate is sought."""
 LENGTHS = {"1-3": 3, "4-8": 8, "9-16": 16, "17+": None}
 """Lengths of full prefill's answer, in words, by which equal answers are counted: the most of each; None: any more."""
 FILES = {"summary": "summary.json", "html": "report.html"}
@@ -48,7 +51,8 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
     that have it (``n_of_scores``, ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of
     the run labelled ``against``,
     over the questions that both answered; full has none, because its KL is rounding. ``gate`` says what a confidence
-    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`). Intervals are from
+    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`), ``promises`` which gate guarantees what
+    (:mod:`~cacheclip_rag.lab.evaluation.promise`). Intervals are from
     :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
@@ -93,7 +97,27 @@ def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, A
         "scores": scores,
         "own_scores": list(dict.fromkeys(item.own for item in items if item.own)),
         "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
+        "promises": _promises(comparison.runs, by_run, full),
     }
+
+
+def _promises(
+    runs: Sequence[Run], by_run: Mapping[str, Mapping[str, ItemResult]], full: Mapping[str, ItemResult]
+) -> list[dict[str, Any]]:
+    """Per method that a gate looks at: the cheapest ratio and gate for each of :data:`PROMISED` and each risk."""
+    found = []
+    for method in dict.fromkeys(run.method for run in runs):
+        own = {run.label: by_run[run.label] for run in runs if run.method == method}
+        ids = [id_ for id_ in full if all(id_ in items for items in own.values())]
+        if all(items[id_].confidence is None for items in own.values() for id_ in ids):
+            continue
+        pairs = {label: [(items[id_], full[id_]) for id_ in ids] for label, items in own.items()}
+        for risk in RISKS:
+            for most in PROMISED:
+                promise = promise_of(pairs, most, risk)
+                kept = asdict(promise) if promise else None
+                found.append({"method": method, "risk": risk, "at_most": most, "n": len(ids), "gate": kept})
+    return found
 
 
 def _measured_on(comparison: Comparison) -> dict[str, list[str]]:

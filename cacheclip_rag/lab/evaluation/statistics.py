@@ -70,7 +70,8 @@ def mcnemar(lost: int, won: int) -> float:
     if lost < 0 or won < 0:
         raise ConfigurationError(f"expected numbers of questions from 0 up, got {lost} and {won}.")
     count, fewer = lost + won, min(lost, won)
-    return min(1.0, 2 * sum(math.comb(count, each) for each in range(fewer + 1)) / 2**count)
+    as_uneven = sum(math.comb(count, each) for each in range(fewer + 1))
+    return min(1.0, 2 * as_uneven / float(2**count))
 
 
 def _drawn_means(columns: Sequence[NDArray[np.float64]], samples: int, seed: int) -> list[NDArray[np.float64]]:
