@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import ModelError
+from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
@@ -21,7 +21,7 @@ from ..finding.texts import GivenTexts
 from ..guards.coverage import Certificates
 from ..methods import DEFAULT_METHOD, check_method, check_reads, preset
 from ..methods.base import Method
-from ..models.load import check_name, choose_device, concrete, load_any, unload_models
+from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
 from ..models.memory import free_bytes
 from ..plan.sources import Sources
 from ..prompt.layout import check_least_length
@@ -172,6 +172,11 @@ class Parts:
         computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
         once more if this process has no weights of it: scores need them."""
         config = self.config
+        if config.auxiliary and is_gguf(config.auxiliary):
+            raise ConfigurationError(
+                f"auxiliary must be a model whose attention scores tokens, got {config.auxiliary!r}, and llama.cpp does "
+                "not show it. Give a model that transformers runs, or auxiliary=None for methods that need none."
+            )
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
 

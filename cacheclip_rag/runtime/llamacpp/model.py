@@ -6,11 +6,13 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..base import TokenizedText
+from ..transformers.constraint import Grammars, SchemaConstraint
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
 from .library import library_version
@@ -63,6 +65,7 @@ class LlamaRuntime(ChatText):
 
     can_score = False
     can_extend = True
+    can_constrain = True
     keeps_prefixes = False
     reads_kv = False
     kv_codec = "opaque"
@@ -118,6 +121,13 @@ class LlamaRuntime(ChatText):
 
     def decode_calls(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids, keep=self._vocabulary.markers)
+
+    def constrain(self, json_schema: str) -> SchemaConstraint:
+        return self._grammars.constraint(json_schema)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids, self.name)
 
     # -- KV -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .vocabulary import Vocabulary
@@ -17,11 +18,31 @@ class GgufTokenizer:
     def __init__(self, weights: GgufWeights, vocabulary: Vocabulary) -> None:
         self.chat_template = weights.template
         self._vocabulary = vocabulary
+        self.eos_token_id = min(vocabulary.eos_ids)
+        self.bos_token_id = None
         self._special = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos}
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(self._vocabulary.tokenize(text, control=False))
+
+    # -- what llguidance asks for ---------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[bytes]:
+        """The bytes of every token."""
+        return [self._vocabulary.piece(token) for token in range(self._vocabulary.size)]
+
+    @property
+    def special_token_ids(self) -> Sequence[int]:
+        """Control tokens."""
+        return self._vocabulary.control_ids
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(self._vocabulary.tokenize(text, control=False).ids)
+
+    # -- what transformers has ------------------------------------------------------------------------------------
 
     def get_chat_template(self, tools: Any = None) -> str:
         """The template, whether there are tools or not."""
