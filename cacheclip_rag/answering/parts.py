@@ -174,8 +174,8 @@ class Parts:
         config = self.config
         if config.auxiliary and is_gguf(config.auxiliary):
             raise ConfigurationError(
-                f"auxiliary must be a model whose attention scores tokens, got {config.auxiliary!r}, and llama.cpp does "
-                "not show it. Give a model that transformers runs, or auxiliary=None for methods that need none."
+                "auxiliary must be a model whose attention scores tokens, and llama.cpp does not show that of "
+                f"{config.auxiliary!r}. Give one that transformers runs, or None for methods that need no auxiliary."
             )
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
