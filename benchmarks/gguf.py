@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engine = CacheClipEngine(primary=args.primary, auxiliary=args.auxiliary, prefix_cache_bytes=0)
-    records = [*read_records(args.dataset)]
+    records = read_records(args.dataset).records
     found = {"closeness": closeness(engine, records[: args.limit], args.ratio), "times": []}
     print_table(found["closeness"])
     for tokens in map(int, args.tokens.split(",")):
@@ -134,7 +134,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         return
     print("\n| " + " | ".join(rows[0]) + " |\n" + "|---" * len(rows[0]) + "|")
     for row in rows:
-        print("| " + " | ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()) + " |", flush=True)
+        figures = [f"{each:.3g}" if isinstance(each, float) else str(each) for each in row.values()]
+        print("| " + " | ".join(figures) + " |", flush=True)
 
 
 if __name__ == "__main__":

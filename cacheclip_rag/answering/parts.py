@@ -274,7 +274,7 @@ class Parts:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
         # of one type, some methods read KV and some do not
-        wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.plans_ahead)
+        wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
         with self._lock:
             if wants not in self._sources:
                 check_reads(method, self.primary(context).runtime)

@@ -101,13 +101,20 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
 
 
 def choose_ahead(
-    runtime: Runtime, plan: Plan, sources: Sources, *, clock: PhaseClock, when_read: Callable[[], None] | None = None
+    runtime: Runtime,
+    plan: Plan,
+    sources: Sources,
+    *,
+    clock: PhaseClock,
+    when_read: Callable[[], None] | None = None,
+    stale: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
     that looks at no KV of the primary.
 
     Args:
         when_read: called when the auxiliary's KV is read.
+        stale: of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored.
 
     Raises:
         ConfigurationError: the method does look at it, or changes positions.
@@ -118,7 +125,7 @@ def choose_ahead(
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     spans = [span for span in plan.reused if not layout.is_exact(span)]
-    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False)
+    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False, stale)
     with clock.phase("select"):
         masks, scores = pass_.choose(spans, when_read)
     return dict(zip(spans, masks, strict=True)), dict(zip(spans, scores, strict=False))

@@ -20,7 +20,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...store import KV, join, layer_of
-from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, sdpa_backends
 from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
@@ -225,7 +224,9 @@ class ModelRuntime(TextModel):
             if one_layer and not self._offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(device, layer)
             layers.append(layer)
-        return FusedCache(layers=layers)
+        cache = FusedCache(layers=layers)
+        cache.token_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * self.num_layers
+        return cache
 
     def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
@@ -382,18 +383,6 @@ class ModelRuntime(TextModel):
                 **cache_argument(self.model, cache),
             )
         return cache, output.logits[0, -1]
-
-    def prefill_from(
-        self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
-    ) -> tuple[FusedCache, torch.Tensor]:
-        start = match.num_tokens
-        with clock.phase("assemble"):
-            cache = self.begin(match, capacity)
-        with clock.phase("recompute"):
-            logits = self.extend(cache, ids[start:], start)
-            assert logits is not None
-            wait_for(logits)
-        return cache, logits
 
     def begin(self, match: Match, capacity: int) -> FusedCache:
         cache = self.new_cache(capacity)
