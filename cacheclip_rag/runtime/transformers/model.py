@@ -51,6 +51,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
+    if plan is None and query.shape[2] == 1:  # a decoded token
+        return row_attention(query, key, value, rule), None
     if plan is None:
         return _causal_attention(module, query, key, value, rule, kwargs), None
     probe = plan.probe
@@ -70,10 +72,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 def _causal_attention(
     module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
 ) -> Any:
-    """Plain prefill from an empty cache, or one decoded token. Uses SDPA without a mask if that is exact."""
+    """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
     num_rows, num_keys = query.shape[2], key.shape[2]
-    if num_rows == 1:
-        return row_attention(query, key, value, rule)
     assert num_rows == num_keys, "several rows on a partly filled cache need a plan"
     if rule.is_dense and rule.covers(num_keys):
         with sdpa_backends(query.device):
