@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ...store import KV, join, layer_of
 from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
-from .attention import block_attention, query_attention, sdpa_backends
+from .attention import block_attention, query_attention, row_attention, sdpa_backends
 from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
 from .cache import FusedCache, FusedLayer, cache_argument
 from .layer_hooks import install_layer_hooks
@@ -51,6 +51,8 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
+    if plan is None and query.shape[2] == 1:  # a decoded token
+        return row_attention(query, key, value, rule), None
     if plan is None:
         return _causal_attention(module, query, key, value, rule, kwargs), None
     probe = plan.probe
@@ -70,13 +72,13 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 def _causal_attention(
     module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
 ) -> Any:
-    """Plain prefill from an empty cache, or one decoded token. Uses SDPA without a mask if that is exact."""
+    """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
     num_rows, num_keys = query.shape[2], key.shape[2]
-    assert num_rows in (1, num_keys), "several rows on a partly filled cache need a plan"
+    assert num_rows == num_keys, "several rows on a partly filled cache need a plan"
     if rule.is_dense and rule.covers(num_keys):
         with sdpa_backends(query.device):
             return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
-    plan = causal_plan(torch.arange(num_keys - num_rows, num_keys), query.device)
+    plan = causal_plan(torch.arange(num_keys), query.device)
     return block_attention(query, key, value, plan.blocks, rule)
 
 
