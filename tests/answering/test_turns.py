@@ -281,16 +281,21 @@ def test_an_interrupted_pass_leaves_the_others_to_the_next_thread() -> None:
     turns, runtime, threads = Turns(), Steps(), Threads()
     state = list[int]()
 
-    def interrupted() -> None:
+    def interrupt() -> None:
         runtime.before = lambda: None
-        threads.start(lambda: step(turns, runtime, state, 5))
-        until(lambda: len(turns._asked) == 1)
         raise KeyboardInterrupt
 
-    runtime.before = interrupted
-    with turns.answer(), turns.answer():
+    def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             step(turns, runtime, [], 4)
+
+    runtime.before = interrupt
+    with turns.answer(), turns.answer():
+        with turns.prompt():
+            threads.start(interrupted)
+            until(lambda: turns._is_stepping)
+            threads.start(lambda: step(turns, runtime, state, 5))
+            until(lambda: len(turns._asked) == 2)
         threads.join()
     assert state == [5] and (turns._tokens, turns._is_stepping) == (0, False)
 
