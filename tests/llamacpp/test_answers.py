@@ -94,3 +94,24 @@ class TestFrameworks:
         card = backend.start()
         assert card.context_tokens == 2048 and card.can_constrain
         backend.close()
+
+
+class TestEarlierPrompts:
+    @pytest.mark.parametrize("architecture", ["qwen2", "gemma3"])
+    def test_the_prefix_cache_gives_what_full_prefill_computes(self, make: MakeEngine, architecture: str) -> None:
+        engine = make(architecture)
+        engine.generate(PROMPT, PARAMS, method="prefix")
+        prompt = "\n\n".join([*CHUNKS, "Where does the ferry leave?"])
+        again, full = (engine.prefill(prompt, method=engine.make_method(name)) for name in ("prefix", "full"))
+        assert again.stats.cached_prefix_tokens > 100 and not full.stats.cached_prefix_tokens
+        assert float((again.logits - full.logits).abs().max()) < 0.1
+
+    def test_a_follow_up_continues_the_kv(self, engine: CacheClipEngine) -> None:
+        first = engine.generate(PROMPT, PARAMS)
+        stats = engine.generate(f"{PROMPT} And why is that so?", PARAMS).stats
+        assert stats.continued_turns == 1 and stats.continued_tokens >= first.stats.chunk_tokens
+        assert stats.hits == len(CHUNKS) and stats.stale_from is not None
+        everything = engine.make_method("epic", 1.0)
+        engine.generate(PROMPT, PARAMS, method=everything)
+        full = engine.prefill(PROMPT, method=engine.make_method("full"))
+        assert float((engine.prefill(PROMPT, method=everything).logits - full.logits).abs().max()) < 0.1
