@@ -14,7 +14,6 @@ from cacheclip_rag.base.errors import (
     DownloadError,
     PromptTooLongError,
     UnknownModelError,
-    UnsupportedModelError,
 )
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
