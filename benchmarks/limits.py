@@ -5,10 +5,10 @@
 
 ``decode``: seconds per token after the first one, of a streamed answer with a stop string that never comes, against
 transformers' ``generate``. ``floor``: seconds of a decode step against those of reading its weights and KV once, at the
-speed at which as many threads read a large buffer. ``ingest``: seconds to store texts that are cut already, for primary and auxiliary, against
-the same tokens in batches through plain transformers, behind the same context, and against one pass per text without
-any context. ``memory``: how much more memory one question takes at its peak, beyond what the process held after a short
-question, against the KV of its prompt.
+speed at which as many threads read a large buffer. ``ingest``: seconds to store texts that are cut already, for primary
+and auxiliary, against the same tokens in batches through plain transformers, behind the same context, and against one
+pass per text without any context. ``memory``: how much more memory one question takes at its peak, beyond what the
+process held after a short question, against the KV of its prompt.
 
 Ways take turns, so that a slow minute hits all of them; the ratios are of medians. Each row has a limit: the exit code
 is 1 if a ratio misses it.
@@ -198,9 +198,7 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         answers["plain"] = found[0, ids.shape[1] :].tolist()
         return (times.seconds[-1] - times.seconds[1]) / (count - 1)  # the first entry is the prompt
 
-    with patch.object(
-        runtime, "eos_ids", frozenset()
-    ):  # the model is the process's: it ends its turns again afterwards
+    with patch.object(runtime, "eos_ids", frozenset()):  # the model is the process's: afterwards it ends turns again
         found = in_turns({"ours": ours, "plain": plain}, given.repeats)
     same = sum(a == b for a, b in zip(answers["ours"], answers["plain"], strict=True))
     what = f"decode, {ids.shape[1]} prompt tokens, {count} new ({same} equal)"
