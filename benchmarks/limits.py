@@ -198,7 +198,7 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         answers["plain"] = found[0, ids.shape[1] :].tolist()
         return (times.seconds[-1] - times.seconds[1]) / (count - 1)  # the first entry is the prompt
 
-    with patch.object(runtime, "eos_ids", frozenset()):  # the model is the process's: afterwards it ends turns again
+    with patch.object(runtime, "eos_ids", frozenset()):  # of a model that others use too
         found = in_turns({"ours": ours, "plain": plain}, given.repeats)
     same = sum(a == b for a, b in zip(answers["ours"], answers["plain"], strict=True))
     what = f"decode, {ids.shape[1]} prompt tokens, {count} new ({same} equal)"

@@ -825,7 +825,7 @@ class TestCommand:
             (["--ruler", "niah_single_2", "--settings", "bleu.toml"], "metric must be one of"),
             (
                 ["--ruler", "niah_single_1", "--against", "ape"],
-                "--against must be one of full, direct, anchored@0.2, cacheclip@0.2",
+                "--against must be one of full, full-again, full-reordered, direct, anchored@0.2, cacheclip@0.2",
             ),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--half", "dev"], "--half divides the questions of files"),
