@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.packed import PackedLinear, pack_weights
@@ -67,6 +68,24 @@ class TestPackedLinear:
             for _ in range(2):
                 assert torch.equal(layer(inputs), expected)
         assert torch.equal(layer.weight.to_dense(), weight)
+
+    def test_float32_differs_by_its_rounding(self) -> None:
+        layer = torch.nn.Linear(896, 512)
+        inputs = torch.randn(1, 7, 896)
+        with torch.inference_mode():
+            pack_weights(layer)
+            exact = inputs.double() @ layer.weight.to_dense().double().T + layer.bias.double()
+            assert (layer(inputs) - exact).abs().max() < 1e-5
+        assert layer.weight.is_mkldnn == ("AMD" in processor_name())
+
+    def test_shared_weights_in_float32_are_not_copied(self) -> None:
+        table, head = torch.nn.Embedding(4096, 64), torch.nn.Linear(64, 4096, bias=False)
+        head.weight = table.weight
+        pack_weights(torch.nn.ModuleList([table, head]))
+        rows = torch.randn(1, 1, 64)
+        with torch.inference_mode():
+            torch.testing.assert_close(head(rows), rows @ table.weight.T)
+        assert head.weight is table.weight
 
     def test_shared_weights_stay_with_the_embeddings(self) -> None:
         model = torch.nn.ModuleDict({"table": torch.nn.Embedding(90, 8), "head": torch.nn.Linear(8, 90, bias=False)})
