@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -47,29 +47,50 @@ class _Conversation:
         return most if same.all() else int(same.argmin())
 
 
+class _Exact(Protocol):
+    """A match of the prefix cache."""
+
+    num_tokens: int
+
+    def write_to(self, cache: FusedCache) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class ContinuedMatch:
     """The first tokens of a prompt that an earlier prompt, or its answer, has too. Its KV can be read until the
     ``with`` block ends, even if it is evicted."""
 
-    def __init__(self, conversation: _Conversation | None = None, num_tokens: int = 0) -> None:
+    def __init__(
+        self, conversation: _Conversation | None = None, num_tokens: int = 0, exact: _Exact | None = None
+    ) -> None:
         self._kv = conversation.kv if conversation else ()
+        self._exact = exact
         self.num_tokens = num_tokens
+        self.num_exact = 0 if exact is None else min(exact.num_tokens, num_tokens)
+        """Leading tokens that are taken from the prefix cache, and exact."""
         self.turns = conversation.turns if conversation else 0
         """Answers whose KV it is."""
-        self.stale: _Array = conversation.stale[:num_tokens] if conversation else np.zeros(0, np.bool_)
+        self.stale: _Array = conversation.stale[:num_tokens].copy() if conversation else np.zeros(0, np.bool_)
         """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, never computed in a prompt."""
+        self.stale[: self.num_exact] = False
 
     def write_to(self, cache: FusedCache) -> None:
         """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
+        rest = slice(self.num_exact, self.num_tokens)
         with torch.inference_mode():
+            if self._exact is not None:
+                self._exact.write_to(cache)
             for layer, (keys, values) in zip(cache.layers, self._kv, strict=False):
-                layer.write(0, keys[:, : self.num_tokens], values[:, : self.num_tokens])
+                layer.write(self.num_exact, keys[:, rest], values[:, rest])
 
     def __enter__(self) -> ContinuedMatch:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kv = ()
+        if self._exact is not None:
+            self._exact.release()
 
 
 class ContinuedCache:
@@ -92,15 +113,18 @@ class ContinuedCache:
         """Bytes of all KV."""
         return self._bytes
 
-    def match(self, method: object, ids: Sequence[int]) -> ContinuedMatch:
+    def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
         """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
-        logits leaves out the last token, which must be computed."""
+        logits leaves out the last token, which must be computed.
+
+        Args:
+            exact: the first tokens' exact KV, which is taken instead, and released with the match.
+        """
         with self._lock:
             found, length = self._nearest(method, np.asarray(ids, np.int64))
-            if found is None:
-                return ContinuedMatch()
-            self._held.move_to_end(found)
-            return ContinuedMatch(found, length)
+            if found is not None:
+                self._held.move_to_end(found)
+        return ContinuedMatch(found, length, exact)
 
     def known(self, method: object, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
