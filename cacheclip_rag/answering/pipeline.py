@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -110,6 +111,7 @@ class Answering:
                     options.params,
                     beside=beside,
                     turn=turns.token,
+                    step=partial(turns.step, runtime),
                     constraint=constraint,
                     text_of=text_of,
                 )
