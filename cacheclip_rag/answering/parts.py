@@ -254,8 +254,7 @@ class Parts:
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=runtime.kv_codec
-            or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
+            codec=runtime.kv_codec or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
             context=context,
         )
 

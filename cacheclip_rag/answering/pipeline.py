@@ -217,9 +217,9 @@ class Answering:
 
 def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
     """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
-    ``continued`` approximate ones. Exact KV is worth a few rows."""
+    ``continued`` ones, of which those after ``known`` are approximate. Exact KV is worth a few rows."""
     plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
-    shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
+    shorter = plan.computed_after(known, continued) if continued > known else fused
     if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
     return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)

@@ -55,8 +55,11 @@ def fuse(
         else:
             match = sources.match(plan, usable=geometry is None)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
-        stale = match.stale[: layout.num_cached] if isinstance(match, ContinuedMatch) else None
+        if isinstance(match, ContinuedMatch):
+            layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
+            stale = match.stale[: layout.num_cached]
+        else:
+            layout, stale = plan.layout.cached_until(match.num_tokens, plan.reused), None
         pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 

@@ -37,7 +37,9 @@ def fuse_in_order(
     with clock.phase("lookup"):
         match: Match | ContinuedMatch = sources.continued_match(plan) if plan.continues else sources.match(plan)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
+        continued = match.num_tokens if isinstance(match, ContinuedMatch) else 0
+        exact = match.num_exact if isinstance(match, ContinuedMatch) else match.num_tokens
+        layout = plan.layout.cached_until(exact, plan.reused, continued=continued)
         return _fused(runtime, replace(plan, layout=layout), sources, match, capacity, clock, trace)
 
 
@@ -110,9 +112,7 @@ def _placed(
     for span in plan.reused:
         whole = None if layout.is_cached(span) else stored[span.whole]
         if whole is not None:
-            by_piece[span.start] = PlacedKV(
-                bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start
-            )
+            by_piece[span.start] = PlacedKV(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
     pieces = [*([prefix] if prefix is not None else []), *by_piece.values()]
     held, unread = runtime.place(match, layout.num_cached, pieces)
     gone = {piece.at for piece in unread}
@@ -124,9 +124,7 @@ def _placed(
     return replace(plan.reusing(readable), layout=layout), held
 
 
-def _stale(
-    plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None
-) -> np.ndarray[Any, Any]:
+def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored.
 
     Args:

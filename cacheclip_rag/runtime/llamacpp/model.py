@@ -65,11 +65,11 @@ class LlamaState:
             data = self.cells.context.dump(self.cells, start, start + size)
             yield size, torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
-    def write_blocks(self, blocks: Sequence[tuple[int, torch.Tensor]], num_tokens: int) -> None:
-        start = 0
+    def write_blocks(self, blocks: Sequence[tuple[int, torch.Tensor]], num_tokens: int, *, first: int = 0) -> None:
+        start = first
         for size, data in blocks:
             count = min(size, num_tokens - start)
-            is_read = self.cells.context.load(data, size, self.cells, first=0, count=count, at=start)
+            is_read = self.cells.context.load(data, size, self.cells, first=first, count=count, at=start)
             assert is_read, "llama.cpp reads what it has written"
             start += count
 
@@ -90,9 +90,7 @@ class LlamaRuntime(ChatText):
     span_tokens = 32
     rope_pin = "gguf"
 
-    def __init__(
-        self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
         """
         Args:
             digest: SHA-256 of the file.

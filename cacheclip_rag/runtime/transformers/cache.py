@@ -191,14 +191,16 @@ class FusedCache(Cache):  # type: ignore[misc]
             yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}
 
     @torch.inference_mode()
-    def write_blocks(self, blocks: Sequence[Mapping[tuple[int, ...], torch.Tensor]], num_tokens: int) -> None:
-        """Write the first ``num_tokens`` tokens of blocks, one after the other, from slot 0 on."""
+    def write_blocks(
+        self, blocks: Sequence[Mapping[tuple[int, ...], torch.Tensor]], num_tokens: int, *, first: int = 0
+    ) -> None:
+        """Write tokens ``first`` to ``num_tokens - 1`` of blocks, which stand one after the other from slot 0 on."""
         for group in blocks[0]:
             pieces = zip(*(block[group].unbind() for block in blocks), strict=True)
             # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
-            rows = (torch.cat(each, dim=1) if len(each) > 1 else each[0][:, :num_tokens] for each in pieces)
+            rows = (torch.cat(each, dim=1) if len(each) > 1 else each[0][:, first:num_tokens] for each in pieces)
             for index, keys, values in zip(group, rows, rows, strict=True):
-                self.layers[index].write(0, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+                self.layers[index].write(first, keys, values)  # (num_kv_heads, num_tokens, head_dim)
 
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""

@@ -35,8 +35,9 @@ class KeptKV(Protocol):
     def blocks(self, first: int, count: int, size: int) -> Iterable[Any]:
         """Copies of the KV of ``count`` blocks of ``size`` tokens, from block ``first`` on."""
 
-    def write_blocks(self, blocks: Sequence[Any], num_tokens: int) -> None:
-        """Begin with the first ``num_tokens`` tokens of blocks that follow one another."""
+    def write_blocks(self, blocks: Sequence[Any], num_tokens: int, *, first: int = 0) -> None:
+        """Take tokens ``first`` to ``num_tokens - 1`` of blocks that follow one another. Those before are there; if
+        there are some, it is one block."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -59,28 +60,48 @@ class _Conversation:
         return most if same.all() else int(same.argmin())
 
 
+class _Exact(Protocol):
+    """A match of the prefix cache."""
+
+    num_tokens: int
+
+    def write_to(self, cache: KeptKV) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class ContinuedMatch:
     """The first tokens of a prompt that an earlier prompt, or its answer, has too. Its KV can be read until the
     ``with`` block ends, even if it is evicted."""
 
-    def __init__(self, conversation: _Conversation | None = None, num_tokens: int = 0) -> None:
+    def __init__(
+        self, conversation: _Conversation | None = None, num_tokens: int = 0, exact: _Exact | None = None
+    ) -> None:
         self._kv = conversation.kv if conversation else None
+        self._exact = exact
         self.num_tokens = num_tokens
+        self.num_exact = 0 if exact is None else min(exact.num_tokens, num_tokens)
+        """Leading tokens that are taken from the prefix cache, and exact."""
         self.turns = conversation.turns if conversation else 0
         """Answers whose KV it is."""
-        self.stale: _Array = conversation.stale[:num_tokens] if conversation else np.zeros(0, np.bool_)
+        self.stale: _Array = conversation.stale[:num_tokens].copy() if conversation else np.zeros(0, np.bool_)
         """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, never computed in a prompt."""
+        self.stale[: self.num_exact] = False
 
     def write_to(self, cache: KeptKV) -> None:
         """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
-        if self._kv is not None:
-            cache.write_blocks([self._kv], self.num_tokens)
+        if self._exact is not None:
+            self._exact.write_to(cache)
+        if self._kv is not None and self.num_exact < self.num_tokens:
+            cache.write_blocks([self._kv], self.num_tokens, first=self.num_exact)
 
     def __enter__(self) -> ContinuedMatch:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kv = None
+        if self._exact is not None:
+            self._exact.release()
 
 
 class ContinuedCache:
@@ -103,15 +124,18 @@ class ContinuedCache:
         """Bytes of all KV."""
         return self._bytes
 
-    def match(self, method: object, ids: Sequence[int]) -> ContinuedMatch:
+    def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
         """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
-        logits leaves out the last token, which must be computed."""
+        logits leaves out the last token, which must be computed.
+
+        Args:
+            exact: the first tokens' exact KV, which is taken instead, and released with the match.
+        """
         with self._lock:
             found, length = self._nearest(method, np.asarray(ids, np.int64))
-            if found is None:
-                return ContinuedMatch()
-            self._held.move_to_end(found)
-            return ContinuedMatch(found, length)
+            if found is not None:
+                self._held.move_to_end(found)
+        return ContinuedMatch(found, length, exact)
 
     def known(self, method: object, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
