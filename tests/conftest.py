@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def same_numbers() -> None:
     """Random tensors of a test are the same ones, whatever ran before it."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_engines() -> Iterator[None]:
+    """The engines that a process shares, with their stores and prefix caches, are a test's own ones."""
+    yield
+    if engine := sys.modules.get("cacheclip_rag.engine"):
+        engine._engines.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
