@@ -26,6 +26,7 @@ import xxhash
 
 from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
+from ..base.keys import FRAME_VERSION
 from ..finding.texts import TextRow
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ __all__ = [
     "part_of",
 ]
 
-FRAME_VERSION = 2
-"""Increase this number when the frame format changes; frames of other versions are misses."""
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")

@@ -65,6 +65,11 @@ class Grammars:
             raise ConfigurationError(
                 f"the tokenizer of model {self._name!r} is not a fast one, so its answers cannot follow a json_schema."
             )
+        if not self._eos_ids:
+            raise ConfigurationError(
+                f"model {self._name!r} has no token that ends a turn, so its answers cannot follow a json_schema: JSON "
+                "would never end. Set eos_token_id in its generation_config.json."
+            )
         backend.no_padding()
         backend.no_truncation()
         return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
