@@ -61,12 +61,21 @@ def fuse(
         return pass_.run(match)
 
 
-def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
+def plan_ahead(
+    runtime: ModelRuntime,
+    plan: Plan,
+    sources: Sources,
+    *,
+    clock: PhaseClock,
+    earlier: Callable[[str, tuple[int, ...], tuple[StoredPiece, ...]], FusionPlan | None] = lambda *_: None,
+) -> FusionPlan:
     """What :func:`fuse` would do with a plan, for another process. Needs no weights of the primary.
 
     Args:
         plan: reuses chunks by a method with :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, which changes no
             positions.
+        earlier: gives the plan of an earlier prompt with the same beginning, by method, token ids and pieces. The same
+            tokens of these chunks are computed then, and nothing is scored.
 
     Raises:
         ConfigurationError: the method is not such a one.
@@ -79,24 +88,23 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
     pass_ = _FusedPass(runtime, plan, sources, 0, clock, None, False)
     scorable = [span for span in plan.reused if not layout.is_exact(span)]
-    with clock.phase("select"):
-        masks = pass_.choose(scorable)
-    rows = choose_rows(layout, plan.reused, zip(scorable, masks, strict=True))
-    pieces = [
+    pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
-    ]
+    )
+    name = f"{type(method).__module__}.{type(method).__qualname__} {method!r}"
+    known = earlier(name, layout.token_ids, pieces)
+    with clock.phase("select"):
+        masks = pass_.choose(scorable) if known is None else [_computed_of(known, span) for span in scorable]
+    rows = choose_rows(layout, plan.reused, zip(scorable, masks, strict=True))
     computed = rows.tolist()
-    if layout.num_prefix:
-        prefix = sources.prefix
-        if prefix.holds_prefix:
-            pieces.insert(0, StoredPiece(0, prefix.prefix_key, 0, layout.num_prefix))
-        else:
-            computed = [*range(layout.num_prefix), *computed]
+    # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
+    # from sharing its own with everyone
+    computed = [*range(layout.num_prefix), *computed]
     end = pieces[-1].stop
     return FusionPlan(
         token_ids=layout.token_ids,
-        pieces=tuple(pieces),
+        pieces=pieces,
         computed=runs_of([row for row in computed if row < end]),
         chunks=tuple((span.start, span.stop) for span in scorable) if method.mean_change else (),
         correction=method.mean_change,
@@ -104,7 +112,16 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
         rope_pin=runtime.rope_pin,
         namespace=sources.primary.namespace,
         codec=sources.primary.codec,
+        method=name,
     )
+
+
+def _computed_of(plan: FusionPlan, span: Span) -> torch.Tensor:
+    """Mask of a chunk's tokens that a plan computes, ``(num_tokens,)``."""
+    mask = torch.zeros(len(span.tokens), dtype=torch.bool)
+    for start, stop in plan.computed:
+        mask[max(start - span.start, 0) : max(stop - span.start, 0)] = True
+    return mask
 
 
 @dataclass(frozen=True, slots=True)

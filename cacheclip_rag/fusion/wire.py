@@ -72,6 +72,9 @@ class FusionPlan:
     """Tenant whose entries the pieces are."""
     codec: str = "float32"
     """Entries of a coarser codec must not be used."""
+    method: str = ""
+    """Name of the method and its settings: prompts of the same one continue each other's KV. Empty: those of the same
+    plan do."""
 
     def __post_init__(self) -> None:
         end = self.end
@@ -102,9 +105,39 @@ class FusionPlan:
         return min(self.end, len(self.token_ids) - 1)
 
     @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is plain prefill's: those before the first piece."""
+        return self.pieces[0].start
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that are computed after exact KV of those before the first piece."""
+        made = sum(max(0, stop - max(start, self.num_exact)) for start, stop in self.computed)
+        return made + len(self.token_ids) - self.num_ready
+
+    def first_stale(self, start: int = 0) -> int | None:
+        """The first position from ``start`` on whose KV is an entry's as it was stored; None if there is none."""
+        for piece in self.pieces:
+            at = max(start, piece.start)
+            for begin, end in self.computed:
+                if begin <= at < end:
+                    at = end
+            if at < piece.stop:
+                return at
+        return None
+
+    @property
     def digest(self) -> str:
         """Identifies the KV that the plan makes: 32 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:32]
+        return _digest(self.to_dict())
+
+    @property
+    def lineage(self) -> str:
+        """Identifies prompts that continue each other's KV where their first tokens are equal: 32 hexadecimal
+        digits."""
+        if not self.method:
+            return self.digest
+        return _digest([self.method, self.model, self.rope_pin, self.namespace, self.codec])
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as values for JSON or MessagePack."""
@@ -119,6 +152,7 @@ class FusionPlan:
             "rope_pin": self.rope_pin,
             "namespace": self.namespace,
             "codec": self.codec,
+            "method": self.method,
         }
 
     @classmethod
@@ -136,7 +170,7 @@ class FusionPlan:
             fields["pieces"] = tuple(StoredPiece(*piece) for piece in fields["pieces"])
             for name in ("computed", "chunks"):
                 fields[name] = tuple((start, stop) for start, stop in fields[name])
-            for name in ("model", "rope_pin", "namespace", "codec"):
+            for name in ("model", "rope_pin", "namespace", "codec", "method"):
                 _check(isinstance(fields.get(name), str), f"{name} must be a string")
             return cls(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -152,6 +186,10 @@ def runs_of(positions: Sequence[int]) -> tuple[Interval, ...]:
         else:
             runs.append([position, position + 1])
     return tuple((start, stop) for start, stop in runs)
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _covers(pieces: Sequence[Interval], computed: Sequence[Interval], end: int) -> bool:

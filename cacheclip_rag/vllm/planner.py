@@ -36,6 +36,7 @@ from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import ChunkStore
+from .follow_ups import FollowUps
 from .served import Served
 
 __all__ = ["PlannedPrompt", "Planner"]
@@ -56,6 +57,25 @@ class PlannedPrompt:
     """How vLLM's workers make the KV of the first tokens; None: ``reason`` says why they cannot."""
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
+
+    def stats_of(self, told: Mapping[str, Any]) -> FusionStats:
+        """The statistics of a fused answer, by what vLLM told of it: the KV that it continued."""
+        known = told.get("continued_tokens", 0)
+        if not known or self.fusion is None:
+            return self.stats
+        chunks = sum(max(0, min(span.stop, known) - span.start) for span in self.plan.reused)
+        prefix = max(known - chunks, self.stats.prefix_tokens)
+        computed = _computed_of_chunks(self.plan, self.fusion, known)
+        return replace(
+            self.stats,
+            prefix_tokens=prefix,
+            fresh_tokens=self.stats.prompt_tokens - prefix - self.stats.chunk_tokens,
+            recomputed_tokens=computed,
+            charged_ratio=computed / self.stats.chunk_tokens,
+            continued_tokens=known,
+            continued_turns=told.get("continued_turns", 0),
+            stale_from=told.get("stale_from"),
+        )
 
 
 class Planner:
@@ -87,6 +107,7 @@ class Planner:
         self._is_loaded = False
         self.parts = Parts(self.config, shared, load_primary=self._load_primary)
         """Store, models and caches, each made at first use."""
+        self._follow_ups = FollowUps()
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
         self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
         """Called with every plan."""
@@ -204,11 +225,16 @@ class Planner:
             reason = self._obstacle(chosen) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
             return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
-        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock, earlier=self._follow_ups.find)
+        self._follow_ups.keep(fusion)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
+
+    def forget(self) -> None:
+        """Forget earlier prompts: the tokens of the next one are chosen for its own question."""
+        self._follow_ups.clear()
 
     def drop_unreadable(self, fusion: FusionPlan) -> int:
         """Remove what cannot be read of a plan that vLLM's workers could not carry out, so that it is missing from the
@@ -269,8 +295,10 @@ def _plain_stats(plan: Plan, reason: str | None, clock: PhaseClock) -> FusionSta
     )
 
 
-def _computed_of_chunks(plan: Plan, fusion: FusionPlan) -> int:
-    """Number of computed tokens in reused chunks."""
+def _computed_of_chunks(plan: Plan, fusion: FusionPlan, known: int = 0) -> int:
+    """Number of computed tokens in reused chunks, from position ``known`` on."""
     return sum(
-        max(0, min(stop, span.stop) - max(start, span.start)) for start, stop in fusion.computed for span in plan.reused
+        max(0, min(stop, span.stop) - max(start, span.start, known))
+        for start, stop in fusion.computed
+        for span in plan.reused
     )

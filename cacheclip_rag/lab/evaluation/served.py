@@ -114,6 +114,7 @@ class _VLLMSession:
         Raises:
             ConfigurationError: the method reuses chunks, and some chunk was not reused.
         """
+        self.planner.forget()
         planned = self.planner.plan(prompt.text if text is None else text, method=method, question=prompt.question)
         if method.reuses_chunks and (planned.fusion is None or planned.plan.missing_texts):
             raise _not_reused(planned.reason or "some chunks were not found in the store")
@@ -170,7 +171,9 @@ class _VLLMSession:
             extra_args=extra or None,
             **given,
         )
-        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        asked: list[dict[str, Any]] = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        if planned is not None and planned.fusion is not None:  # neither exact KV nor that of another plan is found
+            asked = [{**each, "cache_salt": planned.fusion.digest} for each in asked]
         found: list[Any] = self.llm.generate(asked, params, use_tqdm=False)
         return found
 
