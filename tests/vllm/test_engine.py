@@ -151,7 +151,6 @@ class TestPrefixCache:
         monkeypatch.undo()
         fused.llm.reset_prefix_cache()
 
-
     @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
     def test_repeats_hit_their_own(self, fused: FusedLLM, setting: Setting, method: Any, loads: list[int]) -> None:
         """The hit of the last prompt ends in the middle of a chunk, of which only the rest is made again."""

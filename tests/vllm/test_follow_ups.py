@@ -22,7 +22,6 @@ from tests.vllm.conftest import (
     Setting,
     ask,
     greedy,
-    outcomes,
     outputs,
     started,
 )
@@ -126,9 +125,7 @@ class TestExactFirst:
         rows.ask(rag("Who?", CHUNKS[:1]), "full")
         found = rows.ask(rag("Who?"), "direct")
         assert told(found)["outcome"] == "fused" and "continued_tokens" not in told(found)
-        exact = found.num_cached_tokens - sum(
-            len(setting.engine.primary.tokenize(chunk)) for chunk in CHUNKS[1:4]
-        )
+        exact = found.num_cached_tokens - sum(len(setting.engine.primary.tokenize(chunk)) for chunk in CHUNKS[1:4])
         assert exact > BLOCK
         again = rows.ask(rag("Where?"), "direct")
         assert told(again)["continued_tokens"] > 0 and rows.rows < 2 * BLOCK
@@ -142,12 +139,6 @@ class TestExactFirst:
 
 
 class TestContinued:
-    def reference(self, setting: Setting, asked: list[Any], method: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """Our engine's answers, which go on from its own continued KV and recompute nothing of it."""
-        monkeypatch.setattr("cacheclip_rag.plan.plan.FOLLOW_UP_SHARE", 0.0)
-        engine = CacheClipEngine(**{**setting.options, "prefix_cache_bytes": 2**26})
-        return [greedy(engine, each, method) for each in asked]
-
     @pytest.mark.parametrize("method", ["cacheclip", "epic", "direct"])
     def test_the_next_question(
         self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch, method: str
@@ -201,9 +192,7 @@ class TestContinued:
         asked = [rag("Who?"), rag("Who?", CHUNKS[:5]), rag("Where?", CHUNKS[:5])]
         assert ask(fused, asked, "direct") == setting.expected(asked, "direct")
 
-    def test_a_failed_load_behind_it(
-        self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failed_load_behind_it(self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
         """vLLM computes the rest, after approximate KV: the answer is not plain."""
         from cacheclip_rag.vllm.loading import Loader
 
