@@ -36,7 +36,7 @@ from .once import WarnOnce
 from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings
 from .prefix_blocks import PrefixBlocks
 from .rows import RowRunner
-from .scheduling import Load, RequestLoads, check_engine, check_request
+from .scheduling import Load, RequestLoads, check_engine, check_request, untested
 from .worker import model_runner
 
 __all__ = ["CacheClipConnector", "LoadCounters", "Loads"]
@@ -87,6 +87,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config, FullAttentionSpec)
+        if role == KVConnectorRole.SCHEDULER and (never := untested(vllm_config)):
+            logger.warning("reuse was never tested with: %s", "; ".join(never))
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from ..fusion.wire import FusionPlan
 from ..runtime.base import DTYPES
 from .parameters import PARAMETER, UNREADABLE, Ready
 
-__all__ = ["Load", "RequestLoads", "check_engine", "check_request"]
+__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "untested"]
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that keep no KV of their own."""
@@ -180,6 +180,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
             parallel.data_parallel_size > 1 and model.is_moe
         ),
         "multimodal models are not supported": model.is_multimodal_model,
+        "LoRA is not supported, because recompute in a step of an adapter's request would use the adapter: start a "
+        "vLLM for adapters without this connector": vllm_config.lora_config is not None,
         f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
@@ -200,6 +202,20 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
     found = [reason for reason, holds in refused.items() if holds]
     if found:
         raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
+
+
+def untested(vllm_config: Any) -> list[str]:
+    """What is on in an engine and was never tried with reuse."""
+    model, draft = vllm_config.model_config, vllm_config.speculative_config
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    on = {
+        "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
+        "speculative decoding": draft is not None,
+        "sleep mode": model.enable_sleep_mode,
+        f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),
+        "a device other than a CPU": vllm_config.device_config.device_type != "cpu",
+    }
+    return [name for name, is_on in on.items() if is_on]
 
 
 def check_request(request: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from cacheclip_rag.vllm.parameters import PARAMETER, UNREADABLE, Ready
 from cacheclip_rag.vllm.prefix_blocks import salt
-from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request
+from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested
 
 ENGINE = {
     "model_config": {
@@ -22,6 +22,7 @@ ENGINE = {
         "is_multimodal_model": False,
         "hf_overrides": {},
         "hf_config_path": None,
+        "enable_sleep_mode": False,
     },
     "parallel_config": {
         "pipeline_parallel_size": 1,
@@ -30,6 +31,8 @@ ENGINE = {
         "data_parallel_size": 1,
     },
     "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+    "cache_config": {"cache_dtype": "auto"},
+    "device_config": {"device_type": "cpu"},
 }
 REQUEST = {
     "sampling_params": SimpleNamespace(prompt_logprobs=None),
@@ -57,9 +60,10 @@ def engine(
     }
     if not hasattr(parts["model_config"], "dtype"):
         parts["model_config"].dtype = torch.float32
-    speculative = None if draft is None else SimpleNamespace(method=draft)
+    whole = {"speculative_config": None if draft is None else SimpleNamespace(method=draft)}
+    whole |= {"lora_config": None, "use_v2_model_runner": False, **(changed if part == "whole" else {})}
     group = SimpleNamespace(kv_cache_spec=spec or Whole())
-    return SimpleNamespace(**parts, speculative_config=speculative), SimpleNamespace(kv_cache_groups=[group] * groups)
+    return SimpleNamespace(**parts, **whole), SimpleNamespace(kv_cache_groups=[group] * groups)
 
 
 class TestEngine:
@@ -75,6 +79,7 @@ class TestEngine:
             ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
             ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
+            ("whole", {"lora_config": object()}, "LoRA"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
             ("", {"spec": Window()}, "blocks"),
@@ -94,6 +99,23 @@ class TestEngine:
     def test_accepted(self) -> None:
         check_engine(*engine(), Whole)
         check_engine(*engine(draft="ngram"), Whole)
+
+    @pytest.mark.parametrize(
+        ("part", "changed", "what"),
+        [
+            ("whole", {"use_v2_model_runner": True}, "V2 model runner"),
+            ("", {"draft": "ngram"}, "speculative decoding"),
+            ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
+            ("cache_config", {"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head"),
+            ("device_config", {"device_type": "cuda"}, "device"),
+        ],
+    )
+    def test_untested(self, part: str, changed: dict[str, Any], what: str) -> None:
+        config, cache = engine(part, **changed)
+        check_engine(config, cache, Whole)
+        (found,) = untested(config)
+        assert what in found and not untested(engine()[0])
+        assert not untested(engine("cache_config", cache_dtype="fp8_e4m3")[0])
 
 
 class TestRequest:

@@ -233,6 +233,20 @@ class TestFailures:
         fused.llm.reset_prefix_cache()
         assert ask(fused, PROMPTS, "full") == plain, "the layers write as before"
 
+    def test_a_layer_bypasses_the_writer(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As backends do that write the cache within another operation."""
+        from cacheclip_rag.vllm import loading
+
+        wrapping = loading._PassWriter.wrapping
+
+        def bypassed(writer: Any, number: int, write: Any) -> Any:
+            return write if number == 2 else wrapping(writer, number, write)
+
+        monkeypatch.setattr(loading._PassWriter, "wrapping", bypassed)
+        found = outputs(fused, PROMPTS, "cacheclip")
+        assert outcomes(found) == ["plain"] * 4
+        assert [tuple(each.outputs[0].token_ids) for each in found] == plain
+
     @pytest.mark.parametrize(
         ("change", "why"),
         [
