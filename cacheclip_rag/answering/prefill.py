@@ -146,7 +146,10 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
     stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
-    is_exact = _is_exact(fused, sources)
+    # all KV is plain prefill's if every reused chunk's was, or was computed again
+    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
+    is_recomputed = plan.method.exact_at_one and fused.recomputed_tokens == stale
+    is_exact = fused.first_computed is not None and (not stale or is_recomputed)
     continuing = None
     if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
         insert = sources.prefix_cache.continued.insert
@@ -157,15 +160,6 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     return Prefilled(
         plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, fused.trace, is_exact
     )
-
-
-def _is_exact(fused: Fused, sources: Sources) -> bool:
-    """Whether all KV is plain prefill's: every reused chunk's was, or was computed again."""
-    plan = fused.plan
-    if fused.first_computed is None:
-        return False
-    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
-    return not stale or (plan.method.exact_at_one and fused.recomputed_tokens == stale)
 
 
 def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:

@@ -4,10 +4,12 @@ Prompts that are computed beside one another finish together, and late: four at 
 last of four in a row would have it, and on shared cores their threads hinder one another. So a prompt waits until those
 before it have their first tokens. Tokens of running answers are not computed beside a prompt either, but between two
 prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
-by more than the time of one token. Tokens of several answers are computed side by side.
+by more than the time of one token. Tokens of several answers are computed in one pass, which reads the weights once
+for all: whoever asks first computes for all who wait (flat combining).
 
 A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
-question whose caller leaves while it waits leaves the queue (:class:`Waiter`).
+question whose caller leaves while it waits leaves the queue (:class:`Waiter`). Work that nobody waits for goes on in
+short turns while no answer is under way.
 
 Turns belong to a loaded model: engines that share its weights (of several tenants, for instance) share one queue.
 """
@@ -15,13 +17,17 @@ Turns belong to a loaded model: engines that share its weights (of several tenan
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from ..runtime.base import Runtime
 
 __all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
@@ -85,12 +91,33 @@ class _OfThread(threading.local):
     """Whether this thread has a turn, so that it needs no other."""
 
 
+@dataclass(eq=False, slots=True)
+class _AskedStep:
+    """A token of an answer, and the logits after it."""
+
+    state: Any
+    token_id: int
+    logits: torch.Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.logits is not None or self.error is not None
+
+
+_PATIENCE = 0.1
+"""Share of a pass's time for which the next one waits for answers of the last one that have not asked yet. Without it,
+answers would fall into groups that take turns."""
+
+
 class Turns:
     """The order of computations of one model. Safe to share between threads; a thread that has a turn may take
     another one inside it, which does not wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._answers = 0
+        """Answers under way, from the question to the last token."""
         self._prompts: deque[object] = deque()
         """Prompts that wait, in the order of their arrival; the running one first."""
         self._is_running = False
@@ -103,7 +130,42 @@ class Turns:
         """Prompts that had their turn."""
         self._invited = 0
         """Tokens that waited for a prompt, and go before the next one."""
+        self._asked: list[_AskedStep] = []
+        """Steps that wait for a pass."""
+        self._is_stepping = False
+        """Whether a thread computes, or gathers, steps."""
+        self._last: set[int] = set()
+        """States of the last pass."""
+        self._pass_s = 0.0
+        """Seconds of the last pass."""
         self._own = _OfThread()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way, and nothing is computed in a turn."""
+        return not (self._answers or self._prompts or self._tokens)
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Within the block an answer is under way, so that :meth:`idle` waits."""
+        with self._changed:
+            self._answers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The turn of a short computation that nobody waits for: waits until the model is idle. A prompt that comes
+        waits for its end, as for that of a token."""
+        with ExitStack() as stack:
+            with self._changed:
+                self._wait_until(lambda: self.is_idle)
+                stack.enter_context(self.token())  # does not wait: there is no prompt
+            yield
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
@@ -115,16 +177,17 @@ class Turns:
         with self._changed:
             self._prompts.append(ticket)
             try:
-                self._wait_for_turn(ticket)
+                self._wait_until(lambda: self._is_next(ticket))
             except BaseException:
                 self._prompts.remove(ticket)
                 self._changed.notify_all()
                 raise
             self._is_running = True
+        self._own.has_turn = True
         try:
-            with self._taken():
-                yield
+            yield
         finally:
+            self._own.has_turn = False
             with self._changed:
                 self._prompts.popleft()
                 self._is_running = False
@@ -143,30 +206,62 @@ class Turns:
             if self._prompts:
                 self._wait_for_one_prompt()
             self._tokens += 1
-        try:
-            with self._taken():
-                yield
-        finally:
-            with self._changed:
-                self._tokens -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Mark this thread as having a turn."""
         self._own.has_turn = True
         try:
             yield
         finally:
             self._own.has_turn = False
+            with self._changed:
+                self._tokens -= 1
+                self._changed.notify_all()
 
-    def _wait_for_turn(self, ticket: object) -> None:
+    def step(self, runtime: Runtime, state: Any, token_id: int) -> torch.Tensor:
+        """Append one token to a state and return the next logits, in the turn of a token. Answers that ask at about the
+        same time share a pass, which may round otherwise than a pass each."""
+        if self._own.has_turn or self._answers < 2:
+            with self.token():
+                return runtime.decode_step(state, token_id)
+        mine = _AskedStep(state, token_id)
+        with self._changed:
+            self._asked.append(mine)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: mine.is_done or not self._is_stepping)
+            leads = not mine.is_done
+            self._is_stepping = self._is_stepping or leads
+        if leads:
+            self._step_together(runtime)
+        if mine.error is not None:
+            raise mine.error
+        assert mine.logits is not None
+        return mine.logits
+
+    def _step_together(self, runtime: Runtime) -> None:
+        """One pass for all steps that wait."""
+        steps: list[_AskedStep] = []
+        try:
+            with self.token():
+                with self._changed:
+                    self._changed.wait_for(self._have_all_asked, _PATIENCE * self._pass_s)
+                    steps, self._asked = self._asked, []
+                began = time.perf_counter()
+                _compute(runtime, steps)
+                self._last, self._pass_s = {id(step.state) for step in steps}, time.perf_counter() - began
+        finally:
+            with self._changed:
+                self._asked += [step for step in steps if not step.is_done]  # this thread was interrupted
+                self._is_stepping = False
+                self._changed.notify_all()
+
+    def _have_all_asked(self) -> bool:
+        return self._last <= {id(step.state) for step in self._asked}
+
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
         caller = CALLER.get()
         if caller is None:
-            self._changed.wait_for(lambda: self._is_next(ticket))
+            self._changed.wait_for(has_come)
             return
         with caller.waiting(self._changed):
-            self._changed.wait_for(lambda: caller.has_left or self._is_next(ticket))
+            self._changed.wait_for(lambda: caller.has_left or has_come())
         caller.check()
 
     def _is_next(self, ticket: object) -> bool:
@@ -183,3 +278,17 @@ class Turns:
             else:
                 self._waiting -= 1
             self._changed.notify_all()
+
+
+def _compute(runtime: Runtime, steps: Sequence[_AskedStep]) -> None:
+    """Fill in logits or errors. An error of a pass for several is not for all of them: each is computed alone then."""
+    try:
+        found = runtime.decode_steps([step.state for step in steps], [step.token_id for step in steps])
+    except Exception as error:
+        if len(steps) == 1:
+            steps[0].error = error
+        for step in steps if len(steps) > 1 else ():
+            _compute(runtime, [step])
+        return
+    for step, logits in zip(steps, found, strict=True):
+        step.logits = logits

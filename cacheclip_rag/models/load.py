@@ -332,6 +332,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
 
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.packed import pack_weights
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
 
@@ -352,6 +353,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
         model = _read(name, "*.safetensors", lambda: load(folder, **options))
     if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
         model = model.to(device)
+    pack_weights(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
     if file_states(folder) != states:

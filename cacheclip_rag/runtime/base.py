@@ -274,6 +274,11 @@ class Runtime(ABC):
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
         """Append one token to the state and return the next logits, ``(vocab_size,)``."""
 
+    def decode_steps(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[torch.Tensor]:
+        """The same for several states, each with a token of its own. A runtime overrides this where one pass for all
+        reads the weights once; it may round otherwise than a pass each. If it raises, no state has changed."""
+        return [self.decode_step(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
+
 
 def wait_for(logits: torch.Tensor) -> None:
     """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .attention_plan import Geometry
 from .rotary import Tables
 
-__all__ = ["FusedCache", "FusedLayer", "cache_argument", "cache_of"]
+__all__ = ["FusedCache", "FusedLayer", "StepLayer", "cache_argument", "cache_of"]
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
@@ -183,3 +183,26 @@ class FusedCache(Cache):  # type: ignore[misc]
         copies = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
         for layer in self.layers:
             layer.slots, layer.slots_on_cpu, layer.last_slot = copies[layer.device], on_cpu, last
+
+
+class StepLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of several caches, for a pass that appends one row to each."""
+
+    is_croppable = False
+
+    def __init__(self, layers: Sequence[FusedLayer]):
+        super().__init__()
+        self.layers, self.is_initialized = layers, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append row ``i`` of ``(1, num_kv_heads, num_rows, head_dim)`` to layer ``i``. Gives the rows back: the
+        attention reads the keys and values of each layer from the layer itself."""
+        for row, layer in enumerate(self.layers):
+            layer.update(key_states[:, :, row : row + 1], value_states[:, :, row : row + 1])
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
