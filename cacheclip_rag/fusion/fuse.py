@@ -61,21 +61,12 @@ def fuse(
         return pass_.run(match)
 
 
-def plan_ahead(
-    runtime: ModelRuntime,
-    plan: Plan,
-    sources: Sources,
-    *,
-    clock: PhaseClock,
-    earlier: Callable[[str, tuple[int, ...], tuple[StoredPiece, ...]], FusionPlan | None] = lambda *_: None,
-) -> FusionPlan:
+def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
     """What :func:`fuse` would do with a plan, for another process. Needs no weights of the primary.
 
     Args:
         plan: reuses chunks by a method with :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, which changes no
             positions.
-        earlier: gives the plan of an earlier prompt with the same beginning, by method, token ids and pieces. The same
-            tokens of these chunks are computed then, and nothing is scored.
 
     Raises:
         ConfigurationError: the method is not such a one.
@@ -92,10 +83,8 @@ def plan_ahead(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
     )
-    name = f"{type(method).__module__}.{type(method).__qualname__} {method!r}"
-    known = earlier(name, layout.token_ids, pieces)
     with clock.phase("select"):
-        masks = pass_.choose(scorable) if known is None else [_computed_of(known, span) for span in scorable]
+        masks = pass_.choose(scorable)
     rows = choose_rows(layout, plan.reused, zip(scorable, masks, strict=True))
     computed = rows.tolist()
     # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
@@ -112,16 +101,7 @@ def plan_ahead(
         rope_pin=runtime.rope_pin,
         namespace=sources.primary.namespace,
         codec=sources.primary.codec,
-        method=name,
     )
-
-
-def _computed_of(plan: FusionPlan, span: Span) -> torch.Tensor:
-    """Mask of a chunk's tokens that a plan computes, ``(num_tokens,)``."""
-    mask = torch.zeros(len(span.tokens), dtype=torch.bool)
-    for start, stop in plan.computed:
-        mask[max(start - span.start, 0) : max(stop - span.start, 0)] = True
-    return mask
 
 
 @dataclass(frozen=True, slots=True)

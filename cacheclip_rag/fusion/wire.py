@@ -72,9 +72,6 @@ class FusionPlan:
     """Tenant whose entries the pieces are."""
     codec: str = "float32"
     """Entries of a coarser codec must not be used."""
-    method: str = ""
-    """Name of the method and its settings: prompts of the same one continue each other's KV. Empty: those of the same
-    plan do."""
 
     def __post_init__(self) -> None:
         end = self.end
@@ -133,11 +130,9 @@ class FusionPlan:
 
     @property
     def lineage(self) -> str:
-        """Identifies prompts that continue each other's KV where their first tokens are equal: 32 hexadecimal
-        digits."""
-        if not self.method:
-            return self.digest
-        return _digest([self.method, self.model, self.rope_pin, self.namespace, self.codec])
+        """Identifies prompts whose KV is the same where their first tokens are, because the same tokens of the same
+        entries are computed: 32 hexadecimal digits."""
+        return _digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as values for JSON or MessagePack."""
@@ -152,7 +147,6 @@ class FusionPlan:
             "rope_pin": self.rope_pin,
             "namespace": self.namespace,
             "codec": self.codec,
-            "method": self.method,
         }
 
     @classmethod
@@ -170,7 +164,7 @@ class FusionPlan:
             fields["pieces"] = tuple(StoredPiece(*piece) for piece in fields["pieces"])
             for name in ("computed", "chunks"):
                 fields[name] = tuple((start, stop) for start, stop in fields[name])
-            for name in ("model", "rope_pin", "namespace", "codec", "method"):
+            for name in ("model", "rope_pin", "namespace", "codec"):
                 _check(isinstance(fields.get(name), str), f"{name} must be a string")
             return cls(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:

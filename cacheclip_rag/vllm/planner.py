@@ -36,7 +36,6 @@ from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import ChunkStore
-from .follow_ups import FollowUps
 from .served import Served
 
 __all__ = ["PlannedPrompt", "Planner"]
@@ -107,7 +106,6 @@ class Planner:
         self._is_loaded = False
         self.parts = Parts(self.config, shared, load_primary=self._load_primary)
         """Store, models and caches, each made at first use."""
-        self._follow_ups = FollowUps()
         self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
         self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
         """Called with every plan."""
@@ -225,16 +223,11 @@ class Planner:
             reason = self._obstacle(chosen) or _needs_weights(chosen)
         if not plan.reused or reason is not None:
             return PlannedPrompt(ids, plan, _plain_stats(plan, reason, clock), None, reason)
-        fusion = plan_ahead(self.primary, plan, sources, clock=clock, earlier=self._follow_ups.find)
-        self._follow_ups.keep(fusion)
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
-
-    def forget(self) -> None:
-        """Forget earlier prompts: the tokens of the next one are chosen for its own question."""
-        self._follow_ups.clear()
 
     def drop_unreadable(self, fusion: FusionPlan) -> int:
         """Remove what cannot be read of a plan that vLLM's workers could not carry out, so that it is missing from the

@@ -2,11 +2,13 @@
 
 vLLM finds a block by a hash of all tokens up to its end. Blocks before the first stored chunk have vLLM's own hashes,
 and everyone shares them. From there on KV is approximate, and the hashes are a request's own: made with a key that this
-process draws, so that no client can name them. Prompts of one tenant and one method have the same hashes where their
-first tokens are equal. So the next question on the same documents, or the next turn of a chat, continues from that KV.
+process draws, so that no client can name them. Prompts whose plans compute the same tokens of the same chunks have the
+same hashes where their first tokens are equal. So the next question on the same documents, or the next turn of a chat,
+continues from that KV if the method chooses tokens without the question.
 
-Requests share blocks, and nobody writes into a block that others may read. So a follow-up recomputes no token of the
-KV that it continues: it would need copies of the blocks, whose layout each attention backend chooses.
+A method that chooses by the question starts anew. Requests share blocks, and nobody writes into a block that others may
+read: tokens for another question would need copies of the blocks, whose layout each attention backend chooses. Without
+tokens of their own, later questions had worse answers.
 """
 
 from __future__ import annotations

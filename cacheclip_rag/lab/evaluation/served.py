@@ -114,7 +114,6 @@ class _VLLMSession:
         Raises:
             ConfigurationError: the method reuses chunks, and some chunk was not reused.
         """
-        self.planner.forget()
         planned = self.planner.plan(prompt.text if text is None else text, method=method, question=prompt.question)
         if method.reuses_chunks and (planned.fusion is None or planned.plan.missing_texts):
             raise _not_reused(planned.reason or "some chunks were not found in the store")
