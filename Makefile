@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-all test-weights test-oldest test-vllm lint docs bench clean
+.PHONY: setup demo demo-gguf test test-all test-weights test-oldest test-llamacpp test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -24,6 +24,15 @@ $(VENV)/.installed: pyproject.toml
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The same with a 4-bit file of the same model, in llama.cpp, which is built at first use.
+demo-gguf: $(VENV)/.llamacpp
+	PRIMARY=packaged:qwen2.5-coder-0.5b.gguf $(BIN)/python examples/demo.py
+
+# About ten minutes on two cores. pip keeps the wheel, so that another environment takes seconds.
+$(VENV)/.llamacpp: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[llama-cpp]"
+	touch $@
 
 # Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
 PARALLEL := -n 2 --dist loadgroup -m "not weights"
@@ -43,6 +52,10 @@ test-weights: setup
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine
+
+# Tests inside llama.cpp, on tiny GGUF files that they write.
+test-llamacpp: $(VENV)/.llamacpp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llamacpp
 
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,

@@ -297,7 +297,7 @@ class CacheClipEngine:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.head_sets.has_default,
+            lambda: self.parts.default_method,
             lambda chosen: self.parts.certificates.confidence(chosen, any_ratio=any_ratio),
         )
 

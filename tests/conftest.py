@@ -36,6 +36,8 @@ hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL"
 
 # An environment of its own has vLLM: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+# make test-llamacpp
+collect_ignore += [] if importlib.util.find_spec("llama_cpp") else ["llamacpp"]
 
 # The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
 gc.disable()

@@ -115,10 +115,11 @@ def _reads(parts: Parts, method: Method) -> list[TimedRead]:
     try:
         for part in _PARTS:
             sizes = [size // part for size in (_SHORT, _LONG) for _ in range(_TOGETHER)]
-            shapes = [(runtime.num_layers, 2, runtime.num_kv_heads, size, runtime.head_dim) for size in sizes]
+            shapes = [runtime.kv_shape(size) for size in sizes]
             if has_room(store, shapes, caches.codec):
                 generator = torch.Generator().manual_seed(0)
-                kv = [torch.randn(shape, generator=generator).to(runtime.dtype) for shape in shapes]
+                dtype = torch.uint8 if runtime.kv_codec else runtime.dtype
+                kv = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
                 short, long = range(_TOGETHER), range(_TOGETHER, 2 * _TOGETHER)
                 return measure_reads(store, kv, [short[:1], short, long[:1], long], caches.codec)
         logger.warning("the store is full, so that its reading speed is not measured, but learned from answers")

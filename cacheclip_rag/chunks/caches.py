@@ -49,10 +49,10 @@ class ChunkCaches:
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
         self._store = store
         self.codec = codec
-        compute_dtype = str(runtime.dtype).removeprefix("torch.")
-        self.is_lossy = not keeps(codec, compute_dtype)
+        exact = runtime.kv_codec or str(runtime.dtype).removeprefix("torch.")
+        self.is_lossy = not keeps(codec, exact)
         """Whether the codec is coarser than the model's compute dtype."""
-        self._prefix_codec = codec if codec in DTYPES else compute_dtype
+        self._prefix_codec = codec if codec in DTYPES else exact
         """Every prompt reads the prefix, and it is short: it is not quantised."""
         self.context = context
         self._prefix: torch.Tensor | None = None
@@ -61,12 +61,8 @@ class ChunkCaches:
 
     def stored_bytes(self, num_tokens: int) -> int:
         """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
-        size = frame_bytes(self._shape(num_tokens), self.codec, namespace=self._store.namespace)
+        size = frame_bytes(self.runtime.kv_shape(num_tokens), self.codec, namespace=self._store.namespace)
         return self._store.chunk_store.tiers.round_up(size)
-
-    def _shape(self, num_tokens: int) -> tuple[int, ...]:
-        runtime = self.runtime
-        return runtime.num_layers, 2, runtime.num_kv_heads, num_tokens, runtime.head_dim
 
     @property
     def prefix(self) -> torch.Tensor:
@@ -158,9 +154,8 @@ class ChunkCaches:
         """Stored KV of many chunks, read on a thread while the caller does other work. See
         :class:`~cacheclip_rag.store.ReadAhead`."""
         keys = [self.key(text) for text in texts]
-        layers, heads, width = self.runtime.num_layers, self.runtime.num_kv_heads, self.runtime.head_dim
         lengths = [len(self.tokenize(text).ids) for text in texts]
-        shapes = {key: (layers, 2, heads, length, width) for key, length in zip(keys, lengths, strict=True)}
+        shapes = {key: self.runtime.kv_shape(length) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
             self._store,
             keys,
@@ -172,7 +167,7 @@ class ChunkCaches:
         )
 
     def _read(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        stored = self._store.get(key, buffer, self._shape(num_tokens))
+        stored = self._store.get(key, buffer, self.runtime.kv_shape(num_tokens))
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
@@ -252,8 +247,7 @@ class ChunkCaches:
         )
 
     def _no_kv(self) -> torch.Tensor:
-        runtime = self.runtime
-        return torch.empty(runtime.num_layers, 2, runtime.num_kv_heads, 0, runtime.head_dim, dtype=runtime.dtype)
+        return torch.empty(self.runtime.kv_shape(0), dtype=self.runtime.dtype)
 
     def _read_or_encode_prefix(self) -> torch.Tensor:
         runtime = self.runtime

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from ..base.errors import ConfigurationError
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span, question_slots, question_text
-from ..runtime.base import wait_for
+from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
@@ -40,7 +40,7 @@ from .wire import FusionPlan, StoredPiece, runs_of
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["choose_rows", "fuse", "plan_ahead"]
+__all__ = ["choose_ahead", "choose_rows", "chunk_rows", "fuse", "plan_ahead", "trace_of"]
 
 
 def fuse(
@@ -72,20 +72,13 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
         ConfigurationError: the method is not such a one.
     """
     method, layout = plan.method, plan.layout
-    if not method.plans_ahead:
-        raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
-    if method.positions(layout, plan.reused) is not None:
-        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    pass_ = _FusedPass(runtime, plan, sources, 0, clock, None, False)
-    scorable = [span for span in plan.reused if not layout.is_exact(span)]
+    chosen, _ = choose_ahead(runtime, plan, sources, clock=clock)
+    rows = choose_rows(layout, plan.reused, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
     )
-    with clock.phase("select"):
-        masks = pass_.choose(scorable)
-    rows = choose_rows(layout, plan.reused, zip(scorable, masks, strict=True))
     computed = rows.tolist()
     # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
     # from sharing its own with everyone
@@ -95,13 +88,44 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
         token_ids=layout.token_ids,
         pieces=pieces,
         computed=runs_of([row for row in computed if row < end]),
-        chunks=tuple((span.start, span.stop) for span in scorable) if method.mean_change else (),
+        chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
         correction=method.mean_change,
         model=runtime.fingerprint,
         rope_pin=runtime.rope_pin,
         namespace=sources.primary.namespace,
         codec=sources.primary.codec,
     )
+
+
+def choose_ahead(
+    runtime: Runtime,
+    plan: Plan,
+    sources: Sources,
+    *,
+    clock: PhaseClock,
+    when_read: Callable[[], None] | None = None,
+    stale: np.ndarray[Any, Any] | None = None,
+) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
+    """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
+    that looks at no KV of the primary.
+
+    Args:
+        when_read: called when the auxiliary's KV is read.
+        stale: of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored.
+
+    Raises:
+        ConfigurationError: the method does look at it, or changes positions.
+    """
+    method, layout = plan.method, plan.layout
+    if not method.plans_ahead:
+        raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
+    if method.positions(layout, plan.reused) is not None:
+        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
+    spans = [span for span in plan.reused if not layout.is_exact(span)]
+    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False, stale)
+    with clock.phase("select"):
+        masks, scores = pass_.choose(spans, when_read)
+    return dict(zip(spans, masks, strict=True)), dict(zip(spans, scores, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +217,13 @@ class _FusedPass:
             clock.left_to_read_s = busy_s - began[0]
         return found
 
-    def choose(self, scorable: Sequence[Span]) -> list[torch.Tensor]:
-        """Masks of the tokens to recompute, for a method that needs no KV of the primary."""
+    def choose(
+        self, scorable: Sequence[Span], when_read: Callable[[], None] | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Masks of the tokens to recompute, and scores, for a method that needs no KV of the primary."""
         plan = self.plan
-        scores = plan.method.score(PromptView(**self._seen(scorable)))
+        recorded: list[torch.Tensor] = []
+        scores = plan.method.score(PromptView(**self._seen(scorable, when_read)))
 
         def no_prefill() -> FusedCache:
             raise AssertionError(f"method {plan.method.name!r} plans ahead, and asked for the primary's KV")
@@ -206,8 +233,9 @@ class _FusedPass:
             runtime=self.runtime,
             cache=FusedCache(layers=[]),
             full_prefill=no_prefill,
+            record_scores=recorded.extend,
         )
-        return plan.method.select(view, scores)
+        return plan.method.select(view, scores), recorded
 
     def _recompute(
         self,
@@ -260,9 +288,9 @@ class _FusedPass:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
             charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
-        chosen = _chunk_rows(rows, reused)
+        chosen = chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
-        trace = _trace(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
+        trace = trace_of(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
         stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
@@ -331,7 +359,7 @@ class _Reads:
     reading: ReadAhead
 
 
-def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
+def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     """The rows that belong to reused chunks."""
     numbers = rows.numpy()
     borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
@@ -340,14 +368,15 @@ def _chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     return found
 
 
-def _trace(
+def trace_of(
     plan: Plan,
-    scorable: Sequence[Span],
-    scores: Sequence[torch.Tensor],
+    scorable: Iterable[Span],
+    scores: Iterable[torch.Tensor],
     recomputed: Sequence[int],
     starts: Sequence[float],
     clock: PhaseClock,
 ) -> Trace:
+    """The trace of a plan that is carried out; ``starts``: when each layer began."""
     by_span = dict(zip(scorable, scores, strict=False))  # empty if there was nothing to choose
     ends = [*starts[1:], clock.started + clock.elapsed()]
     return Trace(

@@ -26,7 +26,8 @@ class Splitter:
     """Splits text into passages of at most ``chunk_tokens`` tokens of the given tokenizer."""
 
     tokenizer: Any
-    """A transformers fast tokenizer. The primary's tokenizer makes sizes equal to tokens in the prompt."""
+    """A transformers fast tokenizer, or what has ``count(text)``. The primary's makes sizes equal to tokens in the
+    prompt."""
     chunk_tokens: int
     overlap_tokens: int = 0
 
@@ -46,9 +47,7 @@ class Splitter:
         except ImportError as error:
             raise MissingExtraError("semantic-text-splitter", "ingest") from error
         cls = MarkdownSplitter if markdown else TextSplitter
-        splitter = cls.from_huggingface_tokenizer(
-            self.tokenizer.backend_tokenizer, self.chunk_tokens, overlap=self.overlap_tokens
-        )
+        splitter = self._cutter(cls, self.chunk_tokens, self.overlap_tokens)
         found: list[str] = []
         for part, rows in self._tables(text) if markdown else [(text, _records(text) if table else [])]:
             num_header = 1 if table else 2
@@ -89,7 +88,7 @@ class Splitter:
             splitter: cuts rows that are longer than a passage.
         """
         room = self.chunk_tokens - self._size(header)
-        narrow = splitter.from_huggingface_tokenizer(self.tokenizer.backend_tokenizer, room)
+        narrow = self._cutter(splitter, room, 0)
         taken, size = before + header, self._size(before)
         for row in rows:
             count = self._size(row)
@@ -105,7 +104,17 @@ class Splitter:
 
     def _size(self, text: str) -> int:
         """Tokens of a text, without those that the tokenizer puts around it."""
-        return len(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return int(self.tokenizer.count(text))
+        return len(backend.encode(text, add_special_tokens=False).ids)
+
+    def _cutter(self, splitter: Any, room: int, overlap: int) -> Any:
+        """What cuts a text into passages of at most ``room`` tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return splitter.from_callback(self.tokenizer.count, room, overlap=overlap)
+        return splitter.from_huggingface_tokenizer(backend, room, overlap=overlap)
 
 
 def _records(text: str) -> list[str]:

@@ -14,6 +14,7 @@ from ..base.late import late_names
 from ..base.removed import METHODS, refuse_removed
 
 if TYPE_CHECKING:
+    from ..runtime.base import Runtime
     from .ape import Ape
     from .base import Method
     from .block import BlockAttention
@@ -33,6 +34,7 @@ __all__ = [
     "Recompute",
     "check_auxiliary",
     "check_method",
+    "check_reads",
     "preset",
 ]
 
@@ -52,7 +54,7 @@ PRESET_NAMES = (
 )
 
 DEFAULT_METHOD = "auto"
-"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``
+"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
 (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
@@ -94,6 +96,24 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
             f"method {method.name!r} needs an auxiliary model and none is set. Set one (auxiliary), or use a method "
             f"that needs none: {', '.join(others)}."
         )
+
+
+def check_reads(method: Method, runtime: Runtime) -> None:
+    """Raise ConfigurationError if the method looks at KV and the runtime cannot show it."""
+    if not runtime.reads_kv and _reads_kv(method):
+        others = [name for name in PRESET_NAMES if not _reads_kv(preset(name))]
+        raise ConfigurationError(
+            f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
+            f"cannot be read ({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that "
+            "transformers runs."
+        )
+
+
+def _reads_kv(method: Method) -> bool:
+    from .base import Method
+
+    moves = type(method).positions is not Method.positions
+    return method.reuses_chunks and (moves or not method.plans_ahead)
 
 
 __getattr__ = late_names(

@@ -17,13 +17,17 @@ from pathlib import Path
 
 from ..base.paths import atomic_path, cache_home
 
-__all__ = ["file_states", "fingerprint"]
+__all__ = ["file_digest", "file_states", "fingerprint"]
 
 logger = logging.getLogger(__name__)
 
 _PIECES = 8
 _PIECE_BYTES = 512
 """A tensor's sample: so many pieces of so many bytes, evenly spread. Smaller tensors are read in full."""
+
+_HEAD_BYTES = 1 << 16
+_SPREAD_BYTES = 1 << 18
+"""Of a file whose tensors are not looked up: its first bytes, and a piece every so many."""
 
 FileState = tuple[str, int, int, int, int]
 
@@ -47,6 +51,26 @@ def fingerprint(folder: Path) -> str:
         if sample is not None:
             _remember(memo, {"folder": os.fspath(folder), "weights": weights, "sample": sample})
     return f"{weights}:{config}"
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file of weights (GGUF). The cached digest is taken if the file's size, times and a sample of its
+    bytes are those of which it was made."""
+    state = file.stat()
+    identity = repr((os.fspath(file), state.st_ino, state.st_size, state.st_ctime_ns, state.st_mtime_ns)).encode()
+    memo = cache_home() / "fingerprints" / f"{hashlib.sha256(identity).hexdigest()}.json"
+    sampled = hashlib.sha256()
+    with file.open("rb", buffering=0) as handle:
+        pieces = [(_SPREAD_BYTES * number, _PIECE_BYTES) for number in range(state.st_size // _SPREAD_BYTES)]
+        for offset, count in [(0, min(state.st_size, _HEAD_BYTES)), *pieces]:
+            sampled.update(_read_exactly(handle, offset, min(count, state.st_size - offset)))
+    sample = sampled.hexdigest()
+    found = _remembered(memo, sample)
+    if found is None:
+        with file.open("rb") as handle:
+            found = hashlib.file_digest(handle, "sha256").hexdigest()
+        _remember(memo, {"folder": os.fspath(file), "weights": found, "sample": sample})
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:

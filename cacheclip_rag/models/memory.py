@@ -13,7 +13,7 @@ import torch
 
 from ..base.errors import ModelError
 
-__all__ = ["check_fits", "free_bytes", "weight_bytes", "weights_dtype"]
+__all__ = ["check_fits", "check_room", "free_bytes", "weight_bytes", "weights_dtype"]
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -32,14 +32,23 @@ def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None
     Only weights are counted, because the memory for caches and activations depends on the prompt. Nothing is checked if
     free memory is unknown, or for a device map.
     """
-    needed, free = weight_bytes(folder, dtype), free_bytes(device)
+    smaller = "" if dtype.itemsize < 4 else "dtype='bfloat16', "
+    check_room(weight_bytes(folder, dtype), name, device, f" as {str(dtype).removeprefix('torch.')}", smaller)
+
+
+def check_room(needed: int, name: str, device: str, form: str = "", smaller: str = "") -> None:
+    """Raise ModelError if ``needed`` bytes of weights are more than is free on ``device``.
+
+    Args:
+        form: what the weights are loaded as, for the message.
+        smaller: what would make them smaller.
+    """
+    free = free_bytes(device)
     if free is None or needed <= free:
         return
-    smaller = "" if dtype.itemsize < 4 else "dtype='bfloat16', "
     raise ModelError(
-        f"model {name!r} needs {needed / 2**30:.1f} GiB on {device!r} as {str(dtype).removeprefix('torch.')}, and "
-        f"only {free / 2**30:.1f} GiB are free there. Use {smaller}a smaller model, or another device for one of the "
-        "models."
+        f"model {name!r} needs {needed / 2**30:.1f} GiB on {device!r}{form}, and only {free / 2**30:.1f} GiB are free "
+        f"there. Use {smaller}a smaller model, or another device for one of the models."
     )
 
 

@@ -113,17 +113,16 @@ def choose_method(
     config: EngineConfig,
     method: str | Method | None,
     recompute_ratio: float | str | None,
-    has_head_set: Callable[[], bool],
+    default: Callable[[], str],
     certified_confidence: Callable[[Method], float],
 ) -> Method:
     """The method for a call, at its recompute ratio.
 
     Args:
-        method: a preset's name or an instance; default the engine's method. ``auto`` means ``cacheclip`` if the
-            auxiliary model is available and has a head set, else ``anchored``.
+        method: a preset's name or an instance; default the engine's method.
         recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
             for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
-        has_head_set: called for ``auto`` only, because it loads the models.
+        default: says which preset ``auto`` means; called for ``auto`` only, because it loads the models.
         certified_confidence: the method's confidence gate by its certificate; called for ``auto`` only.
 
     Raises:
@@ -137,7 +136,7 @@ def choose_method(
     wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
     ratio = None if isinstance(wanted, str) else wanted
     if given == DEFAULT_METHOD:
-        given = "cacheclip" if has_head_set() else "anchored"
+        given = default()
     chosen = preset(given) if isinstance(given, str) else given
     if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
         chosen = chosen.at(ratio)

@@ -134,10 +134,18 @@ class Runtime(ABC):
     tokenizer_sha256: str
     """SHA-256 of the tokenizer and its chat template."""
     tokenizer: Any
-    """A Hugging Face tokenizer. Documents are split by its token counts."""
+    """A Hugging Face tokenizer, or another one with ``count(text)``. Documents are split by its token counts."""
     batch_characters: int | None = None
     """Characters of chunks that are best given to :meth:`encode_many` at once, also of several documents; None: those
     of one batch (:mod:`cacheclip_rag.chunks.batches`) of one document."""
+    kv_codec: str | None = None
+    """Codec of the store in which this runtime's KV is stored; None: the one in the settings. A runtime whose KV is
+    opaque bytes names ``opaque``."""
+    reads_kv: bool = True
+    """Whether methods can look at the KV and change it. If not, methods that reuse chunks must plan ahead
+    (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`), and nothing is corrected."""
+    span_tokens: int = 1
+    """Least tokens of a recomputed span that are worth a pass, where each span takes one of its own."""
     backend: str = ""
     """What runs the model, for certificates; empty for transformers in this process."""
     opening: str
@@ -147,6 +155,8 @@ class Runtime(ABC):
 
     has_offsets: bool = True
     """Whether tokens have character offsets."""
+    control_ids: Sequence[int] | None = None
+    """Control tokens, ascending; None if they, or the characters of tokens, are not known."""
 
     @abstractmethod
     def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
@@ -157,9 +167,22 @@ class Runtime(ABC):
         """Token ids of joined texts, each with its ``control`` as in :meth:`tokenize`. Offsets are those in the joined
         text.
 
-        Here every change of ``control`` divides the text. A runtime overrides this to give the ids that other engines
-        give the whole text.
+        They are the ids that other engines give the whole text, if its control tokens are known (:attr:`control_ids`).
+        If text of users or documents would yield a control token so, or control tokens are not known, every change of
+        ``control`` divides the text.
         """
+        if self.control_ids is not None and len({control for _, control in pieces}) == 2:
+            tokens = self.tokenize("".join(text for text, _ in pieces), control=True)
+            edges = np.cumsum([0, *(len(text) for text, _ in pieces)])
+            users = [
+                (a, b) for a, b, (_, control) in zip(edges, edges[1:], pieces, strict=False) if not control and b > a
+            ]
+            first, last = np.array(users, dtype=np.int64).reshape(-1, 2).T
+            start, stop = tokens.columns[1][np.isin(tokens.columns[0], self.control_ids)].T
+            # the first text of a user that ends after a control token's beginning; a sentinel after them all
+            next_first = np.append(first, edges[-1] + 1)[np.searchsorted(last, start, side="right")]
+            if not (next_first < stop).any():
+                return tokens
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         begin = 0
@@ -215,10 +238,15 @@ class Runtime(ABC):
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
+    def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """Shape of stored KV of so many tokens. A runtime whose KV is opaque bytes overrides this."""
+        return self.num_layers, 2, self.num_kv_heads, num_tokens, self.head_dim
+
     @abstractmethod
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
-        """Position-free KV of ``ids``, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, computed right after
-        ``context`` (stored KV of the same layout; None if nothing comes before)."""
+        """KV of ``ids`` that can be moved to other positions, in the shape of :meth:`kv_shape`, computed right after
+        ``context`` (stored KV of the same layout; None if nothing comes before). Unless it is opaque: keys before
+        RoPE."""
 
     def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
         """KV of several chunks, each as :meth:`encode` gives it. A runtime overrides this where one pass over many
@@ -238,8 +266,14 @@ class Runtime(ABC):
         self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
     ) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
-        ``keeps_prefixes``."""
-        raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
+        ``keeps_prefixes``, for which ``can_extend`` is needed."""
+        with clock.phase("assemble"):
+            state = self.begin(match, capacity)
+        with clock.phase("recompute"):
+            logits = self.extend(state, ids[match.num_tokens :], match.num_tokens)
+            assert logits is not None
+            wait_for(logits)
+        return state, logits
 
     def begin(self, match: Match, capacity: int) -> State:
         """A state that holds the KV of ``match``, with room for ``capacity`` tokens. Called only if ``can_extend``."""

@@ -16,7 +16,19 @@ from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
 from .catalog import Catalog
 from .chunk_store import ChunkStore, is_store
-from .codecs import CODECS, KV, FrameError, StoredKV, decode_frame, encode_frame, frame_bytes, keeps, layer_of, part_of
+from .codecs import (
+    CODECS,
+    KV,
+    FrameError,
+    StoredKV,
+    bytes_of,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    keeps,
+    layer_of,
+    part_of,
+)
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
 from .memory import MemoryBackend
@@ -51,6 +63,7 @@ __all__ = [
     "TierStats",
     "Tiers",
     "TimedRead",
+    "bytes_of",
     "chunk_key",
     "clear",
     "collect_garbage",

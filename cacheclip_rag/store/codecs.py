@@ -40,6 +40,7 @@ __all__ = [
     "LayerKV",
     "OtherVersionError",
     "ArrayPart",
+    "bytes_of",
     "StoredKV",
     "decode_frame",
     "encode_frame",
@@ -206,11 +207,29 @@ def _quantise(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     return (numbers / step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127).to(torch.int8)
 
 
+class BytesCodec(Codec):
+    """Bytes of a runtime whose KV no code here looks into, as they are. The shape is ``(1, 2, 1, num_tokens,
+    num_bytes)``: the runtime says how many bytes of each token stand in each half of the layer."""
+
+    bits = 1 << 10  # no number is more precise
+
+    def parts(self, shape: Sequence[int]) -> tuple[ArrayPart, ...]:
+        return (ArrayPart(torch.uint8, tuple(shape), 2),)
+
+    def encode(self, layer: torch.Tensor) -> torch.Tensor:
+        assert layer.dtype == torch.uint8, f"opaque KV is bytes, got {layer.dtype}"
+        return layer.contiguous().flatten()
+
+    def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
+        return LayerKV(*arrays[0])
+
+
 CODECS: dict[str, Codec] = {
     "float32": FloatCodec(torch.float32),
     "bfloat16": FloatCodec(torch.bfloat16),
     "float16": FloatCodec(torch.float16),
     "int8": Int8Codec(),
+    "opaque": BytesCodec(),
 }
 
 
@@ -242,8 +261,8 @@ class StoredKV:
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """The codec's arrays (:meth:`Codec.parts`) of all layers and all tokens of the chunk, whatever :attr:`tokens`
-        are: each ``(num_layers, *shape)`` integers of the size of its numbers, in the memory of the store."""
+        """The codec's arrays (:meth:`Codec.parts`) of all layers, cut to the chosen tokens: each ``(num_layers,
+        *shape)`` integers of the size of its numbers, in the memory of the store."""
         frame = self.frame
         views, offset = [], frame.start
         for part in CODECS[self.codec].parts(frame.shape[1:]):
@@ -252,7 +271,8 @@ class StoredKV:
             view: np.ndarray[Any, Any] = np.ndarray(
                 (frame.shape[0], *part.shape), f"i{size}", frame.data, offset, (frame.layer_size, *steps)
             )
-            views.append(view)
+            # one number may hold for all tokens
+            views.append(view[(*(slice(None),) * (part.axis + 1), self.tokens)] if part.shape[part.axis] > 1 else view)
             offset += part.num_bytes
         return views
 
@@ -272,6 +292,11 @@ def part_of(kv: KV, start: int, stop: int) -> KV:
         first = kv.tokens.start or 0
         return StoredKV(kv.frame, slice(first + start, first + stop))
     return kv[:, :, :, start:stop]
+
+
+def bytes_of(kv: KV) -> torch.Tensor:
+    """``(num_bytes,)`` uint8: opaque KV, in the same memory."""
+    return kv.frame.layer_bytes(0) if isinstance(kv, StoredKV) else kv.flatten()
 
 
 def layer_of(kv: KV, number: int, device: torch.device | str) -> LayerKV:

@@ -138,7 +138,7 @@ class Planner:
             self.config,
             method,
             recompute_ratio,
-            lambda: self.parts.head_sets.has_default,
+            lambda: self.parts.default_method,
             self.parts.certificates.confidence,
         )
 

@@ -56,7 +56,10 @@ class Grammars:
     @cached_property
     def _vocabulary(self) -> Any:
         from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
 
+        if hasattr(self._tokenizer, "special_token_ids"):  # it is no tokenizer of transformers
+            return LLTokenizer(TokenizerWrapper(self._tokenizer), eos_token=self._eos_ids)
         backend = copy.deepcopy(getattr(self._tokenizer, "backend_tokenizer", None))
         if backend is None:
             raise ConfigurationError(

@@ -21,7 +21,6 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...store import KV, join, layer_of
-from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
 from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
@@ -233,7 +232,9 @@ class ModelRuntime(TextModel):
             if one_layer and not self._offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(device, layer)
             layers.append(layer)
-        return FusedCache(layers=layers)
+        cache = FusedCache(layers=layers)
+        cache.token_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * self.num_layers
+        return cache
 
     def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
@@ -390,18 +391,6 @@ class ModelRuntime(TextModel):
                 **cache_argument(self.model, cache),
             )
         return cache, output.logits[0, -1]
-
-    def prefill_from(
-        self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
-    ) -> tuple[FusedCache, torch.Tensor]:
-        start = match.num_tokens
-        with clock.phase("assemble"):
-            cache = self.begin(match, capacity)
-        with clock.phase("recompute"):
-            logits = self.extend(cache, ids[start:], start)
-            assert logits is not None
-            wait_for(logits)
-        return cache, logits
 
     def begin(self, match: Match, capacity: int) -> FusedCache:
         cache = self.new_cache(capacity)

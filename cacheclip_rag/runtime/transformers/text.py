@@ -15,7 +15,6 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
@@ -24,7 +23,7 @@ from .chat_template import counted
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
-__all__ = ["TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
+__all__ = ["ChatText", "TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
 
 _MOST_STEPS, _MOST_STEPS_OF_EACH = 300_000, 1_000
 """Of a chat template, and more for each message and tool: loops over messages in a loop over messages are usual."""
@@ -75,106 +74,9 @@ def check_process(name: str, loaded_in: int) -> None:
         )
 
 
-class TextModel(Runtime):
-    """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
-
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
-        self._model = model.eval()
-        self._process = os.getpid()
-        self.tokenizer = tokenizer
-        self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
-        self.can_constrain: bool = self.has_offsets
-        self.name = name
-        self.eos_ids: frozenset[int] = self._find_eos_ids()
-        self.text_tokenizer, control = (
-            text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else (tokenizer, frozenset())
-        )
-        """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
-        self._control_ids = sorted(control)
-        self.marks_reasoning: bool = not _REASONING.isdisjoint(self._call_markers.values())
-
-    @property
-    def model(self) -> Any:
-        """The transformers model. Every pass gets it here, so a pass that would hang is refused here."""
-        check_process(self.name, self._process)
-        return self._model
-
-    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
-        """Token ids of ``text``, with no special tokens added.
-
-        ``control`` is False for anything that a user or a document wrote. The name of a control token such as
-        ``<|im_end|>`` or ``<tool_call>`` then stays ordinary text, so that a document cannot close its turn.
-        """
-        check_encodable(text)
-        encoded = (self.tokenizer if control else self.text_tokenizer)(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=self.has_offsets,
-            split_special_tokens=not (control or self.has_offsets),  # a fast text tokenizer has none
-            verbose=False,
-        )
-        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
-
-    def tokenize_prompt(self, pieces: Sequence[tuple[str, bool]]) -> TokenizedText:
-        """The ids that transformers gives the whole text. If text of users or documents would yield a control token so,
-        it is tokenised apart from the control text."""
-        if not self.has_offsets or all(control for _, control in pieces) or not any(control for _, control in pieces):
-            return super().tokenize_prompt(pieces)
-        tokens = self.tokenize("".join(text for text, _ in pieces), control=True)
-        edges = np.cumsum([0, *(len(text) for text, _ in pieces)])
-        users = [(a, b) for a, b, (_, control) in zip(edges, edges[1:], pieces, strict=False) if not control and b > a]
-        first, last = np.array(users, dtype=np.int64).reshape(-1, 2).T
-        ids, offsets = tokens.columns
-        start, stop = offsets[np.isin(ids, self._control_ids)].T
-        # the first text of a user that ends after a control token's beginning; a sentinel after them all
-        next_first = np.append(first, edges[-1] + 1)[np.searchsorted(last, start, side="right")]
-        return super().tokenize_prompt(pieces) if (next_first < stop).any() else tokens
-
-    def least_tokens(self, text: str) -> int:
-        return self._least_tokens(text) if self._least_tokens is not None else 0
-
-    @cached_property
-    def _least_tokens(self) -> LeastTokens | None:
-        return LeastTokens.of(self.text_tokenizer) if self.has_offsets else None
-
-    @cached_property
-    def opening(self) -> str:  # type: ignore[override]
-        """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
-        ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
-        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
-        return "".join(self.tokenizer.convert_ids_to_tokens(leading))
-
-    @cached_property
-    def tokenizer_sha256(self) -> str:  # type: ignore[override]
-        """SHA-256 of the tokenizer and its chat template."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
-        template = getattr(self.tokenizer, "chat_template", None)
-        return hashlib.sha256(f"{definition}\0{template}".encode("utf-8", "surrogatepass")).hexdigest()
-
-    def decode_ids(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-    def decode_calls(self, ids: Sequence[int]) -> str:
-        markers = self._call_markers
-        if not markers:
-            return self.decode_ids(ids)
-        runs = groupby(ids, key=lambda token: markers.get(token))
-        return "".join(marker * len(list(run)) if marker else self.decode_ids(list(run)) for marker, run in runs)
-
-    @cached_property
-    def _call_markers(self) -> dict[int, str]:
-        """Special tokens that mark calls of tools and reasoning."""
-        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return {number: text for number, text in special.items() if text in CALL_MARKERS or text in _REASONING}
-
-    def constrain(self, json_schema: str) -> SchemaConstraint:
-        return self._grammars.constraint(json_schema)
-
-    @cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.eos_ids, self.name)
+class ChatText(Runtime):
+    """Renders messages by the chat template of :attr:`tokenizer`, which may be no tokenizer of transformers, but has
+    its ``chat_template``, ``get_chat_template`` and ``apply_chat_template``."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -223,6 +125,93 @@ class TextModel(Runtime):
             ) from error
         finally:
             _left.reset(token)
+
+
+class TextModel(ChatText):
+    """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
+
+    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+        self._model = model.eval()
+        self._process = os.getpid()
+        self.tokenizer = tokenizer
+        self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
+        self.can_constrain: bool = self.has_offsets
+        self.name = name
+        self.eos_ids: frozenset[int] = self._find_eos_ids()
+        self.text_tokenizer, control = (
+            text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else (tokenizer, frozenset())
+        )
+        """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
+        self.control_ids = sorted(control) if self.has_offsets else None
+        self.marks_reasoning: bool = not _REASONING.isdisjoint(self._call_markers.values())
+
+    @property
+    def model(self) -> Any:
+        """The transformers model. Every pass gets it here, so a pass that would hang is refused here."""
+        check_process(self.name, self._process)
+        return self._model
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        """Token ids of ``text``, with no special tokens added.
+
+        ``control`` is False for anything that a user or a document wrote. The name of a control token such as
+        ``<|im_end|>`` or ``<tool_call>`` then stays ordinary text, so that a document cannot close its turn.
+        """
+        check_encodable(text)
+        encoded = (self.tokenizer if control else self.text_tokenizer)(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=self.has_offsets,
+            split_special_tokens=not (control or self.has_offsets),  # a fast text tokenizer has none
+            verbose=False,
+        )
+        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
+
+    def least_tokens(self, text: str) -> int:
+        return self._least_tokens(text) if self._least_tokens is not None else 0
+
+    @cached_property
+    def _least_tokens(self) -> LeastTokens | None:
+        return LeastTokens.of(self.text_tokenizer) if self.has_offsets else None
+
+    @cached_property
+    def opening(self) -> str:  # type: ignore[override]
+        """Special tokens that the tokenizer puts before any text, as a string: usually one BOS token, or nothing."""
+        ids = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        leading: list[int] = next((ids[:n] for n in range(len(ids)) if ids[n : n + len(plain)] == plain), [])
+        return "".join(self.tokenizer.convert_ids_to_tokens(leading))
+
+    @cached_property
+    def tokenizer_sha256(self) -> str:  # type: ignore[override]
+        """SHA-256 of the tokenizer and its chat template."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        definition = backend.to_str() if backend is not None else repr(sorted(self.tokenizer.get_vocab().items()))
+        template = getattr(self.tokenizer, "chat_template", None)
+        return hashlib.sha256(f"{definition}\0{template}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        markers = self._call_markers
+        if not markers:
+            return self.decode_ids(ids)
+        runs = groupby(ids, key=lambda token: markers.get(token))
+        return "".join(marker * len(list(run)) if marker else self.decode_ids(list(run)) for marker, run in runs)
+
+    @cached_property
+    def _call_markers(self) -> dict[int, str]:
+        """Special tokens that mark calls of tools and reasoning."""
+        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return {number: text for number, text in special.items() if text in CALL_MARKERS or text in _REASONING}
+
+    def constrain(self, json_schema: str) -> SchemaConstraint:
+        return self._grammars.constraint(json_schema)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids, self.name)
 
     def _find_eos_ids(self) -> frozenset[int]:
         """End-of-text and end-of-turn tokens. GGUF conversions often record only one of the two."""

@@ -1,0 +1,317 @@
+"""The KV of many prompts in one context of llama.cpp.
+
+A context has cells; a cell holds the KV of a token for every layer, its position, and the sequences that it belongs to.
+To give a cell to another sequence, or to another position, changes only what is written about it: the keys are rotated
+by llama.cpp itself, for all cells together, when it next computes. Computed tokens must follow the last position of
+their sequence.
+
+Where a model has a sliding window, llama.cpp writes over cells that their own sequence no longer sees, unless they
+belong to another one, too. Here they may still be copied elsewhere, so every token belongs to two sequences then. For
+the same reason, KV is written out in runs that are no longer than the window.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...base.errors import ModelError, UnsupportedModelError
+from .library import library
+from .weights import GgufWeights
+
+__all__ = ["Cells", "Context"]
+
+logger = logging.getLogger(__name__)
+
+_SEQUENCES = 64
+"""Sequences of a context. Each costs a row of logits."""
+_SCRATCH = 0
+"""The sequence in which KV is read and written."""
+_BATCH = 2048
+"""Tokens of one call."""
+_STEP = 1024
+"""A context's cells are a multiple of this."""
+KV_TYPE = "f16"
+"""Type of keys and values."""
+
+
+class Cells:
+    """A sequence of a context: tokens from position 0 on. Its cells are free again once nobody refers to it."""
+
+    def __init__(self, context: Context, ids: tuple[int, ...], room: int) -> None:
+        self.context, self.ids, self.room = context, ids, room
+        self.length = 0
+        """The position of the next token."""
+        self.runs: list[tuple[int, int]] | None = None
+        """Positions that are filled, if those between them are not; None: all up to the last one."""
+        weakref.finalize(self, context.released.append, ids).atexit = False
+
+
+class Context:
+    """One context of a model. It grows when more cells are asked for. Safe to share between threads: one computes at a
+    time."""
+
+    def __init__(self, weights: GgufWeights) -> None:
+        self.released: deque[tuple[int, ...]] = deque()
+        """Sequences that nobody refers to any more. Whatever thread drops the last reference, it waits for nobody."""
+        self._weights = weights
+        self._lock = threading.RLock()
+        self._per_token = 2 if weights.window else 1
+        self._scratch = (_SCRATCH, _SEQUENCES - 1)[: self._per_token]
+        self._free = [tuple(range(n, n + self._per_token)) for n in range(1, _SEQUENCES - 2, self._per_token)]
+        self._live: weakref.WeakSet[Cells] = weakref.WeakSet()
+        self._pointer: Any = None
+        self._num_cells = 0
+        self._shifted = False
+        self._batch = _Batch(self._per_token)
+        self.vocab_size = int(library().llama_vocab_n_tokens(weights.vocabulary))
+
+    # -- cells ----------------------------------------------------------------------------------------------------
+
+    def new(self, room: int) -> Cells:
+        """An empty sequence for which ``room`` cells are free.
+
+        Raises:
+            ModelError: too many prompts at a time, or no memory.
+        """
+        with self._lock:
+            self._collect()
+            if not self._free:
+                raise ModelError(
+                    f"model {self._weights.name!r} holds the KV of {len(self._live)} prompts, and llama.cpp has room "
+                    "for no more. Finish some answers first."
+                )
+            self._make_room(room)
+            cells = Cells(self, self._free.pop(), room)
+            self._live.add(cells)
+            return cells
+
+    def copy(self, source: Cells, target: Cells, start: int, stop: int) -> None:
+        """Let the cells of positions ``[start, stop)`` belong to ``target``, too, whose next position is ``start``."""
+        assert start == target.length, f"position {start} cannot follow {target.length} tokens"
+        with self._lock:
+            for own in target.ids:
+                library().llama_memory_seq_cp(self._memory, source.ids[0], own, start, stop)
+        target.length = stop
+
+    def cut(self, cells: Cells, start: int) -> None:
+        """Drop all positions from ``start`` on."""
+        with self._lock:
+            for own in cells.ids:
+                library().llama_memory_seq_rm(self._memory, own, start, -1)
+        cells.length = min(cells.length, start)
+
+    def dump(self, cells: Cells, start: int, stop: int) -> bytes:
+        """The KV of positions ``[start, stop)`` as llama.cpp writes it, with its positions."""
+        api = library()
+        with self._lock:
+            self._settle()
+            parts = []
+            for first, last in self._runs(start, stop):
+                api.llama_memory_seq_cp(self._memory, cells.ids[0], _SCRATCH, first, last)
+                size = api.llama_state_seq_get_size(self._pointer, _SCRATCH)
+                buffer = (ctypes.c_uint8 * size)()
+                written = api.llama_state_seq_get_data(self._pointer, buffer, size, _SCRATCH)
+                api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+                if written != size:
+                    raise ModelError(f"llama.cpp wrote {written} of {size} bytes of the KV of {last - first} tokens.")
+                parts.append(bytes(buffer))
+            return b"".join(parts)
+
+    def load(self, data: torch.Tensor, num_tokens: int, target: Cells, *, first: int, count: int, at: int) -> bool:
+        """Read what :meth:`dump` wrote of ``num_tokens`` tokens, and let those from ``first`` on, ``count`` of them,
+        belong to ``target`` from position ``at`` on. The keys are rotated when something is next computed.
+
+        Args:
+            data: ``(num_bytes,)`` uint8. Bytes after the KV are ignored.
+
+        Returns:
+            False if llama.cpp cannot read it. The target then has nothing at these positions.
+        """
+        api, taken = library(), 0
+        with self._lock:
+            begin = 0
+            for low, high in self._runs(0, num_tokens):
+                part = data[taken:]
+                pointer = ctypes.cast(part.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+                read = api.llama_state_seq_set_data(self._pointer, pointer, part.numel(), _SCRATCH) if len(part) else 0
+                if low == 0:
+                    begin = api.llama_memory_seq_pos_min(self._memory, _SCRATCH)
+                own = (
+                    api.llama_memory_seq_pos_min(self._memory, _SCRATCH) - begin,
+                    api.llama_memory_seq_pos_max(self._memory, _SCRATCH) - begin + 1,
+                )
+                if not read or own != (low, high):
+                    api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+                    for each in target.ids:
+                        api.llama_memory_seq_rm(self._memory, each, at, at + count)
+                    return False
+                taken += read
+                for start, stop in ((0, first), (first + count, num_tokens)):
+                    if start < stop:
+                        api.llama_memory_seq_rm(self._memory, _SCRATCH, begin + start, begin + stop)
+                shift = at - first - begin
+                if shift:
+                    api.llama_memory_seq_add(self._memory, _SCRATCH, -1, -1, shift)
+                    self._shifted = True
+                for each in target.ids:
+                    api.llama_memory_seq_cp(self._memory, _SCRATCH, each, -1, -1)
+                api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+        target.length = max(target.length, at + count)
+        return True
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        step = self._weights.window or max(1, stop - start)
+        for first in range(start, stop, step):
+            yield first, min(first + step, stop)
+
+    # -- computing ------------------------------------------------------------------------------------------------
+
+    def decode(self, cells: Cells, ids: Sequence[int], *, logits_of: int = 1) -> torch.Tensor | None:
+        """Compute tokens after the last one.
+
+        Args:
+            logits_of: of so many last tokens.
+
+        Returns:
+            ``(logits_of, vocab_size)`` logits; None for none.
+        """
+        found: list[torch.Tensor] = []
+        with self._lock:
+            if cells.length + len(ids) > cells.room:  # an answer that is longer than was said
+                self._make_room(grown := cells.length + len(ids) + _STEP // 4 - cells.room)
+                cells.room += grown
+            self._use_threads()
+            for begin in range(0, len(ids), _BATCH):
+                part = ids[begin : begin + _BATCH]
+                wanted = max(0, min(len(part), logits_of - (len(ids) - begin - len(part))))
+                batch = self._batch.of(part, cells.length, cells.ids, wanted)
+                code = library().llama_decode(self._pointer, batch)
+                if code:
+                    self.cut(cells, cells.length)
+                    raise ModelError(f"llama.cpp could not compute {len(part)} tokens (its code is {code}).")
+                self._shifted = False
+                cells.length += len(part)
+                if wanted:
+                    found.append(self._logits(wanted))
+        return torch.cat(found) if found else None
+
+    def _logits(self, count: int) -> torch.Tensor:
+        get = library().llama_get_logits_ith
+        rows = [np.ctypeslib.as_array(get(self._pointer, n - count), (self.vocab_size,)) for n in range(count)]
+        return torch.from_numpy(np.stack(rows))
+
+    def _use_threads(self) -> None:
+        threads = torch.get_num_threads()
+        if threads != library().llama_n_threads(self._pointer):
+            library().llama_set_n_threads(self._pointer, threads, threads)
+
+    def _settle(self) -> None:
+        """Have keys rotated that wait for it: llama.cpp does so when it computes anything."""
+        if not self._shifted:
+            return
+        code = library().llama_decode(self._pointer, self._batch.of([0], 0, self._scratch, 0))
+        for own in self._scratch:
+            library().llama_memory_seq_rm(self._memory, own, -1, -1)
+        if code:
+            raise ModelError(f"llama.cpp could not rotate the keys of moved KV (its code is {code}).")
+        self._shifted = False
+
+    # -- size -----------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        while self.released:
+            ids = self.released.popleft()
+            for own in ids:
+                library().llama_memory_seq_rm(self._memory, own, -1, -1)
+            self._free.append(ids)
+
+    def _make_room(self, room: int) -> None:
+        self._collect()
+        needed = sum(cells.room for cells in self._live) + room + 1  # one is computed to have keys rotated
+        if needed > self._num_cells:
+            self._grow(-(-needed // _STEP) * _STEP)
+
+    def _grow(self, num_cells: int) -> None:
+        """Make a larger context, and move what is in this one there."""
+        kept = [
+            (cells, start, stop, self.dump(cells, start, stop))
+            for cells in self._live
+            for start, stop in (cells.runs if cells.runs is not None else [(0, cells.length)])
+            if start < stop
+        ]
+        if self._pointer is not None:
+            self._close()
+        self._open(num_cells)
+        for cells, start, stop, data in kept:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
+            assert is_moved, "llama.cpp reads what it has written"
+
+    def _open(self, num_cells: int) -> None:
+        api = library()
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_seq_max = num_cells, _BATCH, _SEQUENCES
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        params.kv_unified = params.swa_full = True
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.type_k = params.type_v = api.GGML_TYPE_F16
+        self._pointer = api.llama_init_from_model(self._weights.pointer, params)
+        if not self._pointer:
+            self._pointer = None
+            raise ModelError(
+                f"llama.cpp could not make a context of {num_cells} tokens for model {self._weights.name!r}: there is "
+                "too little memory, or the model's attention has no fast form. Use a shorter prompt or a smaller model."
+            )
+        self._num_cells = num_cells
+        self._memory = api.llama_get_memory(self._pointer)
+        self._end = weakref.finalize(self, api.llama_free, self._pointer)
+        self._end.atexit = False
+        logger.debug("context of %d tokens for %s", num_cells, self._weights.name)
+        if not api.llama_memory_can_shift(self._memory):
+            raise UnsupportedModelError(
+                f"model {self._weights.name!r} cannot be used: llama.cpp cannot move its KV to other positions."
+            )
+
+    def _close(self) -> None:
+        self._end()
+        self._pointer, self._num_cells = None, 0
+
+
+class _Batch:
+    """The arrays of one call, made once: to fill them token by token would cost more than a small call."""
+
+    def __init__(self, per_token: int) -> None:
+        api = library()
+        self._tokens, self._positions = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.int32)
+        self._counts, self._wanted = np.full(_BATCH, per_token, np.int32), np.zeros(_BATCH, np.int8)
+        self._own = (ctypes.c_int32 * per_token)()
+        row = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_int32))
+        self._sequences = (ctypes.POINTER(ctypes.c_int32) * _BATCH)(*[row] * _BATCH)
+        self._struct = api.llama_batch(
+            0,
+            self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            None,
+            self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            self._sequences,
+            self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def of(self, ids: Sequence[int], position: int, sequences: tuple[int, ...], num_logits: int) -> Any:
+        """A batch of these tokens, from ``position`` on."""
+        count = len(ids)
+        self._tokens[:count] = ids
+        self._positions[:count] = np.arange(position, position + count)
+        self._wanted[:count] = np.arange(count) >= count - num_logits
+        self._own[:] = list(sequences)
+        self._struct.n_tokens = count
+        return self._struct

@@ -1,0 +1,265 @@
+"""The runtime of GGUF files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base import TokenizedText
+from ..transformers.constraint import Grammars, SchemaConstraint
+from ..transformers.text import ChatText, check_encodable, check_process
+from .context import KV_TYPE, Cells, Context
+from .library import library_version
+from .tokenizer import GgufTokenizer
+from .vocabulary import Vocabulary
+from .weights import GgufWeights
+
+if TYPE_CHECKING:
+    from ...base.clock import PhaseClock
+    from ..transformers.continued import ContinuedMatch
+    from ..transformers.prefix_cache import Match
+
+__all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
+
+
+_BLOCK = 16
+"""Tokens of KV that is written out together, for the bytes of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedKV:
+    """Neighbouring tokens of stored KV, and where they stand in a prompt."""
+
+    data: torch.Tensor
+    """``(num_bytes,)`` uint8: the whole KV."""
+    num_tokens: int
+    """Tokens of the whole KV."""
+    first: int
+    """The first of them that is used."""
+    count: int
+    at: int
+    """Its position in the prompt."""
+
+
+class LlamaState:
+    """A prompt, and its answer so far."""
+
+    def __init__(self, cells: Cells, token_bytes: int) -> None:
+        self.cells, self.token_bytes = cells, token_bytes
+
+    def get_seq_length(self) -> int:
+        return self.cells.length
+
+    def position_of(self, slot: int) -> int:
+        return slot
+
+    def blocks(self, first: int, count: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each block its number of tokens, and what llama.cpp writes of them."""
+        for start in range(first * size, (first + count) * size, size):
+            data = self.cells.context.dump(self.cells, start, start + size)
+            yield size, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def write_blocks(self, blocks: Sequence[tuple[int, torch.Tensor]], num_tokens: int) -> None:
+        start = 0
+        for size, data in blocks:
+            count = min(size, num_tokens - start)
+            is_read = self.cells.context.load(data, size, self.cells, first=0, count=count, at=start)
+            assert is_read, "llama.cpp reads what it has written"
+            start += count
+
+
+class LlamaRuntime(ChatText):
+    """One GGUF file in llama.cpp.
+
+    Stored KV is what llama.cpp writes of a sequence, with zeros up to a whole number of bytes a token: ``(1, 2, 1,
+    num_tokens, num_bytes)`` uint8. Tokens are computed in the order of the prompt, because llama.cpp takes no others.
+    That changes nothing: no token depends on a later one.
+    """
+
+    can_score = False
+    can_extend = True
+    can_constrain = True
+    reads_kv = False
+    kv_codec = "opaque"
+    span_tokens = 32
+    rope_pin = "gguf"
+
+    def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
+        """
+        Args:
+            digest: SHA-256 of the file.
+            fuse: :func:`cacheclip_rag.fusion.in_order.fuse_in_order`; None for a runtime that is never asked to fuse.
+
+        Raises:
+            UnsupportedModelError: the model's KV cannot be reused.
+        """
+        weights.check_supported()
+        self.name = name
+        self._weights, self._fuse, self._process = weights, fuse, os.getpid()
+        self._vocabulary = Vocabulary(weights)
+        self.tokenizer = GgufTokenizer(weights, self._vocabulary)
+        version = library_version()
+        self.backend = f"llama.cpp {version}"
+        # with flash attention, as all contexts are
+        self.fingerprint = f"{digest}:llama.cpp-{version}:flash:{KV_TYPE}"
+        self.tokenizer_sha256 = hashlib.sha256(f"gguf {digest}".encode()).hexdigest()
+        self.context_tokens = self.reuse_tokens = weights.context_tokens
+        self.eos_ids = self._vocabulary.eos_ids
+        self.control_ids = self._vocabulary.control_ids
+        self.opening = self._vocabulary.opening
+        self.marks_reasoning = any(text in self._vocabulary.markers.values() for text in ("<think>", "[THINK]"))
+        self.num_layers = int(weights.meta("{}.block_count") or 1)
+        heads = int(weights.meta("{}.attention.head_count") or 1)
+        self.num_kv_heads = int(weights.meta("{}.attention.head_count_kv") or heads)
+        self.head_dim = int(
+            weights.meta("{}.attention.key_length") or int(weights.meta("{}.embedding_length") or heads) // heads
+        )
+        self.dtype, self.device = torch.float16, torch.device("cpu")
+        self._context = Context(weights)
+        self.vocab_size = self._context.vocab_size
+        one, two = (len(self._encoded([0] * count, None)) for count in (1, 2))
+        self._bytes_per_token, self._bytes_per_run = two - one, 2 * one - two
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, control: bool = False) -> TokenizedText:
+        check_encodable(text)
+        return self._vocabulary.tokenize(text, control=control)
+
+    def decode_ids(self, ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(ids)
+
+    def decode_calls(self, ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(ids, keep=self._vocabulary.markers)
+
+    def constrain(self, json_schema: str) -> SchemaConstraint:
+        return self._grammars.constraint(json_schema)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids, self.name)
+
+    # -- KV -----------------------------------------------------------------------------------------------------
+
+    def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
+        return 1, 2, 1, num_tokens, -(-self._kv_bytes(num_tokens) // max(1, 2 * num_tokens))
+
+    def _kv_bytes(self, num_tokens: int) -> int:
+        """Bytes that llama.cpp writes of so many tokens."""
+        window = self._weights.window or max(1, num_tokens)
+        return -(-num_tokens // window) * self._bytes_per_run + num_tokens * self._bytes_per_token
+
+    def _state(self, room: int) -> LlamaState:
+        check_process(self.name, self._process)
+        return LlamaState(self._context.new(room), self._kv_bytes(_BLOCK) // _BLOCK + 1)
+
+    def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        return self.encode_many([ids], context)[0]
+
+    def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        before = None
+        if context is not None and (length := context.shape[3]):
+            before = self._context.new(length)
+            is_read = self._context.load(context.flatten(), length, before, first=0, count=length, at=0)
+            assert is_read, "llama.cpp reads the KV before the chunks, which it has written itself"
+        found = []
+        for ids in chunks:
+            data = self._encoded(ids, before)
+            shape = self.kv_shape(len(ids))
+            kv = torch.zeros(shape, dtype=torch.uint8)
+            kv.view(-1)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            found.append(kv)
+        return found
+
+    def _encoded(self, ids: Sequence[int], before: Cells | None) -> bytes:
+        check_process(self.name, self._process)
+        start = before.length if before is not None else 0
+        cells = self._context.new(start + len(ids))
+        if before is not None:
+            self._context.copy(before, cells, 0, start)
+        self._context.decode(cells, ids, logits_of=0)
+        return self._context.dump(cells, start, start + len(ids))
+
+    def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[LlamaState, torch.Tensor]:
+        state = self._state(max(capacity, len(ids)))
+        logits = self._context.decode(state.cells, ids.tolist())
+        assert logits is not None, "a prompt has a last token"
+        return state, logits[0]
+
+    def begin(self, match: Match, capacity: int) -> LlamaState:
+        state = self._state(max(capacity, match.num_tokens))
+        match.write_to(state)
+        return state
+
+    def extend(
+        self, state: Any, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
+    ) -> torch.Tensor | None:
+        assert start == state.cells.length, f"token {start} cannot follow {state.cells.length} tokens"
+        logits = self._context.decode(state.cells, ids.tolist(), logits_of=logits_to_keep if head else 0)
+        return logits if logits is None or logits_to_keep > 1 else logits[0]
+
+    def cut(self, state: Any, num_tokens: int) -> None:
+        self._context.cut(state.cells, num_tokens)
+
+    def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
+        check_process(self.name, self._process)
+        logits = self._context.decode(state.cells, [token_id])
+        assert logits is not None, "one token was computed"
+        return logits[0]
+
+    # -- fusion -------------------------------------------------------------------------------------------------
+
+    def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+        assert self._fuse is not None, "this runtime was loaded without fuse"
+        check_process(self.name, self._process)
+        return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
+
+    def place(
+        self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
+    ) -> tuple[Cells, list[PlacedKV]]:
+        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.
+
+        Args:
+            match: KV of the prompt's first tokens, of which ``num_cached`` are used.
+        """
+        pieces = list(pieces)
+        before = self._state(match.num_tokens + sum(piece.num_tokens for piece in pieces))
+        held = before.cells
+        if num_cached:
+            match.write_to(before)
+            self._context.cut(held, num_cached)
+        held.runs, unread = [(0, num_cached)], []
+        for piece in pieces:
+            if self._context.load(
+                piece.data, piece.num_tokens, held, first=piece.first, count=piece.count, at=piece.at
+            ):
+                held.runs.append((piece.at, piece.at + piece.count))
+            else:
+                unread.append(piece)
+        return held, unread
+
+    def compute_in_order(
+        self, ids: Sequence[int], held: Cells, runs: Iterable[tuple[int, int]], capacity: int
+    ) -> tuple[LlamaState, torch.Tensor]:
+        """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``.
+
+        Args:
+            runs: neighbouring positions that are computed, the prompt's last one among them.
+
+        Returns:
+            The state, and the logits of the prompt's last token, ``(vocab_size,)``.
+        """
+        state = self._state(max(capacity, len(ids)))
+        logits = None
+        for start, stop in runs:
+            if start > state.cells.length:
+                self._context.copy(held, state.cells, state.cells.length, start)
+            logits = self._context.decode(state.cells, ids[start:stop], logits_of=int(stop == len(ids)))
+        assert logits is not None and state.cells.length == len(ids), "the prompt's last token is computed"
+        return state, logits[0]

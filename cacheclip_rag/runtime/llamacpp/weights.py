@@ -1,0 +1,98 @@
+"""Opens GGUF files, and says which models cannot be run here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from pathlib import Path
+
+from ...base.errors import ModelError, UnsupportedModelError
+from .library import library
+
+__all__ = ["GgufWeights"]
+
+_ROPE_NONE = -1
+_CHUNKED_ATTENTION = ("llama4",)
+"""Architectures whose windows are chunks of positions, in which moved KV would be in another chunk."""
+
+
+class GgufWeights:
+    """The model of one GGUF file, as llama.cpp holds it."""
+
+    def __init__(self, path: Path, name: str, *, device: str = "cpu", vocabulary_only: bool = False) -> None:
+        """
+        Args:
+            device: ``cpu``, or another device for all layers if llama.cpp was built for it.
+            vocabulary_only: loads no weights.
+
+        Raises:
+            ModelError: the file is damaged, or unknown to this version of llama.cpp.
+        """
+        api = library()
+        params = api.llama_model_default_params()
+        params.vocab_only = vocabulary_only
+        params.n_gpu_layers = 0 if device == "cpu" else 1 << 20
+        self.name = name
+        self.pointer = api.llama_model_load_from_file(os.fsencode(path), params)
+        if not self.pointer:
+            raise ModelError(
+                f"model {name!r}: llama.cpp cannot read the GGUF file {path}: it is damaged, cut off, or of an "
+                "architecture that this version does not know. Fetch it again, or update llama-cpp-python."
+            )
+        self._freed = weakref.finalize(self, api.llama_model_free, self.pointer)
+        self._freed.atexit = False  # the process's end frees all; llama.cpp's threads may be gone by then
+        self.vocabulary = api.llama_model_get_vocab(self.pointer)
+
+    def meta(self, key: str) -> str | None:
+        """A value of the file's header as text; None if it has none. ``{}`` in a key is the architecture."""
+        api = library()
+        if "{}" in key:
+            key = key.format(self.meta("general.architecture"))
+        buffer = ctypes.create_string_buffer(1 << 12)
+        length = api.llama_model_meta_val_str(self.pointer, key.encode(), buffer, len(buffer))
+        return None if length < 0 else buffer.value.decode(errors="replace")
+
+    @property
+    def template(self) -> str | None:
+        """The chat template."""
+        found: bytes | None = library().llama_model_chat_template(self.pointer, None)
+        return None if found is None else found.decode(errors="replace")
+
+    @property
+    def context_tokens(self) -> int:
+        """Positions that the model was trained for."""
+        return int(library().llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def window(self) -> int:
+        """Tokens of the sliding window; 0: none."""
+        return max(0, int(library().llama_model_n_swa(self.pointer)))
+
+    def check_supported(self) -> None:
+        """Raise UnsupportedModelError, with the reason, if the model's KV cannot be moved exactly."""
+        why = self._obstacle()
+        if why is not None:
+            raise UnsupportedModelError(
+                f"model {self.name!r} ({self.meta('general.architecture')}) cannot be used: {why}. Choose a model that "
+                "attends to all earlier tokens or to a sliding window, with rotary embeddings."
+            )
+
+    def _obstacle(self) -> str | None:
+        api, model = library(), self.pointer
+        if not api.llama_model_has_decoder(model) or api.llama_model_has_encoder(model):
+            return "it is no decoder of text"
+        if api.llama_model_is_diffusion(model):
+            return "it writes all tokens at once"
+        if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+            return "its state is recurrent, so that the part of one chunk cannot be cut out and moved"
+        kind = api.llama_model_rope_type(model)
+        if kind == _ROPE_NONE:
+            return "its KV depends on positions in another way than by rotation, so that it cannot be moved"
+        if kind not in (api.LLAMA_ROPE_TYPE_NORM, api.LLAMA_ROPE_TYPE_NEOX):
+            return "its positions have several dimensions (M-RoPE), and llama.cpp cannot shift those"
+        if self.meta("{}.rope.scaling.attn_factor") is not None and self.meta("{}.rope.scaling.type") != "yarn":
+            return "its rotary frequencies change with the size of the context (LongRoPE)"
+        if self.meta("general.architecture") in _CHUNKED_ATTENTION:
+            return "it attends within chunks of positions, so that moved KV would be in another one"
+        return None
