@@ -22,7 +22,7 @@ from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
 from ..methods.base import Method
-from ..plan.plan import Plan
+from ..plan.plan import ROWS_FOR_EXACT_KV, Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
 from ..prompt.segments import Segment, as_segments, given_texts
@@ -40,10 +40,6 @@ from .verification import Verification
 from .writer import ChunkWriter
 
 __all__ = ["Answering"]
-
-_ROWS_FOR_EXACT_KV = 64
-"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
-over a single row: the weights are read once."""
 
 
 class _ReadPrompt(NamedTuple):
@@ -220,9 +216,9 @@ def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
     ``continued`` ones, of which those after ``known`` are approximate. Exact KV is worth a few rows."""
     plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
     shorter = plan.computed_after(known, continued) if continued > known else fused
-    if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
+    if plain < fused and plain <= shorter + ROWS_FOR_EXACT_KV:
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
-    return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)
+    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
 
 
 def _verification(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

@@ -78,21 +78,18 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
     chosen, _ = choose_ahead(runtime, plan, sources, clock=clock)
     rows = choose_rows(layout, plan.reused, chosen.items())
-    pieces = [
+    pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
-    ]
+    )
     computed = rows.tolist()
-    if layout.num_prefix:
-        prefix = sources.prefix
-        if prefix.holds_prefix:
-            pieces.insert(0, StoredPiece(0, prefix.prefix_key, 0, layout.num_prefix))
-        else:
-            computed = [*range(layout.num_prefix), *computed]
+    # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
+    # from sharing its own with everyone
+    computed = [*range(layout.num_prefix), *computed]
     end = pieces[-1].stop
     return FusionPlan(
         token_ids=layout.token_ids,
-        pieces=tuple(pieces),
+        pieces=pieces,
         computed=runs_of([row for row in computed if row < end]),
         chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
         correction=method.mean_change,

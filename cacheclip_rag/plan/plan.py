@@ -16,6 +16,10 @@ FOLLOW_UP_SHARE = 0.5
 """Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
 the tokens that no question has recomputed yet."""
 
+ROWS_FOR_EXACT_KV = 64
+"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
+over a single row: the weights are read once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:

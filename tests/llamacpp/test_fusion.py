@@ -223,9 +223,7 @@ class TestContext:
         assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
 
 
-def test_without_the_library_the_command_is_named(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_the_command_is_named(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     unload_models()
     library.library.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
@@ -234,4 +232,3 @@ def test_without_the_library_the_command_is_named(
             CacheClipEngine(primary=str(files["qwen2"]), auxiliary=None, method="full").generate("Who?")
     finally:
         library.library.cache_clear()
-
