@@ -77,20 +77,10 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
-    command = [sys.executable, "-P", "-c", "from cacheclip_rag.cli import main; main()", "serve", "--store", str(store)]
-    command += [
-        "--primary",
-        args.primary,
-        "--auxiliary",
-        args.primary,
-        "--dtype",
-        args.dtype,
-        "--method",
-        args.method,
-        "--port",
-        "0",
-        "--json",
-    ]
+    command = [sys.executable, "-P", "-c", "import cacheclip_rag.cli as cli; cli.main()", "serve", "--json"]
+    models = {"primary": args.primary, "auxiliary": args.primary, "dtype": args.dtype, "method": args.method}
+    for name, value in {**models, "store": str(store), "port": "0"}.items():
+        command += [f"--{name}", value]
     environment = {**os.environ, "PYTHONPATH": str(args.tree)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
