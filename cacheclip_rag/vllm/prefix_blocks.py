@@ -108,7 +108,12 @@ class PrefixBlocks:
     def see(self, request: Any, num_tokens: int) -> None:
         """Note of how many tokens vLLM found the KV, before the request has blocks."""
         salted = self._salted.get(request.request_id)
-        if salted is None or salted.is_placed:
+        if salted is None:
+            return
+        first = max(salted.plan.num_exact, num_tokens) // self._block_size
+        if first < salted.first:  # exact blocks that it had are gone: the plan makes approximate KV in their place
+            salted.first = salt(request, salted.plan.lineage, first, self._key)
+        if salted.is_placed:
             return
         salted.continued = Continued()
         last = num_tokens // self._block_size

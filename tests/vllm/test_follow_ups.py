@@ -232,6 +232,30 @@ class TestNeverInAnExactCache:
             assert plain.num_cached_tokens in (0, len(found.prompt_token_ids) // BLOCK * BLOCK)
             assert [ids(plain)] == setting.expected([rag("Who?")], "full")
 
+    @pytest.mark.parametrize("is_preempted", [False, True])
+    def test_exact_kv_that_is_gone_before_it_is_used(
+        self, fused: FusedLLM, setting: Setting, is_preempted: bool
+    ) -> None:
+        """The plan makes the KV of its blocks then, under hashes of the request's own. Gone while the request waits, or
+        after a preemption."""
+        asked = rag("Where?")
+        outputs(fused, [rag("Who?", CHUNKS[:1])], "full")
+        planned = fused.planner.plan(asked, method="direct")
+        llm = fused.llm.llm_engine
+        scheduler = llm.engine_core.engine_core.scheduler
+        llm.add_request("fused", {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
+        if is_preempted:
+            llm.step()
+            assert scheduler.running
+        assert fused.llm.reset_prefix_cache(reset_running_requests=is_preempted)
+        found = []
+        while llm.has_unfinished_requests():
+            found += [each for each in llm.step() if each.finished]
+        assert told(found[0])["outcome"] == "fused"
+        if not is_preempted:  # its first token comes from exact KV of the first chunk
+            assert [ids(each) for each in found] == setting.expected([asked], "direct")
+        assert ask(fused, [asked], "full") == setting.expected([asked], "full")
+
     def test_a_plain_request_beside_a_failed_load(
         self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
