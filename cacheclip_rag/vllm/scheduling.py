@@ -64,6 +64,11 @@ class RequestLoads:
         """What a request's output says of it, if nothing else becomes of it."""
         self._outcomes[request_id] = {"outcome": outcome, "reason": reason}
 
+    def leave(self, request_id: str, outcome: str, reason: str) -> None:
+        """Leave a request that was kept to plain prefill."""
+        del self._ready[request_id]
+        self.tell(request_id, outcome, reason)
+
     def matched(self, request_id: str, num_computed_tokens: int) -> int:
         """Tokens beyond vLLM's own prefix cache whose KV can be made."""
         ready = self._ready.get(request_id)

@@ -127,6 +127,15 @@ class TestExactFirst:
         again = rows.ask(rag("Where?"), "direct")
         assert told(again)["continued_tokens"] > 0 and rows.rows < 2 * BLOCK
 
+    def test_exact_kv_that_comes_while_a_request_waits(self, fused: FusedLLM, setting: Setting) -> None:
+        """Both arrive over an empty cache. The plain one is scheduled first."""
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        prompt = {"prompt_token_ids": list(planned.token_ids)}
+        first, second = fused.llm.generate([prompt] * 2, [sampling(), sampling(planned.fusion)], use_tqdm=False)
+        assert told(second) == {"outcome": "exact", "reason": EXACT}
+        assert [ids(first), ids(second)] == setting.expected(PROMPTS[:1], "full") * 2
+        assert second.num_cached_tokens == len(planned.token_ids) // BLOCK * BLOCK
+
     def test_kv_that_the_same_step_computes(self, fused: FusedLLM, setting: Setting) -> None:
         """A load comes before it: the fused request waits for the next step."""
         planned = [fused.planner.plan(each, method="cacheclip") for each in PROMPTS]
