@@ -215,7 +215,7 @@ def untested(vllm_config: Any) -> list[str]:
     dtype = str(vllm_config.cache_config.cache_dtype)
     on = {
         "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
-        "speculative decoding": draft is not None,
+        f"speculative decoding by {draft and draft.method}": draft is not None and draft.method != "ngram",
         "sleep mode": model.enable_sleep_mode,
         f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),
         "a device other than a CPU": vllm_config.device_config.device_type != "cpu",

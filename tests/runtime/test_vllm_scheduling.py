@@ -104,7 +104,7 @@ class TestEngine:
         ("part", "changed", "what"),
         [
             ("whole", {"use_v2_model_runner": True}, "V2 model runner"),
-            ("", {"draft": "ngram"}, "speculative decoding"),
+            ("", {"draft": "suffix"}, "speculative decoding by suffix"),
             ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
             ("cache_config", {"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head"),
             ("device_config", {"device_type": "cuda"}, "device"),
