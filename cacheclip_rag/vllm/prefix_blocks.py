@@ -190,7 +190,7 @@ class PrefixBlocks:
         return salted.plan.first_stale(max(start, salted.first * self._block_size))
 
 
-def salt(request: Any, name: str, first: int, key: bytes = b"") -> int:
+def salt(request: Any, name: str, first: int, key: bytes) -> int:
     """Give a request's tokens from a block on hashes of their own in vLLM's prefix cache, whatever the client sent.
 
     Args:
