@@ -84,11 +84,9 @@ class Answering:
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
             text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
-        turns, cleared = turns_of(runtime), sources.prefix_cache.cleared
+            clock, turns, cleared = PhaseClock(), turns_of(runtime), sources.prefix_cache.cleared
+            read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.answer():
-            clock = PhaseClock()
-            with waiting_at_most(ANSWER_WAIT_S):
-                read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
             with turns.prompt():  # until the first text is there: most first tokens have one
                 with waiting_at_most(ANSWER_WAIT_S):
                     plan, prefilled = self._prefill(request, read, sources, clock, self.observers)

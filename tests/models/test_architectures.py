@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.base.errors import UnsupportedModelError
+from cacheclip_rag.base.errors import MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
@@ -116,9 +117,12 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
             check_supported(config, "m")
 
-    def test_gguf_file(self, tmp_path: Path) -> None:
+    def test_damaged_gguf_file(self, tmp_path: Path) -> None:
+        """Also where llama.cpp is not installed, which is said first."""
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        with pytest.raises(UnsupportedModelError, match=r"GGUF.*transformers folder"):
+        is_installed = importlib.util.find_spec("llama_cpp") is not None
+        kind, message = (ModelError, "is damaged") if is_installed else (MissingExtraError, r"\[llama-cpp\]")
+        with pytest.raises(kind, match=message):
             load_model(str(tmp_path / "model.gguf"))
 
     def test_attention_in_both_directions(self) -> None:
