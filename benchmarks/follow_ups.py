@@ -3,12 +3,13 @@
     python benchmarks/follow_ups.py --dataset xquad_en.jsonl.gz,2wikimqa.jsonl.gz --limit 50 --turns 3 --log FILE
 
 Questions of a data set that have the same chunks make one conversation; where none have, the chunks of ``--turns``
-neighbouring records are put together, and each record asks its question. Every question is answered in four ways:
+neighbouring records are put together, and each record asks its question. Every question is answered in five ways:
 
     full       ordinary prefill, nothing kept
     prefix     ordinary prefill after the exact KV of the questions before
     fresh      the method, nothing kept
     continued  the method after its own KV of the questions before
+    idle       the same with finish="idle": after each answer the reader takes a while, and nothing else is asked
 
 Prints per turn gold F1, contained answers, equal answers and first tokens (with full's) and times to the first token.
 Conversations in the log are not asked again.
@@ -37,7 +38,7 @@ from cacheclip_rag.methods import preset
 INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )
-WAYS = ("full", "prefix", "fresh", "continued")
+WAYS = ("full", "prefix", "fresh", "continued", "idle")
 
 
 def conversations(records: Sequence[Record], turns: int) -> Iterator[list[Record]]:
@@ -59,7 +60,7 @@ def answers(engine: CacheClipEngine, records: Sequence[Record], method: Any) -> 
     """Every question's answer in every way."""
     asked = [ask(engine, record) for record in records]
     engine.precompute(asked[0].chunks)
-    methods = {"full": preset("full"), "prefix": preset("prefix"), "fresh": method, "continued": method}
+    methods = {"full": preset("full"), "prefix": preset("prefix"), "fresh": method, "continued": method, "idle": method}
     found: dict[str, list[dict[str, Any]]] = {}
     for way in WAYS:
         engine.prefixes.clear()
@@ -68,7 +69,9 @@ def answers(engine: CacheClipEngine, records: Sequence[Record], method: Any) -> 
             if way in ("full", "fresh"):
                 engine.prefixes.clear()
             question, params = each.record.question, SamplingParams(max_tokens=each.max_tokens)
-            answer = engine.generate(each.segments, params, method=methods[way], question=question)
+            finish = "idle" if way == "idle" else "none"
+            answer = engine.generate(each.segments, params, method=methods[way], question=question, finish=finish)
+            engine.wait_for_observers(600.0)
             found[way].append(
                 {
                     "text": answer.text,
@@ -101,10 +104,10 @@ def table(items: Sequence[dict[str, list[dict[str, Any]]]], turns: int) -> Itera
                 f"{turn + 1:4}  {way:9}  {mean['f1']:.3f}  {mean['contains']:7.0%}  {equal:6.0%}  {first:10.0%}"
                 f"  {mean['computed']:8.0f}  {seconds:15.2f} s  {seconds / exact:11.2f}"
             )
-    for score in ("f1", "contains"):
-        later = [(item["continued"][turn], item["fresh"][turn]) for item in items for turn in range(1, turns)]
-        continued, fresh = ([row[score] for row in rows] for rows in zip(*later, strict=True))
-        yield f"{score} of continued over fresh, later turns, with its 95 % interval: {paired_ratio(continued, fresh)}"
+    for way, score in itertools.product(("continued", "idle"), ("f1", "contains")):
+        later = [(item[way][turn], item["fresh"][turn]) for item in items for turn in range(1, turns)]
+        own, fresh = ([row[score] for row in rows] for rows in zip(*later, strict=True))
+        yield f"{score} of {way} over fresh, later turns, with its 95 % interval: {paired_ratio(own, fresh)}"
 
 
 def main() -> None:

@@ -99,9 +99,10 @@ class EngineConfig:
     """True: refuse to reuse chunks without a certificate (``cacheclip certify``) for these models, method and ratio.
     False: warn once."""
     finish: str = "none"
-    """What becomes of an answer from approximate KV: ``none`` leaves it as it is; ``verify`` completes the exact KV
-    while the answer is decoded, and states in the statistics how many tokens full prefill would choose too; ``revise``
-    also corrects a greedy answer from the first token that differs. The exact KV goes into the prefix cache."""
+    """What becomes of an answer from approximate KV: ``none`` leaves it as it is; ``idle`` too, but completes the exact
+    KV afterwards, while no answer is under way; ``verify`` completes it while the answer is decoded, and states in the
+    statistics how many tokens full prefill would choose too; ``revise`` also corrects a greedy answer from the first
+    token that differs. The exact KV goes into the prefix cache, where the next question finds it."""
     shadow_rate: float = 0.0
     """Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread. Results go
     to metrics and log. Each comparison costs a full prefill. Answers that ``finish`` verifies are always compared, at

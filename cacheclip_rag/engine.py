@@ -264,6 +264,7 @@ class CacheClipEngine:
         """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`."""
         for observer in self.observers:
             observer.close()
+        self._answering.completion.close()
         self.parts.close()
 
     def unload(self) -> None:
@@ -273,8 +274,10 @@ class CacheClipEngine:
         self.parts.unload()
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
-        """Wait for the observers' background work; False after ``timeout_s`` seconds."""
-        return all([observer.wait(timeout_s) for observer in self.observers])
+        """Wait for background work: that of the observers, and of ``finish="idle"``; False after ``timeout_s``
+        seconds."""
+        waits = [*(observer.wait for observer in self.observers), self._answering.completion.wait]
+        return all([wait(timeout_s) for wait in waits])
 
     # -- answers ----------------------------------------------------------------------------------------------------
 

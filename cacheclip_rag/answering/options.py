@@ -54,8 +54,8 @@ class CallOptions:
     """Variables of the chat template, such as ``{"enable_thinking": False}``. Templates ignore those they do not know.
     Segments are not changed."""
     finish: str | None = None
-    """``none``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may withdraw text
-    (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
+    """``none``, ``idle``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may
+    withdraw text (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
     trace: bool = False
     """Whether scores, recomputed tokens and seconds per layer are recorded in the answer's ``trace``."""
 
@@ -74,7 +74,7 @@ class CallOptions:
     @property
     def finishes(self) -> bool:
         """Whether the answer is verified by full prefill."""
-        return self.finish not in (None, "none")
+        return self.finish in ("verify", "revise")
 
     @property
     def auto_ratio(self) -> bool:

@@ -8,7 +8,7 @@ After the answer, missing chunks are stored. Several requests take turns (:mod:`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from ..plan.sources import Sources
 from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
 from .calls import parameters_of, read_calls
+from .completion import IdleCompletion
 from .decoding import decode
 from .gate import Gate
 from .options import Request
@@ -61,6 +62,7 @@ class Answering:
     parts: Parts
     writer: ChunkWriter
     observers: Sequence[Observer]
+    completion: IdleCompletion = field(default_factory=IdleCompletion)
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Stream the answer; the last event carries the whole answer.
@@ -85,39 +87,46 @@ class Answering:
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
             text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
-            clock, turns = PhaseClock(), turns_of(runtime)
-            read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
-        with turns.prompt():  # until the first text is there: most first tokens have one
+        turns, cleared = turns_of(runtime), sources.prefix_cache.cleared
+        with turns.answer():
+            clock = PhaseClock()
             with waiting_at_most(ANSWER_WAIT_S):
-                plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
-            verification = _verification(request, plan.method, sources, prefilled)
-            # finish completes the exact KV in any case, so that it needs no gate
-            beside = (
-                verification
-                if verification is None or options.finishes
-                else Gate(verification, plan.method.min_confidence)
-            )
-            logits, missing = prefilled.logits, prefilled.missing
-            events = decode(
-                runtime,
-                prefilled,
-                options.params,
-                beside=beside,
-                turn=turns.token,
-                constraint=constraint,
-                text_of=text_of,
-            )
-            del prefilled  # decoding drops its KV once it goes on from the exact KV
-            events = chain((next(events),), events)
-        for event in events:
-            if event.answer is not None:
-                verified = None if verification is None else verification.result
-                answered = ObservedAnswer(plan, event.answer, options.params, logits, verified)
-                for observer in self.observers:
-                    observer.on_answer(answered)
-            yield event
-        if missing or self.writer.late:
-            self.writer.store_missing(missing, options.documents, sources.primary.context)
+                read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
+            with turns.prompt():  # until the first text is there: most first tokens have one
+                with waiting_at_most(ANSWER_WAIT_S):
+                    plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
+                verification = _verification(request, plan.method, sources, prefilled)
+                # finish completes the exact KV in any case, so that it needs no gate
+                beside = (
+                    verification
+                    if verification is None or options.finishes
+                    else Gate(verification, plan.method.min_confidence)
+                )
+                logits, missing = prefilled.logits, prefilled.missing
+                completes = options.finish == "idle" and not prefilled.is_exact and sources.shares_prefixes(plan)
+                events = decode(
+                    runtime,
+                    prefilled,
+                    options.params,
+                    beside=beside,
+                    turn=turns.token,
+                    constraint=constraint,
+                    text_of=text_of,
+                )
+                del prefilled  # decoding drops its KV once it goes on from the exact KV
+                events = chain((next(events),), events)
+            for event in events:
+                if event.answer is not None:
+                    verified = None if verification is None else verification.result
+                    answered = ObservedAnswer(plan, event.answer, options.params, logits, verified)
+                    for observer in self.observers:
+                        observer.on_answer(answered)
+                    if completes:
+                        ids = [*plan.layout.token_ids, *event.answer.token_ids]
+                        self.completion.add(runtime, sources.prefix_cache, ids, cleared)
+                yield event
+            if missing or self.writer.late:
+                self.writer.store_missing(missing, options.documents, sources.primary.context)
 
     def plan(
         self,

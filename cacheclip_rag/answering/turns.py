@@ -7,7 +7,8 @@ prompts every answer that waits gets one: no stream of questions can stop an ans
 by more than the time of one token. Tokens of several answers are computed side by side.
 
 A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
-question whose caller leaves while it waits leaves the queue (:class:`Waiter`).
+question whose caller leaves while it waits leaves the queue (:class:`Waiter`). Work that nobody waits for goes on in
+short turns while no answer is under way.
 
 Turns belong to a loaded model: engines that share its weights (of several tenants, for instance) share one queue.
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._answers = 0
+        """Answers under way, from the question to the last token."""
         self._prompts: deque[object] = deque()
         """Prompts that wait, in the order of their arrival; the running one first."""
         self._is_running = False
@@ -105,6 +108,33 @@ class Turns:
         """Tokens that waited for a prompt, and go before the next one."""
         self._own = _OfThread()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way, and nothing is computed in a turn."""
+        return not (self._answers or self._prompts or self._tokens)
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        """Within the block an answer is under way, so that :meth:`idle` waits."""
+        with self._changed:
+            self._answers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The turn of a short computation that nobody waits for: waits until the model is idle. A prompt that comes
+        waits for its end, as for that of a token."""
+        with ExitStack() as stack:
+            with self._changed:
+                self._wait_until(lambda: self.is_idle)
+                stack.enter_context(self.token())  # does not wait: there is no prompt
+            yield
+
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """The turn of a prompt: waits for all prompts that came before, and for tokens that are being computed."""
@@ -115,16 +145,17 @@ class Turns:
         with self._changed:
             self._prompts.append(ticket)
             try:
-                self._wait_for_turn(ticket)
+                self._wait_until(lambda: self._is_next(ticket))
             except BaseException:
                 self._prompts.remove(ticket)
                 self._changed.notify_all()
                 raise
             self._is_running = True
+        self._own.has_turn = True
         try:
-            with self._taken():
-                yield
+            yield
         finally:
+            self._own.has_turn = False
             with self._changed:
                 self._prompts.popleft()
                 self._is_running = False
@@ -143,30 +174,22 @@ class Turns:
             if self._prompts:
                 self._wait_for_one_prompt()
             self._tokens += 1
-        try:
-            with self._taken():
-                yield
-        finally:
-            with self._changed:
-                self._tokens -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Mark this thread as having a turn."""
         self._own.has_turn = True
         try:
             yield
         finally:
             self._own.has_turn = False
+            with self._changed:
+                self._tokens -= 1
+                self._changed.notify_all()
 
-    def _wait_for_turn(self, ticket: object) -> None:
+    def _wait_until(self, has_come: Callable[[], bool]) -> None:
         caller = CALLER.get()
         if caller is None:
-            self._changed.wait_for(lambda: self._is_next(ticket))
+            self._changed.wait_for(has_come)
             return
         with caller.waiting(self._changed):
-            self._changed.wait_for(lambda: caller.has_left or self._is_next(ticket))
+            self._changed.wait_for(lambda: caller.has_left or has_come())
         caller.check()
 
     def _is_next(self, ticket: object) -> bool:

@@ -12,8 +12,9 @@ from .errors import ConfigurationError
 
 __all__ = ["FINISH_MODES", "GREEDY_BELOW", "SamplingParams", "is_greedy"]
 
-FINISH_MODES = ("none", "verify", "revise")
-"""What becomes of an approximate answer: left as it is, verified by full prefill, or corrected by it."""
+FINISH_MODES = ("none", "idle", "verify", "revise")
+"""What becomes of an approximate answer: left as it is (with ``idle``, its exact KV is completed afterwards), verified
+by full prefill, or corrected by it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,10 @@ def evaluate(
         typer.Option(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
             "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
-            "'full-again' is full prefill with its sums in another order: what rounding alone changes."
+            "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
+            "'full-reordered' with its chunks in another order."
         ),
-    ] = "full,direct,anchored,cacheclip",
+    ] = "full,full-again,full-reordered,direct,anchored,cacheclip",
     variants: VariantsOption = None,
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, of variants too.")] = "0.2",
     limit: Annotated[

@@ -32,10 +32,12 @@ from ..methods.recompute import Recompute
 from ..methods.settings import vary
 from ..selection.scorers import Oracle, Random
 
-__all__ = ["AGAIN", "ORACLE", "RANDOM", "method_named", "read_variants"]
+__all__ = ["AGAIN", "ORACLE", "RANDOM", "REORDERED", "method_named", "read_variants"]
 
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""
+REORDERED = "full-reordered"
+"""Full prefill with its chunks in another order: how much the answer depends on what a retriever decides by a hair."""
 RANDOM = Recompute(Random(), name="random")
 """Random spans: the effect of the budget alone."""
 ORACLE = Recompute(Oracle(), name="oracle")
@@ -43,7 +45,7 @@ ORACLE = Recompute(Oracle(), name="oracle")
 
 _PRESET = "preset"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, "all")
+_TAKEN = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, REORDERED, "all")
 
 
 def read_variants(path: Path | str | None, ratio: float | None = None) -> dict[str, Method]:

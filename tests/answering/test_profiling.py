@@ -87,7 +87,7 @@ def test_a_prompt_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch, ma
     count = len(hashed)
     plan = engine.plan(rag_prompt(CHUNKS), max_ttft_s=max_ttft_s)
     assert plan.prediction is not None and (plan.bypass is None) == (max_ttft_s is None)
-    assert count == (plan.layout.num_tokens - 1) // engine.prefixes._block_tokens > 3
+    assert count == (plan.layout.num_tokens - 1) // engine.prefixes.block_tokens > 3
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"method": "epic"}, {"chunk_context": "passages"}])

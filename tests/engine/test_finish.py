@@ -331,9 +331,9 @@ class TestVerify:
 
     @pytest.mark.parametrize("finish", ["always", "", True, 1])
     def test_senseless_settings(self, finishing: Make, finish: Any) -> None:
-        with pytest.raises(ConfigurationError, match="finish must be one of none, verify, revise"):
+        with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
             CacheClipEngine(finish=finish)
-        with pytest.raises(ConfigurationError, match="finish must be one of none, verify, revise"):
+        with pytest.raises(ConfigurationError, match="finish must be one of none, idle, verify, revise"):
             finishing().generate(PROMPT, SHORT, finish=finish)
 
     def test_exact_answers_are_not_verified(self, finishing: Make) -> None:

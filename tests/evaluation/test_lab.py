@@ -127,6 +127,23 @@ class TestRun:
         full = {item.id: item.answer for item in comparison.items if item.label == "full"}
         assert {item.id: item.answer for item in comparison.items if item.label == "full-again"} == full
 
+    def test_full_prefill_reordered_reads_the_same_chunks_in_another_order(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read: list[list[str]] = []
+        prefill = CacheClipEngine.prefill
+
+        def noting(engine: CacheClipEngine, prompt: Any, **options: Any) -> Any:
+            read.append([segment.text for segment in prompt])
+            return prefill(engine, prompt, **options)
+
+        monkeypatch.setattr(CacheClipEngine, "prefill", noting)
+        comparison = lab(config, methods=["full-reordered"]).run()
+        for full, other in zip(read[::2], read[1::2], strict=True):
+            assert full != other and sorted(full) == sorted(other) and full[-1] == other[-1]
+        assert {item.fallback for item in comparison.items} == {None}
+        assert summarise(comparison)["methods"]["full-reordered"]["kl_to_full"] > 1e-4
+
     def test_every_method_there_is(self, config: EngineConfig) -> None:
         planned = planned_runs(["all"], [0.2], config)
         comparison = Lab("tiny", RECORDS[:1], config, planned).run()
@@ -808,7 +825,7 @@ class TestCommand:
             (["--ruler", "niah_single_2", "--settings", "bleu.toml"], "metric must be one of"),
             (
                 ["--ruler", "niah_single_1", "--against", "ape"],
-                "--against must be one of full, direct, anchored@0.2, cacheclip@0.2",
+                "--against must be one of full, full-again, full-reordered, direct, anchored@0.2, cacheclip@0.2",
             ),
             (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
             (["--ruler", "niah_single_1", "--half", "dev"], "--half divides the questions of files"),

@@ -115,6 +115,42 @@ class TestSummary:
         assert clip["speedup_vs_full"] == 2.0
         assert (full["speedup_vs_full"], full["difference_to_full"], full["kl_to_full"]) == (1.0, {}, None)
 
+    def test_gold_scores_are_judged_in_pairs(self) -> None:
+        def row(lost: int, won: int, same: int) -> dict[str, Any]:
+            """Of a method that loses and wins so many questions against full prefill."""
+            full = [1.0] * lost + [0.0] * won + [0.5] * same
+            own = [0.0] * lost + [1.0] * won + [0.5] * same
+            words = [3, 4, 40]
+            items = [
+                replace(
+                    item(label, number, f1, 1.0),
+                    answer=" ".join([label if f1 != 0.5 else "same"] * words[number % 3]),
+                    scores={"f1": f1},
+                )
+                for label, scores in (("full", full), ("direct", own))
+                for number, f1 in enumerate(scores)
+            ]
+            questions = [Record(f"q{n}", "", "Who?", ("Ada",), (), {}) for n in range(len(full))]
+            runs = [Run("full", "full", None), Run("direct", "direct", None)]
+            found = summarise(Comparison("d", "p", None, runs, questions, items, {}, []))["methods"]
+            assert (found["full"]["no_worse"], found["full"]["flips"]) == ({}, None)
+            return found["direct"]
+
+        found = row(lost=2, won=2, same=596)
+        assert found["no_worse"] == {"f1": True} and found["flips"] == {"lost": 2, "won": 2, "p": 1.0}
+        by_words = found["equal_answers_by_words"]
+        assert {name: each["n"] for name, each in by_words.items()} == {"1-3": 200, "4-8": 200, "17+": 200}
+        assert {name: each["equal_answers"] for name, each in by_words.items()} == {
+            "1-3": 0.99,
+            "4-8": 0.995,
+            "17+": 0.995,
+        }
+        # the mean is 2 points below, the lower bound 6: not shown to be no worse
+        found = row(lost=6, won=4, same=90)
+        assert found["no_worse"] == {"f1": False} and found["difference_to_full"]["f1"][0] == pytest.approx(-0.02)
+        found = row(lost=10, won=1, same=9)
+        assert found["flips"]["p"] == pytest.approx(24 / 2048)
+
     def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
         rows = summary["methods"]
         same = {"first_token_agreement": None, "equal_answers": None}  # not recorded
@@ -376,7 +412,7 @@ class TestTables:
     def test_console(self, unsure: Comparison) -> None:
         questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
         tables = console_tables(summarise(replace(unsure, questions=questions)))
-        first, far, near, gate = tables
+        first, far, near, gate, promised = tables
         assert first == "lamps. Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 3 skipped."
         assert (far, near, gate) == ("far: 2 questions", "near: 3 questions", "With a confidence gate")
         titles, rows = tables[first]
@@ -440,7 +476,9 @@ class TestPage:
             f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"
         ]
         assert page.count("details", **{"class": "item"}) == 5
-        assert page.count("table") == 1 + 1 + 2 + 5, "all questions, gates, tasks, and each question's answers"
+        assert page.count("table") == 1 + 2 + 2 + 5, (
+            "all questions, gates and promises, tasks, and each question's answers"
+        )
         assert page.count("td", **{"class": "answer"}) == len(ITEMS)
         best = [cell.best for task in (None, "far", "near<b>") for row in _cells(summary, task) for cell in row]
         assert page.count("td", **{"class": "best"}) == sum(best)

@@ -67,7 +67,7 @@ def test_a_preset_and_what_differs(file: Path) -> None:
             r"\[x\] of .*budget has no field 'ration'. Did you mean 'ratio'",
         ),
         ("[x]\npreset = 'epic'\n[x.budget]\nratio = 2", r"\[x\] of .*recompute_ratio must be between"),
-        ("[epic]\npreset = 'epic'", "none of full, .*auto, full-again, all. Choose another"),
+        ("[epic]\npreset = 'epic'", "none of full, .*auto, full-again, full-reordered, all. Choose another"),
         ("['a,b']\npreset = 'epic'", "a variant's name is of letters"),
     ],
 )

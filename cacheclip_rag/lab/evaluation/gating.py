@@ -9,6 +9,7 @@ token differed, in which case it is counted as it was. No prompt has to be answe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from .statistics import paired_bootstrap, paired_ratio
 if TYPE_CHECKING:
     from .results import ItemResult
 
-__all__ = ["CONFIDENCES", "gated", "shares_of_full"]
+__all__ = ["CONFIDENCES", "Gated", "gate", "gated", "shares_of_full"]
 
 CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Values of ``min_confidence`` that are tried."""
@@ -36,30 +37,49 @@ def gated(pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str])
 
 
 def _at(least: float, pairs: Sequence[tuple[ItemResult, ItemResult]], scores: Sequence[str]) -> dict[str, Any]:
-    in_full = [item.confidence is not None and item.confidence < least for item, _ in pairs]
-    completed = [
-        not first and item.confidence is not None and _is_below(item.later_confidence, least)
-        for (item, _), first in zip(pairs, in_full, strict=True)
-    ]
-    as_full = [
-        first or (later and _is_below(item.confidence_to_difference, least))
-        for (item, _), first, later in zip(pairs, in_full, completed, strict=True)
-    ]
+    each = [gate(item, full, least) for item, full in pairs]
+    in_full, as_full = [one.in_full for one in each], [one.is_full for one in each]
     shown = [(full if same else item, full) for (item, full), same in zip(pairs, as_full, strict=True)]
-    seconds = [
-        item.ttft_s + (full.ttft_s if unsure else 0.0) for (item, full), unsure in zip(pairs, in_full, strict=True)
-    ]
+    seconds = fmean(one.seconds for one in each)
     return {
         "min_confidence": least,
         "full_prefills": fmean(in_full),
-        "completed_later": fmean(completed),
-        "charged_ratio": fmean(item.charged_ratio for item, _ in pairs) + fmean(in_full),
-        "mean_ttft_s": fmean(seconds),
-        "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / fmean(seconds) if fmean(seconds) else None,
+        "completed_later": fmean(one.completed for one in each),
+        "charged_ratio": fmean(one.charged_ratio for one in each),
+        "mean_ttft_s": seconds,
+        "speedup_of_means": fmean(full.ttft_s for _, full in pairs) / seconds if seconds else None,
         **_share("first_token_agreement", pairs, in_full, "first_token_agreement"),
         **_share("equal_answers", pairs, as_full, "equal_answer"),
         "share_of_full": shares_of_full(shown, scores),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """What a gate does with one answer."""
+
+    in_full: bool
+    """Whether the prompt is prefilled in full, because the first token is below the gate."""
+    completed: bool
+    """Whether a later token is, so that the exact KV is completed before it."""
+    is_full: bool
+    """Whether the answer is full prefill's for that."""
+    charged_ratio: float
+    seconds: float
+    """To the first token."""
+
+
+def gate(item: ItemResult, full: ItemResult, least: float) -> Gated:
+    """What a gate of ``least`` does with an item."""
+    in_full = _is_below(item.confidence, least)
+    completed = not in_full and item.confidence is not None and _is_below(item.later_confidence, least)
+    return Gated(
+        in_full,
+        completed,
+        in_full or (completed and _is_below(item.confidence_to_difference, least)),
+        item.charged_ratio + in_full,
+        item.ttft_s + (full.ttft_s if in_full else 0.0),
+    )
 
 
 def _is_below(confidence: float | None, least: float) -> bool:

@@ -9,6 +9,7 @@ chunks in reverse order. Every answer is written at once, so that a killed run c
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,9 @@ from ...methods import PRESET_NAMES, check_auxiliary, preset
 from ...methods.base import Method
 from ...methods.settings import describe
 from ...models.load import concrete
-from ...prompt.segments import Chunk
+from ...prompt.segments import Chunk, Segment
 from ...selection.heads import load_named
-from ..variants import AGAIN
+from ..variants import AGAIN, REORDERED
 from .answering import (
     FULL,
     NOT_THE_QUESTIONS,
@@ -82,8 +83,9 @@ def planned_runs(
     """Every method at every ratio (once, if it has no ratio). ``full`` always comes first.
 
     Args:
-        methods: names of presets and variants; ``all`` means the names of :func:`every_method`, and ``full-again``
-            full prefill with its sums in another order, which shows what rounding alone changes.
+        methods: names of presets and variants; ``all`` means the names of :func:`every_method`. Two noise floors:
+            ``full-again`` is full prefill with its sums in another order, ``full-reordered`` with its chunks in
+            another order.
         ratios: recompute ratios, 0 to 1.
         variants: other methods by name (:func:`cacheclip_rag.lab.variants.read_variants`).
 
@@ -95,7 +97,7 @@ def planned_runs(
     names = [name for given in methods for name in (every if given == "all" else [given])]
     planned: dict[str, PlannedRun] = {}
     for name in [FULL, *names]:
-        named = (variants or {}).get(name) or preset(FULL if name == AGAIN else name)
+        named = (variants or {}).get(name) or preset(FULL if name in {AGAIN, REORDERED} else name)
         check_auxiliary(named, config.auxiliary)
         for heads in named.head_sets:
             load_named(heads)  # report errors before weights are loaded
@@ -203,6 +205,9 @@ class Lab:
                         _answer_first(engine, asked, planned.method)
                     if planned.run.method == AGAIN:
                         answered = followed(reference, in_two_pieces(engine, full, reference.max_tokens), gold_ids)
+                    elif planned.run.method == REORDERED:
+                        other = engine.prefill(_reordered(asked), method=planned.method)
+                        answered = followed(reference, other, gold_ids)
                     else:
                         answered = answer_of(engine, asked, planned.method, reference, gold_ids)
                 yield item_of(asked, planned.run.label, answered, measured_on(engine))
@@ -269,9 +274,24 @@ def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method
 
     If this is the same prompt, it is skipped, because nothing would be left to compute.
     """
-    chunks = [segment for segment in asked.segments if isinstance(segment, Chunk)]
-    backwards = reversed(chunks)
-    earlier = [next(backwards) if isinstance(segment, Chunk) else segment for segment in asked.segments]
+    earlier = _with_chunks(asked, _chunks_of(asked)[::-1])
     if earlier != asked.segments:
         prefilled = engine.prefill(earlier, method=method, question=asked.record.question)
         prefilled.keep_prefix(prefilled.cache)
+
+
+def _reordered(asked: QuestionPrompt) -> list[Segment]:
+    """The prompt with its chunks in another order, which depends on the question's id alone."""
+    chunks = _chunks_of(asked)
+    mixed = random.Random(asked.record.id).sample(chunks, len(chunks))
+    return _with_chunks(asked, mixed if mixed != chunks else mixed[::-1])
+
+
+def _chunks_of(asked: QuestionPrompt) -> list[Chunk]:
+    return [segment for segment in asked.segments if isinstance(segment, Chunk)]
+
+
+def _with_chunks(asked: QuestionPrompt, chunks: Sequence[Chunk]) -> list[Segment]:
+    """The prompt with these chunks in the places of its own."""
+    given = iter(chunks)
+    return [next(given) if isinstance(segment, Chunk) else segment for segment in asked.segments]

@@ -19,16 +19,21 @@ from ...base.paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
+from .promise import RISKS, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
-from .statistics import paired_bootstrap, paired_ratio, trimmed_mean
+from .statistics import MARGIN, mcnemar, paired_bootstrap, paired_ratio, trimmed_mean
 
-__all__ = ["FILES", "summarise", "write_report"]
+__all__ = ["FILES", "LENGTHS", "PROMISED", "summarise", "write_report"]
 
 logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5
+PROMISED = (0.05, 0.1, 0.2)
+"""Shares of answers that may go wrong, for which the cheapest gate is sought."""
+LENGTHS = {"1-3": 3, "4-8": 8, "9-16": 16, "17+": None}
+"""Lengths of full prefill's answer, in words, by which equal answers are counted: the most of each; None: any more."""
 FILES = {"summary": "summary.json", "html": "report.html"}
 """Files that :func:`write_report` writes."""
 
@@ -37,12 +42,17 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
     """Figures per run, ready for JSON; None for figures without data.
 
     Means are over the run's own items. ``difference_to_full``, ``share_of_full`` (mean score divided by full's) and
-    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill also answered. ``answerable`` figures are over
-    the items that full prefill answers rightly: by the question's own metric, or, if any right answer counts, because
-    the answer equals or contains one. A score is over the items that have it (``n_of_scores``,
-    ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of the run labelled ``against``,
+    ``speedup_vs_full`` are over the ``n_paired`` items that full prefill also answered. ``no_worse`` says per score
+    whether the method is no worse than full prefill (non-inferiority with a margin of 3 points). ``flips`` counts
+    questions that full prefill answers rightly and the method does not (``lost``), and the other way round (``won``),
+    with McNemar's probability. ``answerable`` figures are over the items that full prefill answers rightly: by the
+    question's own metric, or, if any right answer counts, because the answer equals or contains one.
+    ``equal_answers_by_words`` has the share of equal answers by the length of full prefill's. A score is over the items
+    that have it (``n_of_scores``, ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of
+    the run labelled ``against``,
     over the questions that both answered; full has none, because its KL is rounding. ``gate`` says what a confidence
-    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`). Intervals are from
+    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`), ``promises`` which gate guarantees what
+    (:mod:`~cacheclip_rag.lab.evaluation.promise`). Intervals are from
     :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
@@ -87,7 +97,27 @@ def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, A
         "scores": scores,
         "own_scores": list(dict.fromkeys(item.own for item in items if item.own)),
         "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
+        "promises": _promises(comparison.runs, by_run, full),
     }
+
+
+def _promises(
+    runs: Sequence[Run], by_run: Mapping[str, Mapping[str, ItemResult]], full: Mapping[str, ItemResult]
+) -> list[dict[str, Any]]:
+    """Per method that a gate looks at: the cheapest ratio and gate for each of :data:`PROMISED` and each risk."""
+    found = []
+    for method in dict.fromkeys(run.method for run in runs):
+        own = {run.label: by_run[run.label] for run in runs if run.method == method}
+        ids = [id_ for id_ in full if all(id_ in items for items in own.values())]
+        if all(items[id_].confidence is None for items in own.values() for id_ in ids):
+            continue
+        pairs = {label: [(items[id_], full[id_]) for id_ in ids] for label, items in own.items()}
+        for risk in RISKS:
+            for most in PROMISED:
+                promise = promise_of(pairs, most, risk)
+                kept = asdict(promise) if promise else None
+                found.append({"method": method, "risk": risk, "at_most": most, "n": len(ids), "gate": kept})
+    return found
 
 
 def _measured_on(comparison: Comparison) -> dict[str, list[str]]:
@@ -117,6 +147,7 @@ def _row(
     items = list(own.values())
     pairs = [(item, full[item.id]) for item in items if item.id in full]
     is_full = run.method == "full"
+    differences = {} if is_full else _differences(pairs, scores)
     right = [item for item, reference in pairs if _is_right(reference)]
     return {
         "method": run.method,
@@ -145,7 +176,10 @@ def _row(
         "ttft_s": _median(item.ttft_s for item in items),
         "phases_s": _phases(items),
         "speedup_vs_full": _median(other.ttft_s / item.ttft_s for item, other in pairs if item.ttft_s > 0),
-        "difference_to_full": {} if is_full else _differences(pairs, scores),
+        "difference_to_full": differences,
+        "no_worse": {name: low > -MARGIN for name, (_, low, _) in differences.items()},
+        "flips": None if is_full or not pairs else _flips(pairs),
+        "equal_answers_by_words": {} if is_full else _by_words(pairs),
         "share_of_full": {} if is_full else shares_of_full(pairs, scores),
         "n_of_scores": _counts(items, scores),
         "answerable": {"n": len(right), **_means(right, scores), **_faithful(right, _mean)} if full else None,
@@ -220,8 +254,25 @@ def _difference(
     return [fmean(gaps), *paired_bootstrap(gaps)] if gaps else None
 
 
+def _flips(pairs: Sequence[tuple[ItemResult, ItemResult]]) -> dict[str, float]:
+    """Questions that the method loses and wins against full prefill."""
+    judged = [(_is_right(own), _is_right(full)) for own, full in pairs]
+    lost, won = judged.count((False, True)), judged.count((True, False))
+    return {"lost": lost, "won": won, "p": mcnemar(lost, won)}
+
+
+def _by_words(pairs: Sequence[tuple[ItemResult, ItemResult]]) -> dict[str, dict[str, float]]:
+    """Number of questions, and the share of equal answers, by length of full prefill's answer; lengths that occur."""
+    found: dict[str, list[float]] = {name: [] for name in LENGTHS}
+    for own, full in pairs:
+        words = len(full.answer.split())
+        name = next(name for name, most in LENGTHS.items() if most is None or words <= most)
+        found[name].append(float(own.answer == full.answer))
+    return {name: {"n": len(equal), "equal_answers": fmean(equal)} for name, equal in found.items() if equal}
+
+
 def _is_right(item: ItemResult) -> bool:
-    """Whether full prefill's answer is right. If it is wrong, a method's answer says little about the cost of reuse."""
+    """Whether the answer is right. If full prefill's is wrong, a method's says little about the cost of reuse."""
     if item.own in ALL_WANTED:  # one of several values is not a right answer, although the answer contains it
         return item.scores[item.own] >= 1.0
     return any(item.scores.get(name, 0.0) >= 1.0 for name in (item.own, "contains", "string_match_all", "em") if name)

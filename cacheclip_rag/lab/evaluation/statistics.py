@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,11 @@ from numpy.typing import NDArray
 
 from ...base.errors import ConfigurationError
 
-__all__ = ["paired_bootstrap", "paired_ratio", "trimmed_mean"]
+__all__ = ["MARGIN", "mcnemar", "paired_bootstrap", "paired_ratio", "trimmed_mean"]
 
+MARGIN = 0.03
+"""A method is no worse than full prefill by a score if the lower bound of the mean difference is above minus this:
+non-inferiority, with a margin of 3 points."""
 _SLAB = 1 << 20
 """Draws in memory at a time: 8 MiB of indices."""
 
@@ -54,6 +58,20 @@ def paired_ratio(
         return ratio, None, None
     low, high = np.percentile(drawn_above / drawn_below, (2.5, 97.5))
     return ratio, float(low), float(high)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """McNemar's exact test (1947): the probability that ``lost`` against ``won``, or a more uneven split of as many
+    questions, comes about if either is as likely. Two-sided; 1 without any.
+
+    Raises:
+        ConfigurationError: a negative number.
+    """
+    if lost < 0 or won < 0:
+        raise ConfigurationError(f"expected numbers of questions from 0 up, got {lost} and {won}.")
+    count, fewer = lost + won, min(lost, won)
+    as_uneven = sum(math.comb(count, each) for each in range(fewer + 1))
+    return min(1.0, 2 * as_uneven / float(2**count))
 
 
 def _drawn_means(columns: Sequence[NDArray[np.float64]], samples: int, seed: int) -> list[NDArray[np.float64]]:

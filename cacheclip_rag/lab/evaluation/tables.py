@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .statistics import MARGIN
+
 __all__ = [
     "Cell",
     "Column",
@@ -16,6 +18,7 @@ __all__ = [
     "headline",
     "notes",
     "number_text",
+    "promise_table",
     "score_title",
     "table",
     "task_title",
@@ -41,15 +44,15 @@ class Column:
 
     title: str
     meaning: str
-    figure: Callable[[dict[str, Any]], Sequence[float | None]]
-    """Reads the figure and, if it has one, its 95 % interval from a run's row of the summary."""
+    figure: Callable[[dict[str, Any]], Sequence[Any]]
+    """Reads the figure (a number or a word) and, if it has one, its 95 % interval from a run's row of the summary."""
     shown: str
     """Format of the figure and of its interval."""
     better: Literal["high", "low"] | None = None
     brief: bool = False
     """Whether the console and the tables of tasks show it."""
 
-    def value(self, row: dict[str, Any]) -> float | None:
+    def value(self, row: dict[str, Any]) -> Any:
         """The figure alone."""
         return self.figure(row)[0]
 
@@ -91,7 +94,9 @@ def console_tables(summary: dict[str, Any]) -> dict[str, Rows]:
     tables = {f"{summary['dataset']}. {headline(summary)}": _as_text(*table(summary, brief=True))}
     tables |= {task_title(summary, task): _as_text(*table(summary, task, brief=True)) for task in summary["tasks"]}
     gate = gate_table(summary)
-    return tables | ({"With a confidence gate": gate} if gate[1] else {})
+    tables |= {"With a confidence gate": gate} if gate[1] else {}
+    promised = promise_table(summary)
+    return tables | ({"Guaranteed with 95 % confidence, for questions like these": promised} if promised[1] else {})
 
 
 def gate_table(summary: dict[str, Any]) -> Rows:
@@ -113,6 +118,23 @@ def gate_table(summary: dict[str, Any]) -> Rows:
         for label, row in summary["methods"].items()
         for each in row["gate"]
     ]
+    return titles, rows
+
+
+def promise_table(summary: dict[str, Any]) -> Rows:
+    """The cheapest gate that guarantees that few answers go wrong."""
+    meanings = {"differs": "differ from full's", "loses": "score lower than full's"}
+    titles = ["Method", "At most", "Run", "min_confidence", "Of these questions", "Cost / full's", "Mean TTFT (s)"]
+    rows = []
+    for each in summary["promises"]:
+        promised = f"{each['at_most']:.0%} {meanings[each['risk']]}"
+        gate = each["gate"]
+        figures = ["-", "-", "nothing cheaper than full prefill", "-", "-"]
+        if gate:
+            seen = f"{gate['wrong']} of {gate['n']}"
+            figures = [gate["label"], number_text(gate["min_confidence"]), seen]
+            figures += [f"{gate['cost']:.2f}", f"{gate['seconds']:.3f}"]
+        rows.append([each["method"], promised, *figures])
     return titles, rows
 
 
@@ -188,6 +210,9 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         Column("TTFT (s)", "time to the first token, median over questions", _read("ttft_s"), "{:.3f}", "low", True),
         Column("Speed-up", "full's TTFT over this one's, median", _read("speedup_vs_full"), "{:.2f}x", "high", True),
         *(column for name in own for column in _own_score(name)),
+        Column("Lost", "full is right and this is wrong, questions", _read("flips", "lost"), "{}", "low", True),
+        Column("Won", "the other way round", _read("flips", "won"), "{}", "high", True),
+        Column("p", "McNemar's: that chance alone splits lost and won so unevenly", _read("flips", "p"), "{:.2g}"),
         *(_score(name) for name in summary["scores"] if name not in own),
         Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", "high", True),
         Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", "high", True),
@@ -218,8 +243,11 @@ def _own_score(name: str) -> list[Column]:
     title = score_title(name)
     return [
         _score(name, brief=True),
-        Column(f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", "high"),
-        Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}", "high", True),
+        Column(
+            f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", "high", True
+        ),
+        Column(f"{title}: no worse", f"whether its lower bound is above {-MARGIN}", _no_worse(name), "{}", None, True),
+        Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}", "high"),
         _where_right(name, title, "{:.3f}"),
     ]
 
@@ -254,6 +282,10 @@ def _read(key: str, score: str = "") -> Callable[[dict[str, Any]], Sequence[floa
         return [*(found if isinstance(found, list) else [found]), *(bounds or ())]
 
     return figure
+
+
+def _no_worse(score: str) -> Callable[[dict[str, Any]], Sequence[str | None]]:
+    return lambda row: [{True: "yes", False: "no"}.get(row["no_worse"].get(score))]
 
 
 def _cell(column: Column, row: dict[str, Any], best: str | None) -> Cell:

@@ -116,7 +116,7 @@ class PrefixCache:
             raise ConfigurationError(f"max_bytes must be 0 or more, got {max_bytes}. Give 0 to keep no prefix blocks.")
         if block_tokens < 1:
             raise ConfigurationError(f"block_tokens must be 1 or more, got {block_tokens}. The usual number is 16.")
-        self._max_bytes, self._block_tokens = max_bytes, block_tokens
+        self._max_bytes, self.block_tokens = max_bytes, block_tokens
         extra = b"".join(_with_length(key.encode("utf-8", "surrogatepass")) for key in extra_keys)
         self._chain = lru_cache(maxsize=1)(partial(_chain, extra, block_tokens))
         """Hashes of a prompt's blocks, kept until another prompt comes: the controller looks a prompt up, then the
@@ -125,6 +125,8 @@ class PrefixCache:
         self._free: OrderedDict[bytes, _PrefixBlock] = OrderedDict()
         """Blocks without references, the next to be evicted first."""
         self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
+        self.cleared = 0
+        """How often :meth:`clear` was called."""
         self._lock = threading.Lock()
         self._sharing = [self]
         """Caches that have one limit together, and one lock."""
@@ -149,7 +151,7 @@ class PrefixCache:
         chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
-            num_tokens = len(found) * self._block_tokens
+            num_tokens = len(found) * self.block_tokens
             self._hit_tokens += num_tokens
             self._lookup_tokens += len(ids)
         return Match(found, num_tokens, self._release)
@@ -160,13 +162,17 @@ class PrefixCache:
         with self._lock:
             found = self._hold(chain)
         self._release(found)
-        return len(found) * self._block_tokens
+        return len(found) * self.block_tokens
 
-    def insert(self, ids: Sequence[int], cache: FusedCache) -> int:
+    def insert(self, ids: Sequence[int], cache: FusedCache, *, cleared: int | None = None) -> int:
         """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
 
         Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
         storing; the next insert continues after it.
+
+        Args:
+            cleared: what :attr:`cleared` was when the prompt was answered: if it is another number now, nothing is
+                stored. Default: not compared.
 
         Returns:
             Number of new blocks.
@@ -174,10 +180,12 @@ class PrefixCache:
         chain = self._chain(tuple(ids))
         if not chain:
             return 0
-        size, length = self._block_tokens, cache.get_seq_length()
+        size, length = self.block_tokens, cache.get_seq_length()
         assert length >= len(ids), f"the cache must hold the KV of all {len(ids)} tokens, it holds {length}"
         num_bytes = sum(kv[0, :, :size].nbytes for layer in cache.layers for kv in (layer.keys, layer.values))
         with self._lock:
+            if cleared not in (None, self.cleared):
+                return 0
             held = self._hold(chain)
             new = self._reserve(chain[len(held) :], held[-1] if held else None, num_bytes)
         try:
@@ -201,6 +209,7 @@ class PrefixCache:
         released."""
         self.continued.clear()
         with self._lock:
+            self.cleared += 1
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()

@@ -1,0 +1,260 @@
+"""``finish="idle"``: exact KV is completed while no answer is under way, and gives way to every question."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.answering import completion
+from cacheclip_rag.answering.completion import IdleCompletion
+from cacheclip_rag.answering.turns import turns_of
+from cacheclip_rag.methods import preset
+from tests.answering.test_turns import until
+from tests.conftest import SENTENCES
+from tests.engine.asking import SHORT, check_sums, logits, rag
+from tests.engine.test_continued import METHODS
+
+Make = Callable[..., CacheClipEngine]
+BLOCK = 16
+
+
+@pytest.fixture
+def passages() -> list[str]:
+    generator = random.Random(3)
+    return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(5)]
+
+
+@pytest.fixture
+def idle(make: Make, passages: list[str]) -> Iterator[CacheClipEngine]:
+    engine = make(method="cacheclip", recompute_ratio=0.4, finish="idle")
+    engine.precompute(passages)
+    yield engine
+    engine.close()
+
+
+def completion_of(engine: CacheClipEngine) -> IdleCompletion:
+    return engine._answering.completion
+
+
+class Slices:
+    """Slices that a runtime computes, and what happens within them."""
+
+    def __init__(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[tuple[int, int]] = []
+        """First token and number of tokens."""
+        self.within: Callable[[int], object] = lambda number: None
+        extend = engine.primary.extend
+
+        def spy(state: Any, ids: torch.Tensor, start: int, **options: Any) -> Any:
+            if threading.current_thread().name == "cacheclip-idle":
+                self.tokens.append((start, len(ids)))
+                self.within(len(self.tokens))
+            return extend(state, ids, start, **options)
+
+        monkeypatch.setattr(engine.primary, "extend", spy)
+
+
+class TestNextQuestion:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_it_is_full_prefills_at_the_cost_of_prefix_caching(
+        self, make: Make, passages: list[str], method: str
+    ) -> None:
+        engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0, finish="idle")
+        engine.precompute(passages)
+        expected = engine.generate(rag(passages, "Who?"), SHORT, finish="none").token_ids
+        engine.prefixes.clear()
+        assert engine.generate(rag(passages, "Who?"), SHORT).token_ids == expected
+        assert engine.wait_for_observers()
+        answer = engine.generate(rag(passages, "Where was it?"), SHORT)
+        check_sums(answer)
+        stats = answer.stats
+        assert (stats.method, stats.bypassed, stats.continued_tokens) == ("prefix", True, 0)
+        assert engine.wait_for_observers()
+        engine.prefixes.clear()
+        engine.generate(rag(passages, "Who?"), SHORT, method="prefix")
+        exact = engine.generate(rag(passages, "Where was it?"), SHORT, method="prefix")
+        assert (answer.token_ids, stats.fresh_tokens) == (exact.token_ids, exact.stats.fresh_tokens)
+        assert stats.cached_prefix_tokens == exact.stats.cached_prefix_tokens
+
+    def test_its_kv_is_plain_prefills(self, idle: CacheClipEngine, passages: list[str]) -> None:
+        idle.generate(rag(passages), SHORT)
+        assert idle.wait_for_observers()
+        expected = logits(idle, rag(passages, "Who?"), preset("full")).logits
+        found = logits(idle, rag(passages, "Who?"), preset("cacheclip"))
+        assert found.is_exact and found.stats.cached_prefix_tokens > 0.8 * found.stats.prompt_tokens
+        torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
+
+    def test_a_chat_goes_on_after_the_answer(self, idle: CacheClipEngine, passages: list[str]) -> None:
+        messages = [{"role": "user", "content": rag(passages)}]
+        length = 0
+        for turn in range(3):
+            answer = idle.generate(messages, SHORT)
+            assert idle.wait_for_observers()
+            assert answer.stats.cached_prefix_tokens >= length - length % BLOCK
+            length = answer.stats.prompt_tokens
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": f"More {turn}?"}]
+
+    @pytest.mark.parametrize("options", [{"finish": "none"}, {"method": "full"}, {"method": "prefix"}])
+    def test_not_for(self, idle: CacheClipEngine, passages: list[str], options: dict[str, str]) -> None:
+        idle.generate(rag(passages), SHORT, **options)
+        assert completion_of(idle)._worker is None
+        assert not idle.prefixes.stats.evictions
+
+
+class TestGivingWay:
+    def test_nothing_is_computed_while_an_answer_is_under_way(
+        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slices = Slices(idle, monkeypatch)
+        other = idle.stream(rag(passages[::-1]), SHORT, finish="none")
+        next(other)
+        idle.generate(rag(passages), SHORT)
+        changed = turns_of(idle.primary)._changed
+        until(lambda: bool(changed._waiters))  # type: ignore[attr-defined]
+        assert not slices.tokens
+        for _ in other:
+            assert not slices.tokens
+        assert idle.wait_for_observers() and slices.tokens
+
+    def test_a_question_waits_for_one_slice_at_most(
+        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It comes within the third slice, and is answered before the fourth, which begins at another token: what the
+        slices before it computed is exact KV already."""
+        monkeypatch.setattr(completion, "_MOST_ROWS", BLOCK)
+        slices, turns = Slices(idle, monkeypatch), turns_of(idle.primary)
+        seen: list[int] = []
+
+        def ask() -> None:
+            for _ in idle.stream(rag(passages, "Where was it?"), SHORT, finish="none"):
+                seen.append(len(slices.tokens))
+
+        question = threading.Thread(target=ask)
+
+        def within(number: int) -> None:
+            if number == 3:
+                question.start()
+                until(lambda: bool(turns._prompts))
+
+        slices.within = within
+        idle.generate(rag(passages), SHORT)
+        assert idle.wait_for_observers()
+        question.join(30)
+        assert seen and set(seen) == {3} and len(slices.tokens) > 3
+        starts = [start for start, _ in slices.tokens]
+        assert starts == [*range(starts[0], starts[0] + BLOCK * len(starts), BLOCK)]
+
+    def test_slices_are_as_long_as_a_question_may_wait(
+        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a clock on which each token takes 4 ms."""
+        now = [0.0]
+        idle._answering.completion._clock = lambda: now[0]
+        slices = Slices(idle, monkeypatch)
+
+        def within(number: int) -> None:
+            now[0] += 0.004 * slices.tokens[-1][1]
+
+        slices.within = within
+        idle.generate(rag(passages), SHORT)
+        assert idle.wait_for_observers()
+        first, *others, last = [count for _, count in slices.tokens]
+        assert first == BLOCK and others and set(others) == {int(completion._SLICE_S / 0.004)} >= {last} - {last}
+        assert last <= others[0] and 0.1 < 0.004 * others[0] <= 0.3
+
+    def test_closing_ends_it(self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        slices = Slices(idle, monkeypatch)
+        with turns_of(idle.primary).answer():
+            idle.generate(rag(passages), SHORT)
+            idle.close()
+        assert not slices.tokens and completion_of(idle)._worker is None
+        idle.generate(rag(passages), SHORT)
+        assert idle.wait_for_observers() and slices.tokens
+
+
+class TestLimits:
+    def test_only_the_latest_prompt_of_a_conversation(
+        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slices = Slices(idle, monkeypatch)
+        with turns_of(idle.primary).answer():
+            for question in ("Who?", "Where?", "And when was that?"):
+                idle.generate(rag(passages, question), SHORT)
+            waiting = completion_of(idle)._prompts
+            assert len(waiting) == 1
+            last = idle.plan(rag(passages, "And when was that?")).layout.token_ids
+            assert waiting[0].ids[: len(last)].tolist() == list(last)
+            for number in range(1, 8):
+                idle.generate(rag(passages[number % 5 :] + passages[: number % 5], f"{number}?"), SHORT)
+            assert len(completion_of(idle)._prompts) == completion._MOST_PROMPTS
+        assert idle.wait_for_observers() and slices.tokens
+
+    def test_within_the_bytes_of_the_prefix_cache(
+        self, make: Make, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It ends with the first slice for which there is no room."""
+        probe = make(method="cacheclip", finish="idle")
+        probe.precompute(passages)
+        probe.generate(rag(passages), SHORT)
+        assert probe.wait_for_observers()
+        whole = probe.prefixes.stats.bytes
+        engine = make(method="cacheclip", finish="idle", prefix_cache_bytes=whole // 2)
+        engine.precompute(passages)
+        monkeypatch.setattr(completion, "_MOST_ROWS", BLOCK)
+        slices = Slices(engine, monkeypatch)
+        engine.generate(rag(passages), SHORT)
+        assert engine.wait_for_observers()
+        stats = engine.prefixes.stats
+        assert whole // 4 < stats.bytes + stats.continued_bytes <= whole // 2
+        assert len(slices.tokens) * BLOCK <= stats.blocks * BLOCK + BLOCK
+
+    @pytest.mark.parametrize("when", ["waiting", "running"])
+    def test_released_texts_do_not_come_back(
+        self, idle: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch, when: str
+    ) -> None:
+        slices = Slices(idle, monkeypatch)
+        if when == "waiting":
+            with turns_of(idle.primary).answer():
+                idle.generate(rag(passages), SHORT)
+                idle.release(passages[:1])
+        else:
+            slices.within = lambda number: idle.release(passages[:1])
+            idle.generate(rag(passages), SHORT)
+        assert idle.wait_for_observers()
+        assert len(slices.tokens) == 1 and idle.prefixes.stats.blocks == 0
+
+    def test_an_error_is_logged(
+        self,
+        idle: CacheClipEngine,
+        passages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        def fail(number: int) -> None:
+            raise RuntimeError("out of memory")
+
+        slices = Slices(idle, monkeypatch)
+        slices.within = fail
+        with caplog.at_level(logging.WARNING):
+            idle.generate(rag(passages), SHORT)
+            assert idle.wait_for_observers()
+        assert "could not be completed: out of memory" in caplog.text
+        assert idle.generate(rag(passages, "Where?"), SHORT, finish="none").stats.continued_tokens > 0
+
+
+def test_prompts_of_one_conversation() -> None:
+    def prompt(*ids: int) -> Any:
+        return completion._Prompt(None, None, np.array(ids), 0)  # type: ignore[arg-type]
+
+    assert prompt(1, 2, 3).takes_place_of(prompt(1, 2, 4, 5))
+    assert not prompt(1, 2, 3).takes_place_of(prompt(1, 2, 4, 5, 6))
+    assert prompt(1, 2).takes_place_of(prompt(1, 2))
+    assert not prompt(1, 2).takes_place_of(prompt(2, 1))

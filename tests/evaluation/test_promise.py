@@ -1,0 +1,83 @@
+"""A gate with a guarantee: it is as strict as the binomial test asks, the cheapest one, and seldom broken."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cacheclip_rag.lab.evaluation.promise import Pairs, broken_share, promise_of
+from cacheclip_rag.lab.evaluation.results import ItemResult
+
+
+def item(number: int, answer: str, confidence: float | None, *, ratio: float = 0.2, f1: float = 1.0) -> ItemResult:
+    return ItemResult(f"q{number}", "", answer, {"f1": f1}, {}, ratio, ratio, ratio, ratio, {}, confidence=confidence)
+
+
+def pairs_of(count: int, seed: int, *, ratio: float = 0.2, wrong_at: float = 0.6) -> Pairs:
+    """Answers whose risk falls with their confidence: from ``wrong_at`` to none."""
+    drawn, found = random.Random(seed), []
+    for number in range(count):
+        confidence = drawn.random()
+        differs = drawn.random() < wrong_at * (1.0 - confidence)
+        own = item(number, "other" if differs else "same", confidence, ratio=ratio, f1=0.5 if differs else 1.0)
+        found.append((own, item(number, "same", None, ratio=1.0)))
+    return found
+
+
+@pytest.mark.parametrize(("count", "is_made"), [(28, False), (29, True)])
+def test_the_fewest_questions_that_can_show_a_promise(count: int, is_made: bool) -> None:
+    # 0.9 ** 28 is above 0.05, 0.9 ** 29 below
+    pairs = [(item(number, "same", 1.0), item(number, "same", None)) for number in range(count)]
+    promise = promise_of({"clip": pairs}, 0.1)
+    assert (promise is not None) == is_made
+    if promise:
+        # of gates that cost the same the strictest
+        assert (promise.min_confidence, promise.wrong, promise.n, promise.cost) == (1.0, 0, count, 0.2)
+
+
+def test_the_gate_is_the_cheapest_that_the_test_allows() -> None:
+    # 100 questions; 7 of those below 0.3 differ. At most 4 of 100 show "at most 10 %" with 95 % confidence.
+    confidences = [0.02] * 3 + [0.22] * 4 + [0.9] * 93
+    pairs = [
+        (item(number, "other" if number < 7 else "same", confidence), item(number, "same", None))
+        for number, confidence in enumerate(confidences)
+    ]
+    promise = promise_of({"clip": pairs}, 0.1)
+    assert promise and (promise.min_confidence, promise.wrong) == (0.2, 4)
+    assert promise.cost == pytest.approx(0.2 + 0.03)
+
+
+def test_a_gate_after_one_that_failed_shows_nothing() -> None:
+    pairs = [
+        (item(n, "other" if n < 30 else "same", 0.5 if n < 30 else 0.9), item(n, "same", None)) for n in range(100)
+    ]
+    promise = promise_of({"clip": pairs}, 0.1)
+    assert promise and (promise.min_confidence, promise.cost) == (0.9, 0.5)
+
+
+def test_the_cheapest_ratio_is_taken() -> None:
+    runs = {
+        "clip@0.1": pairs_of(300, 1, ratio=0.1, wrong_at=0.9),
+        "clip@0.4": pairs_of(300, 1, ratio=0.4, wrong_at=0.1),
+    }
+    promise = promise_of(runs, 0.1)
+    assert promise and promise.label == "clip@0.4" and promise.cost < 0.5
+    alone = promise_of({"clip@0.1": runs["clip@0.1"]}, 0.1)
+    assert alone and alone.cost > promise.cost
+
+
+def test_a_gate_that_costs_as_much_as_full_prefill_is_none() -> None:
+    pairs = [(item(n, "other", 0.5), item(n, "same", None)) for n in range(100)]
+    assert promise_of({"clip": pairs}, 0.1) is None
+
+
+def test_a_lower_score_is_another_risk() -> None:
+    pairs = [(item(n, "other", 0.5), item(n, "same", None)) for n in range(100)]
+    assert promise_of({"clip": pairs}, 0.1, "loses")  # other words, as good
+
+
+@pytest.mark.parametrize("risk", ["differs", "loses"])
+def test_promises_are_seldom_broken(risk: str) -> None:
+    made, broken = broken_share({"clip": pairs_of(400, 7)}, 0.1, risk, resamplings=1000)
+    assert made > 0.9 and broken <= 0.05
