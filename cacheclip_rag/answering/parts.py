@@ -249,8 +249,7 @@ class Parts:
             runtime,
             self.store,
             prefix_ids=PromptReader(runtime, config.system_prompt).prefix_ids(),
-            codec=runtime.kv_codec
-            or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
+            codec=runtime.kv_codec or ((config.codec or config.dtype) if role == "primary" else config.auxiliary_codec),
             context=context,
         )
 
@@ -268,12 +267,13 @@ class Parts:
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
-        check_reads(method, self.primary(context).runtime)
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
         with self._lock:
             if wants not in self._sources:
+                primary = self.primary(context)
+                check_reads(method, primary.runtime)
                 self._sources[wants] = Sources(
-                    primary=self.primary(context),
+                    primary=primary,
                     prefix=self.caches_after_prefix,
                     auxiliary=self.head_sets.scorer(method.head_sets) if method.needs_auxiliary else None,
                     prefix_cache=self.prefix_cache,

@@ -16,7 +16,7 @@ import numpy as np
 from ..base.clock import PhaseClock
 from ..plan.plan import Plan
 from ..plan.sources import Sources
-from ..runtime.llamacpp.model import LlamaRuntime, Piece
+from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
 from .fused import Fused
@@ -74,19 +74,17 @@ def _read(reading: ReadAhead, texts: Sequence[str]) -> dict[str, KV | None]:
         return found
 
 
-def _placed(
-    runtime: LlamaRuntime, plan: Plan, sources: Sources, stored: Mapping[str, KV | None]
-) -> tuple[Plan, Cells]:
+def _placed(runtime: LlamaRuntime, plan: Plan, sources: Sources, stored: Mapping[str, KV | None]) -> tuple[Plan, Cells]:
     """The stored KV at its positions in the prompt, and the plan without what could not be read."""
     layout, prefix = plan.layout, None
     by_piece = {}
     if layout.num_prefix:
         kv = sources.prefix.prefix
-        prefix = Piece(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0)
+        prefix = PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0)
     for span in plan.reused:
         whole = stored[span.whole]
         if whole is not None:
-            piece = Piece(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
+            piece = PlacedKV(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
             by_piece[span.start] = piece
     held, unread = runtime.place([*([prefix] if prefix is not None else []), *by_piece.values()])
     gone = {piece.at for piece in unread}

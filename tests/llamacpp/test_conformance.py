@@ -38,5 +38,3 @@ class TestQwen2(OfArchitecture):
 
 class TestGemma3(OfArchitecture):
     architecture = "gemma3"
-
-

@@ -96,9 +96,7 @@ def _add_tokenizer(writer: Any, source: Path) -> None:
     special = {token["content"]: token["id"] for token in written["added_tokens"]}
     tokens = {number: text for text, number in {**vocabulary, **special}.items()}
     size = max(tokens) + 1
-    kinds = [
-        gguf.TokenType.CONTROL if tokens[n] in special else gguf.TokenType.NORMAL for n in range(size)
-    ]
+    kinds = [gguf.TokenType.CONTROL if tokens[n] in special else gguf.TokenType.NORMAL for n in range(size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([tokens[n] for n in range(size)])

@@ -11,12 +11,24 @@ import torch
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import CODECS, FrameError, decode_frame, encode_frame, frame_bytes, keeps, layer_of
+from cacheclip_rag.store import CODECS, FrameError, bytes_of, decode_frame, encode_frame, frame_bytes, keeps, layer_of
 from cacheclip_rag.store.codecs import FloatCodec, Frame
 from tests.store.samples import frame, key, kv, opened
 
 FLOATS = [name for name, codec in CODECS.items() if isinstance(codec, FloatCodec)]
 INT8 = CODECS["int8"]
+
+
+def dtype_of(codec: str) -> torch.dtype:
+    """What is given to a codec here."""
+    return torch.uint8 if codec == "opaque" else torch.float32
+
+
+def test_opaque_bytes_are_kept_as_they_are() -> None:
+    written = torch.randint(0, 256, (1, 2, 1, 7, 5), dtype=torch.uint8)
+    read = decode_frame(encode_frame(written, "opaque", key(1), namespace="t"), key(1))
+    assert torch.equal(read.tensor(), written) and torch.equal(bytes_of(read), bytes_of(written))
+    assert bytes_of(read).shape == (70,) and not keeps("float32", "opaque") and not keeps("int8", "opaque")
 
 
 @pytest.mark.parametrize("codec", FLOATS)
@@ -42,7 +54,7 @@ def test_kv_that_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_payload_does_not_share_memory_with_what_was_encoded(codec: str) -> None:
-    written = kv(1)
+    written = kv(1, dtype=dtype_of(codec))
     data = encode_frame(written, codec, key(1), namespace="t")
     expected = decode_frame(data, key(1)).tensor()
     written.zero_()
@@ -51,7 +63,7 @@ def test_payload_does_not_share_memory_with_what_was_encoded(codec: str) -> None
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_tensor_of_stored_kv_has_memory_of_its_own(codec: str) -> None:
-    data = encode_frame(kv(1), codec, key(1), namespace="t")
+    data = encode_frame(kv(1, dtype=dtype_of(codec)), codec, key(1), namespace="t")
     got = decode_frame(data, key(1)).tensor()
     data[:] = bytes(len(data))
     assert bool(got.any())
@@ -87,7 +99,7 @@ def test_a_header_is_read_without_its_layers() -> None:
 @pytest.mark.parametrize("namespace", ["default", "a longer namespace, é"])
 def test_size_is_known_before(codec: str, namespace: str) -> None:
     row, digest = text_row("words that are long enough to be found in a prompt"), text_digest("words")
-    data = encode_frame(kv(1, tokens=11), codec, key(1), namespace=namespace, digest=digest, text=row)
+    data = encode_frame(kv(1, 11, dtype_of(codec)), codec, key(1), namespace=namespace, digest=digest, text=row)
     assert row is not None and frame_bytes(kv(1, tokens=11).shape, codec, namespace=namespace) == len(data)
 
 
@@ -103,7 +115,7 @@ class TestLayers:
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("layer", [0, 1])
     def test_a_damaged_layer_is_found_in_the_whole(self, codec: str, layer: int) -> None:
-        data = encode_frame(kv(1), codec, key(1), namespace="t")
+        data = encode_frame(kv(1, dtype=dtype_of(codec)), codec, key(1), namespace="t")
         start = Frame.parse(data, key(1)).start
         data[start + layer * (len(data) - start) // 2] ^= 1
         with pytest.raises(FrameError, match=f"layer {layer}"):

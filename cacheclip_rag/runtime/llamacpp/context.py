@@ -124,9 +124,7 @@ class Context:
                 parts.append(bytes(buffer))
             return b"".join(parts)
 
-    def load(
-        self, data: torch.Tensor, num_tokens: int, target: Cells, *, first: int, count: int, at: int
-    ) -> bool:
+    def load(self, data: torch.Tensor, num_tokens: int, target: Cells, *, first: int, count: int, at: int) -> bool:
         """Read what :meth:`dump` wrote of ``num_tokens`` tokens, and let those from ``first`` on, ``count`` of them,
         belong to ``target`` from position ``at`` on. The keys are rotated when something is next computed.
 

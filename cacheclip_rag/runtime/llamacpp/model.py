@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from ...base.clock import PhaseClock
     from ..transformers.prefix_cache import Match
 
-__all__ = ["LlamaRuntime", "LlamaState", "Piece"]
+__all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedKV:
     """Neighbouring tokens of stored KV, and where they stand in a prompt."""
 
     data: torch.Tensor
@@ -69,9 +69,7 @@ class LlamaRuntime(ChatText):
     span_tokens = 32
     rope_pin = "gguf"
 
-    def __init__(
-        self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
         """
         Args:
             digest: SHA-256 of the file.
@@ -187,7 +185,7 @@ class LlamaRuntime(ChatText):
         check_process(self.name, self._process)
         return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
-    def place(self, pieces: Iterable[Piece]) -> tuple[Cells, list[Piece]]:
+    def place(self, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
         """Cells with stored KV at its positions in a prompt, and the pieces that llama.cpp could not read."""
         pieces = list(pieces)
         held = self._context.new(sum(piece.num_tokens for piece in pieces))

@@ -167,11 +167,6 @@ class FusedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.cut(length)
 
-    def extend_to(self, length: int) -> None:
-        """Give all layers at least this length. Their KV is written later."""
-        for layer in self.layers:
-            layer.extend_to(length)
-
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""
         if slots is None:

@@ -307,7 +307,8 @@ class ModelRuntime(TextModel):
             tables = self.tables_of(cache, slots)
             source = torch.zeros(length - first, dtype=torch.int64)
             source[slots - first] = torch.arange(len(slots))
-            cache.extend_to(length)
+            for layer in cache.layers:
+                layer.extend_to(length)  # its KV is written later
             sources = {device: source.to(device) for device in set(self.layer_devices)}
             groups.append((joined, first, tables, sources))
 
