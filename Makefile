@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-all test-weights test-oldest test-vllm lint docs bench clean
+.PHONY: setup demo test test-all test-weights test-oldest test-vllm test-llamacpp lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -58,6 +58,16 @@ test-vllm:
 		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
 
+# Tests on tiny GGUF files in llama.cpp; an environment of its own, because llama-cpp-python takes ten minutes to build.
+# A wheel that was built before: LLAMA_CPP=path/to/llama_cpp_python.whl.
+LLAMA_CPP ?= llama-cpp-python>=0.3.36,<0.4
+test-llamacpp:
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	.venv-llamacpp/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
+	.venv-llamacpp/bin/python -m pip install --quiet "$(LLAMA_CPP)" --group test-llamacpp -e ".[all]"
+	OMP_NUM_THREADS=1 .venv-llamacpp/bin/python -m pytest tests/llamacpp
+
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
 	$(BIN)/mypy
@@ -72,4 +82,4 @@ bench: setup
 	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site
+	rm -rf $(VENV) .venv-oldest .venv-vllm .venv-llamacpp .demo site

@@ -14,7 +14,6 @@ from cacheclip_rag.base.errors import (
     DownloadError,
     PromptTooLongError,
     UnknownModelError,
-    UnsupportedModelError,
 )
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
@@ -213,7 +212,7 @@ class TestRefusals:
         ("name", "error", "message"),
         [
             ("smollm-135m", UnknownModelError, r"Did you mean 'packaged:smollm2-135m'\? Packaged names"),
-            ("/models/model.GGUF", UnsupportedModelError, "is a GGUF file"),
+            ("/models/model.GGUF", UnknownModelError, "no GGUF file"),
         ],
     )
     def test_a_name_that_no_auxiliary_can_have_is_refused_before_the_primary_loads(
