@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base import TokenizedText
+from ..base import Constraint, TokenizedText
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
 from .library import library_version
-from .tokenizer import GgufTokenizer
+from .tokenizer import GgufGrammars, GgufTokenizer
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
@@ -62,6 +62,7 @@ class LlamaRuntime(ChatText):
     """
 
     can_score = False
+    can_constrain = True
     can_extend = True
     keeps_prefixes = False
     reads_kv = False
@@ -83,6 +84,7 @@ class LlamaRuntime(ChatText):
         self._weights, self._fuse, self._process = weights, fuse, os.getpid()
         self._vocabulary = Vocabulary(weights)
         self.tokenizer = GgufTokenizer(weights, self._vocabulary)
+        self._grammars = GgufGrammars(weights, self._vocabulary)
         version = library_version()
         self.backend = f"llama.cpp {version}"
         # with flash attention, as all contexts are
@@ -116,6 +118,9 @@ class LlamaRuntime(ChatText):
 
     def decode_calls(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids, keep=self._vocabulary.markers)
+
+    def constrain(self, json_schema: str) -> Constraint:
+        return self._grammars.constraint(json_schema)
 
     # -- KV -----------------------------------------------------------------------------------------------------
 

@@ -47,14 +47,15 @@ class Grammars:
         except ImportError as error:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
-            vocabulary = self._vocabulary
+            vocabulary = self.vocabulary
         matcher, why = _compiled(vocabulary, json_schema)
         if matcher is None:
             raise ConfigurationError(_refusal(vocabulary, json_schema, why))
         return SchemaConstraint(matcher)
 
     @cached_property
-    def _vocabulary(self) -> Any:
+    def vocabulary(self) -> Any:
+        """llguidance's form of the tokenizer."""
         from llguidance import LLTokenizer
 
         backend = copy.deepcopy(getattr(self._tokenizer, "backend_tokenizer", None))
