@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,25 @@ def test_the_command(cacheclip: Any, gguf_files: dict[str, Path], minilm: str, t
     stats = asked.json["stats"]
     assert stats["hits"] >= 3 and stats["method"] == "epic" and stats["generated_tokens"] <= 3
     assert cacheclip("store", "verify", *store, "--json").code == 0
+
+
+def test_eval_compares_methods_and_certify_says_why_not(
+    cacheclip: Any, gguf_files: dict[str, Path], tmp_path: Path
+) -> None:
+    chunks = [{"title": "a", "text": text} for text in CHUNKS]
+    records = [
+        {"id": name, "task": "qa", "question": f"Who is {name}?", "answers": ["Ada"], "chunks": chunks, "meta": {}}
+        for name in ("Ada", "Ben")
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    models = ("--primary", gguf_files["llama"], "--auxiliary", "none")
+    arguments = ("--dataset", tmp_path / "records.jsonl", "--methods", "full,direct,epic", "--ratios", "1.0", "--json")
+    found = cacheclip("eval", *models, *arguments)
+    assert found.code == 0, found.err
+    kl = {name: each["first_token_kl"] for name, each in found.json["methods"].items()}
+    assert kl["epic@1"] < 0.001 < kl["direct"]
+    refused = cacheclip("certify", *models, "--method", "epic")
+    assert refused.code != 0 and "expected a transformers model" in refused.err and "cacheclip eval" in refused.err
 
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
