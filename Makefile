@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo test test-all test-weights test-oldest test-vllm test-llamacpp lint docs bench clean
+.PHONY: setup demo demo-gguf test test-all test-weights test-oldest test-llamacpp test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -24,6 +24,15 @@ $(VENV)/.installed: pyproject.toml
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# The same with a 4-bit file of the same model, in llama.cpp, which is built at first use.
+demo-gguf: $(VENV)/.llamacpp
+	PRIMARY=packaged:qwen2.5-coder-0.5b.gguf $(BIN)/python examples/demo.py
+
+# About ten minutes on two cores. pip keeps the wheel, so that another environment takes seconds.
+$(VENV)/.llamacpp: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -e ".[llama-cpp]"
+	touch $@
 
 # Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
 PARALLEL := -n 2 --dist loadgroup -m "not weights"
@@ -44,6 +53,10 @@ test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine
 
+# Tests inside llama.cpp, on tiny GGUF files that they write.
+test-llamacpp: $(VENV)/.llamacpp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llamacpp
+
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,
 # and models of text need none.
@@ -57,16 +70,6 @@ test-vllm:
 	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \
 		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
-
-# Tests on tiny GGUF files in llama.cpp; an environment of its own, because llama-cpp-python takes ten minutes to build.
-# A wheel that was built before: LLAMA_CPP=path/to/llama_cpp_python.whl.
-LLAMA_CPP ?= llama-cpp-python>=0.3.36,<0.4
-test-llamacpp:
-	$(PYTHON) -m venv .venv-llamacpp
-	.venv-llamacpp/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-llamacpp/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
-	.venv-llamacpp/bin/python -m pip install --quiet "$(LLAMA_CPP)" --group test-llamacpp -e ".[all]"
-	OMP_NUM_THREADS=1 .venv-llamacpp/bin/python -m pytest tests/llamacpp
 
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
@@ -82,4 +85,4 @@ bench: setup
 	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-vllm .venv-llamacpp .demo site
+	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

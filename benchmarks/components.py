@@ -7,7 +7,8 @@ The documents are those of the examples, split and precomputed once. Every compo
 default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions, a
 call of a tool), the model's answer is replaced by one that is written here, after the model was run. ``of documents``:
 characters of the prompts that come from the documents. ``reused``: the share of them whose KV was reused. ``sooner``:
-seconds to the first token of all of a component's prompts, ``full`` over the default method.
+seconds to the first token of all of a component's prompts, ``full`` over the default method. ``last prompt``, of
+components with several: its seconds to the first token over those of the method ``prefix`` (exact prefix caching).
 
 Agents need a model whose chat template uses tools, and ``LLMListwiseRerank`` the extra ``structured``; without, they
 are left out.
@@ -297,8 +298,8 @@ def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
 def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dict[str, Any]:
     """One component with each method in turn."""
     found: dict[str, Any] = {"framework": case.framework, "component": case.name}
-    seconds = []
-    for method in (None, "full"):
+    seconds, last = [], []
+    for method in (None, "full", "prefix"):
         for llm, seen in llms:
             seen.clear()
             seen.says.extend(case.says)
@@ -309,6 +310,7 @@ def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dic
         plans = [plan for _, seen in llms for plan in seen.plans]
         stats = [one for _, seen in llms for one in seen.stats]
         seconds.append(sum(one.ttft_s for one in stats))
+        last.append(stats[-1].ttft_s)
         if method is None:
             pairs = [characters(plan, corpus) for plan in plans]
             of_documents, reused = (sum(column) for column in zip(*pairs, strict=True))
@@ -320,6 +322,7 @@ def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dic
                 "reused": reused / of_documents if of_documents else None,
             }
     found["sooner"] = seconds[1] / seconds[0]
+    found["last_over_prefix"] = last[0] / last[2] if found["prompts"] > 1 else None
     return found
 
 
@@ -336,7 +339,9 @@ def main() -> None:
     corpus.add(texts)
     options = {"primary": arguments.primary, "auxiliary": arguments.auxiliary, "dtype": arguments.dtype}
     rows = []
-    print("| | component | prompts | tokens | hits | reused | sooner |\n|---|---|---|---|---|---|---|")
+    print(
+        "| | component | prompts | tokens | hits | reused | sooner | last prompt |\n|---|---|---|---|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for make, cases in ((CacheClipLLM, llama_index_cases), (ChatCacheClip, langchain_cases)):
             llm: Any = make(**options, store=f"{folder}/{make.__name__}", max_tokens=24)
@@ -347,9 +352,10 @@ def main() -> None:
                 row = measure(case, [(llm, seen)], corpus)
                 rows.append(row)
                 share = "-" if row["reused"] is None else f"{row['reused']:.0%}"
+                last = "-" if row["last_over_prefix"] is None else f"{row['last_over_prefix']:.1f}x prefix"
                 print(
                     f"| {row['framework']} | {row['component']} | {row['prompts']} | {row['prompt_tokens']:,} "
-                    f"| {row['hits']} | {share} | {row['sooner']:.1f}x |",
+                    f"| {row['hits']} | {share} | {row['sooner']:.1f}x | {last} |",
                     flush=True,
                 )
     if not rows:

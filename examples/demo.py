@@ -8,6 +8,7 @@ plain prefill to the same prompt: if both are wrong, the small model is the caus
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,10 @@ from cacheclip_rag.ingest import Embedder, Library, ingest
 
 HERE = Path(__file__).resolve().parent
 STORE = str(HERE.parent / ".demo" / "store")
-MODELS = {"primary": "packaged:qwen2.5-coder-0.5b", "auxiliary": "packaged:smollm2-135m"}
+MODELS = {
+    "primary": os.environ.get("PRIMARY", "packaged:qwen2.5-coder-0.5b"),
+    "auxiliary": "packaged:smollm2-135m",
+}
 """Weights from the package index, so that the demo needs no model hub."""
 SETTINGS = dataclasses.replace(DEFAULT_SETTINGS, **MODELS, embedding="packaged:all-MiniLM-L6-v2")
 TOP_K = 6

@@ -34,9 +34,10 @@ hypothesis.settings.register_profile("same", derandomize=True, database=None)
 hypothesis.settings.register_profile("random", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL") else "same")
 
-# Environments of their own have vLLM and llama.cpp: make test-vllm, make test-llamacpp.
-_MODULES = {"vllm": "vllm", "llamacpp": "llama_cpp"}
-collect_ignore = [folder for folder, module in _MODULES.items() if importlib.util.find_spec(module) is None]
+# An environment of its own has vLLM: make test-vllm.
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+# make test-llamacpp
+collect_ignore += [] if importlib.util.find_spec("llama_cpp") else ["llamacpp"]
 
 # The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
 gc.disable()

@@ -65,10 +65,10 @@ def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subprocess.run", here)
     sizes = ["--prompt-tokens", "100", "--new-tokens", "4", "--chunks", "3", "--chunk-tokens", "40"]
     found = run(
-        "limits", *sizes, "--repeats", "1", "--memory-tokens", "120", may_fail=True
+        "limits", *sizes, "--repeats", "1", "--memory-tokens", "120", "--floor-tokens", "90,120", may_fail=True
     )  # a figure may miss its limit
     whats = " ".join(row["what"] for row in found["rows"])
-    assert all(word in whats for word in ("decode", "ingest", "memory")), found
+    assert all(word in whats for word in ("decode", "floor, 120", "ingest", "memory")), found
     assert "(4 equal)" in whats
 
 

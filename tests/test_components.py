@@ -51,4 +51,5 @@ def test_every_component_reuses_the_documents(
     assert {name: row for name, row in found.items() if row["reused"] < 0.9 or not row["hits"]} == {}
     assert found["`FunctionAgent`"]["prompts"] == found["LangGraph's agent"]["prompts"] == 2, "a call, then an answer"
     assert all(row["sooner"] > 0 for row in found.values())
+    assert all((row["last_over_prefix"] is not None) is (row["prompts"] > 1) for row in found.values())
     assert list(rows("--only", "crossencoder")) == ["`CrossEncoderReranker`"]

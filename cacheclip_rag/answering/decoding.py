@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,7 @@ def decode(
     *,
     beside: Beside | None = None,
     turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    step: Callable[[Any, int], torch.Tensor] | None = None,
     constraint: Constraint | None = None,
     text_of: Callable[[Sequence[int]], str] | None = None,
 ) -> Iterator[Event]:
@@ -42,6 +43,8 @@ def decode(
     Args:
         beside: what goes on beside the answer; default nothing.
         turn: taken for each computation of the model, and given back before an event is yielded.
+        step: appends a token to a state and returns the next logits, in a turn that it takes itself; default the
+            runtime's ``decode_step``, in a ``turn``.
         constraint: says which tokens may come next; not with verified finishing, which compares free choices.
         text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
 
@@ -52,7 +55,7 @@ def decode(
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
     streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, streams)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams)
     del prefilled  # the answer drops its KV once it goes on from the exact KV
     first_s = started.elapsed()
     stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + first_s)
@@ -86,6 +89,7 @@ class _Decoding:
         sampler: Sampler,
         beside: Beside,
         turn: Callable[[], AbstractContextManager[None]],
+        step: Callable[[Any, int], torch.Tensor] | None,
         new_stream: Callable[[], TextStream],
     ) -> None:
         self.prefilled = prefilled
@@ -99,7 +103,7 @@ class _Decoding:
         self.revised_from: int | None = None
         """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
         self._runtime, self._params, self._sampler = runtime, params, sampler
-        self._beside, self._turn, self._new_stream = beside, turn, new_stream
+        self._beside, self._turn, self._step, self._new_stream = beside, turn, step, new_stream
         self._num_prompt = prefilled.layout.num_tokens
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
 
@@ -114,9 +118,7 @@ class _Decoding:
                     continue
             if self.has_ended or len(self.ids) >= self._most:
                 return
-            with self._turn():
-                logits = self._next_logits()
-            self.ids.append(self._sampler.pick(logits))
+            self.ids.append(self._sampler.pick(self._next_logits()))
 
     @property
     def _is_last_token(self) -> bool:
@@ -163,14 +165,18 @@ class _Decoding:
         # above this length, the model's rotary frequencies change: prefill again, as transformers' generate does
         if runtime.pinned_rope and cache.position_of(cache.get_seq_length()) == runtime.reuse_tokens:
             read = torch.cat((self.prefilled.layout.ids, torch.tensor(self.ids)))
-            self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
+            with self._turn():
+                self.cache, logits = runtime.prefill(read, self._num_prompt + room_for(self._params))
             self._beside = Beside()  # all KV is exact now
             self.prefilled = replace(self.prefilled, continuing=None)  # and that of a longer prompt
             return logits
-        logits = runtime.decode_step(cache, self.ids[-1])
-        if not self._beside.asks_before:
-            return logits
-        found = self._beside.before(self.ids, self._sampler.allowed(logits))
+        if self._step is not None and not self._beside.asks_before:
+            return self._step(cache, self.ids[-1])
+        with self._turn():
+            logits = runtime.decode_step(cache, self.ids[-1])
+            if not self._beside.asks_before:
+                return logits
+            found = self._beside.before(self.ids, self._sampler.allowed(logits))
         if found is None:
             return logits
         self._go_on_from(found[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import ModelError
+from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
 from ..chunks.library import ChunkLibrary
@@ -21,7 +21,7 @@ from ..finding.texts import GivenTexts
 from ..guards.coverage import Certificates
 from ..methods import DEFAULT_METHOD, check_method, check_reads, preset
 from ..methods.base import Method
-from ..models.load import check_name, choose_device, concrete, load_any, unload_models
+from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
 from ..models.memory import free_bytes
 from ..plan.sources import Sources
 from ..prompt.layout import check_least_length
@@ -172,6 +172,11 @@ class Parts:
         computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
         once more if this process has no weights of it: scores need them."""
         config = self.config
+        if config.auxiliary and is_gguf(config.auxiliary):
+            raise ConfigurationError(
+                "auxiliary must be a model whose attention scores tokens, and llama.cpp does not show that of "
+                f"{config.auxiliary!r}. Give one that transformers runs, or None for methods that need no auxiliary."
+            )
         is_own = config.auxiliary == config.primary and self._load_primary is None
         return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
 
@@ -267,13 +272,13 @@ class Parts:
     def sources(self, method: Method) -> Sources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
-        wants = (context, method.needs_auxiliary, frozenset(method.head_sets))
+        # of one type, some methods read KV and some do not
+        wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
         with self._lock:
             if wants not in self._sources:
-                primary = self.primary(context)
-                check_reads(method, primary.runtime)
+                check_reads(method, self.primary(context).runtime)
                 self._sources[wants] = Sources(
-                    primary=primary,
+                    primary=self.primary(context),
                     prefix=self.caches_after_prefix,
                     auxiliary=self.head_sets.scorer(method.head_sets) if method.needs_auxiliary else None,
                     prefix_cache=self.prefix_cache,

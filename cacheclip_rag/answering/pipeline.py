@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
 from ..methods.base import Method
-from ..plan.plan import Plan
+from ..plan.plan import ROWS_FOR_EXACT_KV, Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
 from ..prompt.segments import Segment, as_segments, given_texts
@@ -39,10 +40,6 @@ from .verification import Verification
 from .writer import ChunkWriter
 
 __all__ = ["Answering"]
-
-_ROWS_FOR_EXACT_KV = 64
-"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
-over a single row: the weights are read once."""
 
 
 class _ReadPrompt(NamedTuple):
@@ -110,6 +107,7 @@ class Answering:
                     options.params,
                     beside=beside,
                     turn=turns.token,
+                    step=partial(turns.step, runtime),
                     constraint=constraint,
                     text_of=text_of,
                 )
@@ -215,12 +213,12 @@ class Answering:
 
 def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
     """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
-    ``continued`` approximate ones. Exact KV is worth a few rows."""
+    ``continued`` ones, of which those after ``known`` are approximate. Exact KV is worth a few rows."""
     plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
-    shorter = plan.computed_after(continued, is_continued=True) if continued > known else fused
-    if plain < fused and plain <= shorter + _ROWS_FOR_EXACT_KV:
+    shorter = plan.computed_after(known, continued) if continued > known else fused
+    if plain < fused and plain <= shorter + ROWS_FOR_EXACT_KV:
         return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
-    return replace(plan, continues=shorter + _ROWS_FOR_EXACT_KV < fused)
+    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
 
 
 def _verification(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:

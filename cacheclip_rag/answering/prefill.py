@@ -146,7 +146,11 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
     stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
-    is_exact = _is_exact(fused, sources)
+    # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
+    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
+    is_recomputed = plan.method.exact_at_one and fused.recomputed_tokens == stale
+    is_plain = fused.first_computed is not None and not plan.layout.is_continued
+    is_exact = is_plain and (not stale or is_recomputed)
     continuing = None
     if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
         insert = sources.prefix_cache.continued.insert
@@ -159,21 +163,12 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     )
 
 
-def _is_exact(fused: Fused, sources: Sources) -> bool:
-    """Whether all KV is plain prefill's: every reused chunk's was, or was computed again."""
-    plan = fused.plan
-    if fused.first_computed is None:
-        return False
-    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
-    return not stale or (plan.method.exact_at_one and fused.recomputed_tokens == stale)
-
-
 def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:
     """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
     dtype stored it."""
     layout = plan.layout
     if sources.primary.is_lossy:
-        return layout.is_cached(span) and not layout.is_continued
+        return span.stop <= layout.num_exact
     return layout.is_exact(span)
 
 
@@ -182,6 +177,8 @@ def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | Non
     None if the store holds those tokens already."""
     layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
     if not sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
+        return None
+    if layout.is_continued:  # of which the cache holds what is exact
         return None
     num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
@@ -196,7 +193,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
         match = sources.match(plan)
     with match:
         # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
-        used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=match.num_tokens))
+        known = match.num_tokens
+        used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=known, num_exact=known))
         if match.num_tokens:
             state, logits = runtime.prefill_from(match, layout.ids, capacity, clock)
         else:
@@ -252,7 +250,7 @@ def stats_of(
         reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
-        cached_prefix_tokens=0 if layout.is_continued else layout.num_cached,
+        cached_prefix_tokens=layout.num_exact,
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,

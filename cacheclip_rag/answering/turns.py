@@ -4,7 +4,8 @@ Prompts that are computed beside one another finish together, and late: four at 
 last of four in a row would have it, and on shared cores their threads hinder one another. So a prompt waits until those
 before it have their first tokens. Tokens of running answers are not computed beside a prompt either, but between two
 prompts every answer that waits gets one: no stream of questions can stop an answer, and no answer delays a first token
-by more than the time of one token. Tokens of several answers are computed side by side.
+by more than the time of one token. Tokens of several answers are computed in one pass, which reads the weights once
+for all: whoever asks first computes for all who wait (flat combining).
 
 A turn ends before anything is given to the caller, so that an answer that nobody reads on holds up no other one. A
 question whose caller leaves while it waits leaves the queue (:class:`Waiter`). Work that nobody waits for goes on in
@@ -16,13 +17,17 @@ Turns belong to a loaded model: engines that share its weights (of several tenan
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from ..runtime.base import Runtime
 
 __all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
@@ -86,6 +91,25 @@ class _OfThread(threading.local):
     """Whether this thread has a turn, so that it needs no other."""
 
 
+@dataclass(eq=False, slots=True)
+class _AskedStep:
+    """A token of an answer, and the logits after it."""
+
+    state: Any
+    token_id: int
+    logits: torch.Tensor | None = None
+    error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.logits is not None or self.error is not None
+
+
+_PATIENCE = 0.1
+"""Share of a pass's time for which the next one waits for answers of the last one that have not asked yet. Without it,
+answers would fall into groups that take turns."""
+
+
 class Turns:
     """The order of computations of one model. Safe to share between threads; a thread that has a turn may take
     another one inside it, which does not wait."""
@@ -106,6 +130,14 @@ class Turns:
         """Prompts that had their turn."""
         self._invited = 0
         """Tokens that waited for a prompt, and go before the next one."""
+        self._asked: list[_AskedStep] = []
+        """Steps that wait for a pass."""
+        self._is_stepping = False
+        """Whether a thread computes, or gathers, steps."""
+        self._last: set[int] = set()
+        """States of the last pass."""
+        self._pass_s = 0.0
+        """Seconds of the last pass."""
         self._own = _OfThread()
 
     @property
@@ -183,6 +215,46 @@ class Turns:
                 self._tokens -= 1
                 self._changed.notify_all()
 
+    def step(self, runtime: Runtime, state: Any, token_id: int) -> torch.Tensor:
+        """Append one token to a state and return the next logits, in the turn of a token. Answers that ask at about the
+        same time share a pass, which may round otherwise than a pass each."""
+        if self._own.has_turn or self._answers < 2:
+            with self.token():
+                return runtime.decode_step(state, token_id)
+        mine = _AskedStep(state, token_id)
+        with self._changed:
+            self._asked.append(mine)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: mine.is_done or not self._is_stepping)
+            leads = not mine.is_done
+            self._is_stepping = self._is_stepping or leads
+        if leads:
+            self._step_together(runtime)
+        if mine.error is not None:
+            raise mine.error
+        assert mine.logits is not None
+        return mine.logits
+
+    def _step_together(self, runtime: Runtime) -> None:
+        """One pass for all steps that wait."""
+        steps: list[_AskedStep] = []
+        try:
+            with self.token():
+                with self._changed:
+                    self._changed.wait_for(self._have_all_asked, _PATIENCE * self._pass_s)
+                    steps, self._asked = self._asked, []
+                began = time.perf_counter()
+                _compute(runtime, steps)
+                self._last, self._pass_s = {id(step.state) for step in steps}, time.perf_counter() - began
+        finally:
+            with self._changed:
+                self._asked += [step for step in steps if not step.is_done]  # this thread was interrupted
+                self._is_stepping = False
+                self._changed.notify_all()
+
+    def _have_all_asked(self) -> bool:
+        return self._last <= {id(step.state) for step in self._asked}
+
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
         caller = CALLER.get()
         if caller is None:
@@ -206,3 +278,17 @@ class Turns:
             else:
                 self._waiting -= 1
             self._changed.notify_all()
+
+
+def _compute(runtime: Runtime, steps: Sequence[_AskedStep]) -> None:
+    """Fill in logits or errors. An error of a pass for several is not for all of them: each is computed alone then."""
+    try:
+        found = runtime.decode_steps([step.state for step in steps], [step.token_id for step in steps])
+    except Exception as error:
+        if len(steps) == 1:
+            steps[0].error = error
+        for step in steps if len(steps) > 1 else ():
+            _compute(runtime, [step])
+        return
+    for step, logits in zip(steps, found, strict=True):
+        step.logits = logits

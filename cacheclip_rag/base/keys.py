@@ -6,10 +6,15 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-__all__ = ["FORMAT_VERSION", "chunk_key", "is_key", "text_digest"]
+__all__ = ["FORMAT_VERSION", "FRAME_VERSION", "chunk_key", "is_key", "text_digest"]
 
 FORMAT_VERSION = 1
 """Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
+FRAME_VERSION = 2
+"""Increase this number when the byte format of frames changes. It is part of every key: versions of the package that
+share a store have entries of their own, and neither reads nor replaces the other's."""
+_FIRST_FRAME_VERSION = 2
+"""The version whose keys do not name it."""
 _KEY = re.compile("[0-9a-f]{64}")
 
 
@@ -26,8 +31,9 @@ def chunk_key(
     Every field is preceded by its length, so that two different inputs never give the same byte string.
     """
     digest = hashlib.sha256()
+    frames = "" if FRAME_VERSION == _FIRST_FRAME_VERSION else f".{FRAME_VERSION}"
     fields = (
-        str(FORMAT_VERSION).encode(),
+        f"{FORMAT_VERSION}{frames}".encode(),
         model_fingerprint.encode(),
         ",".join(map(str, prefix_ids)).encode(),
         ",".join(map(str, chunk_ids)).encode(),

@@ -69,8 +69,8 @@ class ServeTable(Table):
     """Of requests that state none; 1 is OpenAI's, 0 is greedy."""
     max_tokens: int | None = None
     """Of chat requests that state none; None: the model's context."""
-    max_running: int = 4
-    """Most answers at once; each holds its prompt's KV."""
+    max_running: int = 32
+    """Most answers at once, as far as their KV fits in half of the memory that is free at the start."""
     max_queue: int = 64
     """Most questions that wait; more are refused (429)."""
     timeout_s: float = 600.0

@@ -54,8 +54,8 @@ class FusionStats:
     cached_prefix_tokens: int = 0
     """Prompt tokens taken from the prefix cache. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     continued_tokens: int = 0
-    """Leading prompt tokens whose KV an earlier prompt and its answer left, and which is approximate. ``prefix_tokens``
-    and ``chunk_tokens`` include them."""
+    """Leading prompt tokens whose KV an earlier prompt and its answer left. It is approximate after the first
+    ``cached_prefix_tokens``. ``prefix_tokens`` and ``chunk_tokens`` include them."""
     continued_turns: int = 0
     """Earlier answers, one after the other, whose KV the prompt continues."""
     stale_from: int | None = None

@@ -55,8 +55,11 @@ def fuse(
         else:
             match = sources.match(plan, usable=geometry is None)
     with match:
-        layout = plan.layout.cached_until(match.num_tokens, plan.reused, is_continued=plan.continues)
-        stale = match.stale[: layout.num_cached] if isinstance(match, ContinuedMatch) else None
+        if isinstance(match, ContinuedMatch):
+            layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
+            stale = match.stale[: layout.num_cached]
+        else:
+            layout, stale = plan.layout.cached_until(match.num_tokens, plan.reused), None
         pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 
@@ -75,21 +78,18 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
     chosen, _ = choose_ahead(runtime, plan, sources, clock=clock)
     rows = choose_rows(layout, plan.reused, chosen.items())
-    pieces = [
+    pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
-    ]
+    )
     computed = rows.tolist()
-    if layout.num_prefix:
-        prefix = sources.prefix
-        if prefix.holds_prefix:
-            pieces.insert(0, StoredPiece(0, prefix.prefix_key, 0, layout.num_prefix))
-        else:
-            computed = [*range(layout.num_prefix), *computed]
+    # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
+    # from sharing its own with everyone
+    computed = [*range(layout.num_prefix), *computed]
     end = pieces[-1].stop
     return FusionPlan(
         token_ids=layout.token_ids,
-        pieces=tuple(pieces),
+        pieces=pieces,
         computed=runs_of([row for row in computed if row < end]),
         chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
         correction=method.mean_change,
@@ -101,13 +101,20 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
 
 
 def choose_ahead(
-    runtime: Runtime, plan: Plan, sources: Sources, *, clock: PhaseClock, when_read: Callable[[], None] | None = None
+    runtime: Runtime,
+    plan: Plan,
+    sources: Sources,
+    *,
+    clock: PhaseClock,
+    when_read: Callable[[], None] | None = None,
+    stale: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
     that looks at no KV of the primary.
 
     Args:
         when_read: called when the auxiliary's KV is read.
+        stale: of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored.
 
     Raises:
         ConfigurationError: the method does look at it, or changes positions.
@@ -118,7 +125,7 @@ def choose_ahead(
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     spans = [span for span in plan.reused if not layout.is_exact(span)]
-    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False)
+    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False, stale)
     with clock.phase("select"):
         masks, scores = pass_.choose(spans, when_read)
     return dict(zip(spans, masks, strict=True)), dict(zip(spans, scores, strict=False))

@@ -17,6 +17,8 @@ from ..base.clock import PhaseClock
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
+from ..runtime.transformers.continued import ContinuedMatch
+from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
 from .fused import Fused
@@ -32,18 +34,37 @@ def fuse_in_order(
     runtime: LlamaRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
-    texts = list(dict.fromkeys(span.whole for span in plan.reused))
+    with clock.phase("lookup"):
+        match: Match | ContinuedMatch = sources.continued_match(plan) if plan.continues else sources.match(plan)
+    with match:
+        continued = match.num_tokens if isinstance(match, ContinuedMatch) else 0
+        exact = match.num_exact if isinstance(match, ContinuedMatch) else match.num_tokens
+        layout = plan.layout.cached_until(exact, plan.reused, continued=continued)
+        return _fused(runtime, replace(plan, layout=layout), sources, match, capacity, clock, trace)
+
+
+def _fused(
+    runtime: LlamaRuntime,
+    plan: Plan,
+    sources: Sources,
+    match: Match | ContinuedMatch,
+    capacity: int,
+    clock: PhaseClock,
+    trace: bool,
+) -> Fused | None:
+    known = match.stale[: plan.layout.num_cached] if isinstance(match, ContinuedMatch) else None
+    texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
     in_spans = replace(plan, method=plan.method.in_spans(runtime.span_tokens))
     with sources.primary.read_ahead(texts) as reading:
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen, scores = choose_ahead(runtime, in_spans, sources, clock=clock, when_read=reading.start)
+        chosen, scores = choose_ahead(runtime, in_spans, sources, clock=clock, when_read=reading.start, stale=known)
         with clock.phase("read"):
             stored = _read(reading, texts)
         clock.reading_s += reading.busy_s()
         with clock.phase("assemble"):
-            kept, held = _placed(runtime, plan, sources, stored)
+            kept, held = _placed(runtime, plan, sources, match, stored)
     if not kept.reused:
         return None
     layout, reused = kept.layout, kept.reused
@@ -58,7 +79,8 @@ def fuse_in_order(
         len(computed),
         float(len(computed)),
         int(rows[0]),
-        _stale(kept, computed),
+        _stale(kept, computed, known),
+        match.turns if isinstance(match, ContinuedMatch) else 0,
         trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
 
@@ -74,30 +96,44 @@ def _read(reading: ReadAhead, texts: Sequence[str]) -> dict[str, KV | None]:
         return found
 
 
-def _placed(runtime: LlamaRuntime, plan: Plan, sources: Sources, stored: Mapping[str, KV | None]) -> tuple[Plan, Cells]:
+def _placed(
+    runtime: LlamaRuntime,
+    plan: Plan,
+    sources: Sources,
+    match: Match | ContinuedMatch,
+    stored: Mapping[str, KV | None],
+) -> tuple[Plan, Cells]:
     """The stored KV at its positions in the prompt, and the plan without what could not be read."""
     layout, prefix = plan.layout, None
     by_piece = {}
-    if layout.num_prefix:
+    if layout.num_prefix and not layout.num_cached:
         kv = sources.prefix.prefix
         prefix = PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0)
     for span in plan.reused:
-        whole = stored[span.whole]
+        whole = None if layout.is_cached(span) else stored[span.whole]
         if whole is not None:
-            piece = PlacedKV(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
-            by_piece[span.start] = piece
-    held, unread = runtime.place([*([prefix] if prefix is not None else []), *by_piece.values()])
+            by_piece[span.start] = PlacedKV(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
+    pieces = [*([prefix] if prefix is not None else []), *by_piece.values()]
+    held, unread = runtime.place(match, layout.num_cached, pieces)
     gone = {piece.at for piece in unread}
     if prefix is not None and any(piece is prefix for piece in unread):
         layout = replace(layout, num_prefix=0)
-    readable = [span for span in plan.reused if span.start in by_piece and span.start not in gone]
+    readable = [
+        span for span in plan.reused if layout.is_cached(span) or (span.start in by_piece and span.start not in gone)
+    ]
     return replace(plan.reusing(readable), layout=layout), held
 
 
-def _stale(plan: Plan, computed: Sequence[int]) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored."""
+def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored.
+
+    Args:
+        known: the same of continued KV.
+    """
     stale = np.zeros(plan.layout.num_tokens, np.bool_)
     for span in plan.reused:
         stale[span.start : span.stop] = not plan.layout.is_exact(span)
+    if known is not None:
+        stale[: len(known)] = known
     stale[list(computed)] = False
     return stale

@@ -102,9 +102,37 @@ class FusionPlan:
         return min(self.end, len(self.token_ids) - 1)
 
     @property
+    def num_exact(self) -> int:
+        """Leading tokens whose KV is plain prefill's: those before the first piece."""
+        return self.pieces[0].start
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that are computed after exact KV of those before the first piece."""
+        made = sum(max(0, stop - max(start, self.num_exact)) for start, stop in self.computed)
+        return made + len(self.token_ids) - self.num_ready
+
+    def first_stale(self, start: int = 0) -> int | None:
+        """The first position from ``start`` on whose KV is an entry's as it was stored; None if there is none."""
+        for piece in self.pieces:
+            at = max(start, piece.start)
+            for begin, end in self.computed:
+                if begin <= at < end:
+                    at = end
+            if at < piece.stop:
+                return at
+        return None
+
+    @property
     def digest(self) -> str:
         """Identifies the KV that the plan makes: 32 hexadecimal digits."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:32]
+        return _digest(self.to_dict())
+
+    @property
+    def lineage(self) -> str:
+        """Identifies prompts whose KV is the same where their first tokens are, because the same tokens of the same
+        entries are computed: 32 hexadecimal digits."""
+        return _digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as values for JSON or MessagePack."""
@@ -152,6 +180,10 @@ def runs_of(positions: Sequence[int]) -> tuple[Interval, ...]:
         else:
             runs.append([position, position + 1])
     return tuple((start, stop) for start, stop in runs)
+
+
+def _digest(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _covers(pieces: Sequence[Interval], computed: Sequence[Interval], end: int) -> bool:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..runtime.transformers.cache import FusedCache
+
 if TYPE_CHECKING:
-    from ..runtime.base import Runtime, State
+    from ..runtime.transformers.model import ModelRuntime
 
 __all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
 
@@ -51,7 +53,7 @@ def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
 
 
 def greedy(
-    runtime: Runtime, cache: State, logits: torch.Tensor, count: int, *, stop: bool = True
+    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int, *, stop: bool = True
 ) -> tuple[list[int], torch.Tensor]:
     """Decode up to ``count`` tokens greedily, including the end of turn. Returns the tokens and each token's logits.
 
@@ -65,10 +67,12 @@ def greedy(
 
 
 @torch.inference_mode()
-def read_along(runtime: Runtime, cache: State, logits: torch.Tensor, answer_ids: Sequence[int]) -> torch.Tensor:
+def read_along(
+    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, answer_ids: Sequence[int]
+) -> torch.Tensor:
     """Logits at each token of a given answer, ``(num_answer_tokens, vocab_size)``, in one pass.
 
-    ``logits`` are the logits of the prompt's last token. ``cache`` is modified. Needs a runtime with ``can_extend``.
+    ``logits`` are the logits of the prompt's last token. ``cache`` is modified.
     """
     follow = torch.tensor(answer_ids[:-1], dtype=torch.int64)
     if not len(follow):
@@ -79,8 +83,8 @@ def read_along(runtime: Runtime, cache: State, logits: torch.Tensor, answer_ids:
 
 
 def own_answer(
-    runtime: Runtime,
-    cache: State,
+    runtime: ModelRuntime,
+    cache: FusedCache,
     end: int,
     along: torch.Tensor,
     reference_ids: Sequence[int],
@@ -99,6 +103,6 @@ def own_answer(
     same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
     if same is None:
         return list(reference_ids), along
-    runtime.cut(cache, end + same)
+    cache.cut(end + same)
     rest, logits = greedy(runtime, cache, along[same], count - same)
     return [*reference_ids[:same], *rest], torch.cat((along[:same], logits))

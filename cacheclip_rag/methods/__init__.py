@@ -36,7 +36,6 @@ __all__ = [
     "check_method",
     "check_reads",
     "preset",
-    "reads_kv",
 ]
 
 PRESET_NAMES = (
@@ -100,23 +99,21 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 
 
 def check_reads(method: Method, runtime: Runtime) -> None:
-    """Raise ConfigurationError if the method looks at KV, or moves it elsewhere than into the prompt's order, and the
-    runtime cannot do that."""
-    if runtime.reads_kv or not reads_kv(method):
-        return
-    others = ", ".join(name for name in PRESET_NAMES if not reads_kv(preset(name)))
-    raise ConfigurationError(
-        f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
-        f"cannot be read ({runtime.backend}). Use another method ({others}), or a checkpoint that transformers runs."
-    )
+    """Raise ConfigurationError if the method looks at KV and the runtime cannot show it."""
+    if not runtime.reads_kv and _reads_kv(method):
+        others = [name for name in PRESET_NAMES if not _reads_kv(preset(name))]
+        raise ConfigurationError(
+            f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
+            f"cannot be read ({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that "
+            "transformers runs."
+        )
 
 
-def reads_kv(method: Method) -> bool:
-    """Whether a method needs a runtime with :attr:`~cacheclip_rag.runtime.base.Runtime.reads_kv`."""
+def _reads_kv(method: Method) -> bool:
     from .base import Method
 
-    own_positions = type(method).positions is not Method.positions
-    return method.reuses_chunks and (own_positions or not method.plans_ahead)
+    moves = type(method).positions is not Method.positions
+    return method.reuses_chunks and (moves or not method.plans_ahead)
 
 
 __getattr__ = late_names(

@@ -275,8 +275,7 @@ def concrete(config: EngineConfig) -> EngineConfig:
         return config
     device = choose_device(config.device)
     dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
-    form = "llama.cpp" if is_gguf(config.primary) else dtype
-    _say_once(f"{config.primary} runs on {device} in {form}. To choose others: device and dtype.")
+    _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
     return replace(config, device=device, dtype=dtype)
 
 
@@ -373,6 +372,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
 
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.transformers.packed import pack_weights
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
 
@@ -393,6 +393,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
         model = _read(name, "*.safetensors", lambda: load(folder, **options))
     if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
         model = model.to(device)
+    pack_weights(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
     if file_states(folder) != states:

@@ -16,6 +16,10 @@ FOLLOW_UP_SHARE = 0.5
 """Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
 the tokens that no question has recomputed yet."""
 
+ROWS_FOR_EXACT_KV = 64
+"""Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
+over a single row: the weights are read once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -106,25 +110,32 @@ class Plan:
         """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
 
-    def computed_after(self, known: int, *, is_continued: bool = False) -> int:
-        """Number of prompt tokens that are computed if earlier prompts left the KV of ``known`` leading tokens: fresh
-        tokens, and as many of the reused chunks as the ratio allows."""
-        layout = self.layout.cached_until(known, self.reused, is_continued=is_continued)
+    def computed_after(self, known: int, continued: int = 0) -> int:
+        """Number of prompt tokens that are computed if earlier prompts left the exact KV of ``known`` leading tokens,
+        and approximate KV up to ``continued``: fresh tokens, and as many of the reused chunks as the ratio allows."""
+        layout = self.layout.cached_until(known, self.reused, continued=continued)
         unread = [span for span in self.reused if not layout.is_cached(span)]
-        of_any = self.reused if is_continued else unread
-        stale = sum(len(span.tokens) for span in of_any if not layout.is_exact(span))
+        of_any = self.reused if layout.is_continued else unread
+        stale = sum(span.stop - max(span.start, layout.num_exact) for span in of_any if not layout.is_exact(span))
         budget = round(self.method.nominal_ratio * replace(self, layout=layout).rated_tokens)
         unread_tokens = sum(len(span.tokens) for span in unread)
         return layout.num_tokens - layout.num_known - unread_tokens + min(stale, budget)
 
     @property
     def rated_tokens(self) -> int:
-        """Chunk tokens of which the ratio is a share: all, and of those in continued KV :data:`FOLLOW_UP_SHARE`."""
+        """Chunk tokens of which the ratio is a share: all, but of those in continued KV none that are exact by now, and
+        :data:`FOLLOW_UP_SHARE` of the others."""
         layout = self.layout
-        continued = sum(len(span.tokens) for span in self.reused if layout.is_continued and layout.is_cached(span))
+        cached = [span for span in self.reused if layout.is_continued and layout.is_cached(span)]
+        continued = sum(len(span.tokens) for span in cached)
+        as_stored = replace(layout, num_exact=0)  # a chunk that is exact as stored counts as in a first question
+        approximate = sum(
+            len(span.tokens) if as_stored.is_exact(span) else max(0, span.stop - max(span.start, layout.num_exact))
+            for span in cached
+        )
         # the same prompt again has the same answer
         share = FOLLOW_UP_SHARE if layout.num_cached < layout.num_tokens - 1 else 0
-        return self.chunk_tokens - continued + round(share * continued)
+        return self.chunk_tokens - continued + round(share * approximate)
 
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""

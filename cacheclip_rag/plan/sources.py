@@ -58,8 +58,10 @@ class Sources:
         return self.prefix_cache.known(ids), self.prefix_cache.continued.known(plan.method, ids)
 
     def continued_match(self, plan: Plan) -> ContinuedMatch:
-        """The prompt's longest beginning in the continued KV, which is approximate, without its last token."""
-        return self.prefix_cache.continued.match(plan.method, self._shareable(plan))
+        """The prompt's longest beginning in the continued KV, which is approximate, without its last token; its first
+        tokens are from the prefix cache as far as that holds them."""
+        ids = self._shareable(plan)
+        return self.prefix_cache.continued.match(plan.method, ids, self.prefix_cache.match(ids))
 
     def _shareable(self, plan: Plan) -> tuple[int, ...]:
         return plan.layout.token_ids[:-1] if self.shares_prefixes(plan) else ()

@@ -93,6 +93,8 @@ class Layout:
     """Leading tokens whose KV earlier prompts left. If not 0, they exceed the shared prefix."""
     is_continued: bool = False
     """Whether these are continued KV, which is approximate; else they are from the prefix cache, which is exact."""
+    num_exact: int = 0
+    """Leading tokens of them that are from the prefix cache."""
     altered: Mapping[str, int] = field(default_factory=dict)
     """Texts of which half or more stands in the prompt, but in another form (escaped, or with accents apart), so that
     no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
@@ -121,20 +123,23 @@ class Layout:
         """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
         prefix cache."""
         after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and ((after_prefix and not span.first) or (self.is_cached(span) and not self.is_continued))
+        return span.is_chunk and ((after_prefix and not span.first) or span.stop <= self.num_exact)
 
     def is_cached(self, span: Span) -> bool:
         """Whether all KV of a segment was left by earlier prompts."""
         return span.stop <= self.num_cached
 
-    def cached_until(self, num_tokens: int, reused: Sequence[Span], *, is_continued: bool = False) -> Layout:
-        """This layout with ``num_tokens`` leading tokens from the prefix cache, or of continued KV. If they end inside
-        a reused chunk, they are cut to the chunk's start. If the shared prefix has as many tokens, they are not used.
+    def cached_until(self, num_tokens: int, reused: Sequence[Span], *, continued: int = 0) -> Layout:
+        """This layout with ``num_tokens`` leading tokens from the prefix cache, and up to ``continued`` of continued KV
+        if that is more. If they end inside a reused chunk, they are cut to the chunk's start. If the shared prefix has
+        as many tokens, they are not used.
         """
+        is_continued, num_exact = continued > num_tokens, num_tokens
+        num_tokens = max(num_tokens, continued)
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
         if num_cached <= self.num_prefix:
             num_cached, is_continued = 0, False
-        return replace(self, num_cached=num_cached, is_continued=is_continued)
+        return replace(self, num_cached=num_cached, is_continued=is_continued, num_exact=min(num_exact, num_cached))
 
 
 def lay_out(

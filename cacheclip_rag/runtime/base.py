@@ -266,8 +266,14 @@ class Runtime(ABC):
         self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
     ) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
-        ``keeps_prefixes``."""
-        raise AssertionError("prefill_from was called on a runtime whose keeps_prefixes is False")
+        ``keeps_prefixes``, for which ``can_extend`` is needed."""
+        with clock.phase("assemble"):
+            state = self.begin(match, capacity)
+        with clock.phase("recompute"):
+            logits = self.extend(state, ids[match.num_tokens :], match.num_tokens)
+            assert logits is not None
+            wait_for(logits)
+        return state, logits
 
     def begin(self, match: Match, capacity: int) -> State:
         """A state that holds the KV of ``match``, with room for ``capacity`` tokens. Called only if ``can_extend``."""
@@ -301,6 +307,11 @@ class Runtime(ABC):
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
         """Append one token to the state and return the next logits, ``(vocab_size,)``."""
+
+    def decode_steps(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[torch.Tensor]:
+        """The same for several states, each with a token of its own. A runtime overrides this where one pass for all
+        reads the weights once; it may round otherwise than a pass each. If it raises, no state has changed."""
+        return [self.decode_step(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
 
 
 def wait_for(logits: torch.Tensor) -> None:

@@ -48,8 +48,8 @@ _ENDED = b"data: [DONE]\n\n"
 class Limits:
     """What a server takes."""
 
-    running: int = 4
-    """Most answers at once. Each holds the KV of its prompt."""
+    running: int = 32
+    """Most answers at once, as far as their KV fits (:class:`~.queue.Queue`)."""
     waiting: int = 64
     """Most questions of one tenant that wait for them; more are refused (429)."""
     request_s: float = 600.0
@@ -128,6 +128,7 @@ class App:
     async def _start(self) -> None:
         try:
             self.card = await asyncio.to_thread(self.backend.start)
+            self._queue.most_bytes = self.card.most_kv_bytes
         except Exception as error:  # the one who started the server is told
             self.is_stopping = True
             self.on_failure(error)
@@ -247,11 +248,13 @@ class App:
         """Events of the answers to one request, one answer after the other, when it is its turn. The seconds that each
         waited are in its statistics."""
         began = time.perf_counter()
-        async with self._queue.place(questions[0].tenant):
+        needed = max(map(self.backend.kv_bytes, questions))
+        async with self._queue.place(questions[0].tenant, needed) as started:
             for question in questions:
                 waited_s = time.perf_counter() - began
                 async with aclosing(self.backend.answer(question)) as events:
                     async for event in events:
+                        started()
                         yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class ModelCard:
     """Whether its chat template writes tools."""
     can_constrain: bool
     """Whether answers can follow a JSON schema."""
+    most_kv_bytes: float = math.inf
+    """Bytes of KV that running answers may hold together."""
 
 
 class ServingBackend(ABC):
@@ -58,6 +61,10 @@ class ServingBackend(ABC):
     def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         """Events of an answer, none of which withdraws text; the last one has the whole answer. Closing the generator
         stops the answer."""
+
+    def kv_bytes(self, question: ServedQuestion) -> int:
+        """About how many bytes of KV the answer needs. 0: the backend sees to it itself."""
+        return 0
 
     @abstractmethod
     def metrics(self) -> str:

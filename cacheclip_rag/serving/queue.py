@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from .errors import RequestError
 
@@ -18,21 +19,43 @@ class QueueFull(RequestError):
     """Too many questions of a tenant wait already."""
 
 
+_MOST_STARTING = 4
+"""Most questions whose first token has not come. Prompts are computed one by one: more of them would only let the first
+tenant that asks fill the engine's queue, in which tenants are not told apart."""
+_SHARE_OF_ONE = 0.75
+"""Share of the KV that one of several tenants may hold."""
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """The place of one answer."""
+
+    tenant: str
+    num_bytes: int
+    given: asyncio.Future[None] | None = None
+    """None: it never waited."""
+    is_starting: bool = True
+
+
 class Queue:
-    """Places for questions. Tenants are served in turn, and the questions of one tenant in the order in which they
-    came. A tenant that floods the server fills its own waiting places only, and never the last running one. Used by one
-    event loop."""
+    """Places for questions, by the KV that their answers hold. Tenants are served in turn, and the questions of one
+    tenant in the order in which they came. A tenant that floods the server fills its own waiting places only, and never
+    the last running one. Used by one event loop."""
+
+    most_bytes: float = math.inf
+    """Bytes of KV that running answers may hold together. An answer that needs more runs alone."""
 
     def __init__(self, most_running: int, most_waiting: int, *, is_shared: bool = False) -> None:
         """
         Args:
+            most_running: answers, whatever they hold.
             most_waiting: of one tenant.
             is_shared: whether there are several tenants. One place is then kept free of each of them.
         """
-        self._most_running, self._most_waiting = most_running, most_waiting
-        self._most_of_one = max(1, most_running - 1) if is_shared else most_running
-        self._running = Counter[str]()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._most_running, self._most_waiting, self._is_shared = most_running, most_waiting, is_shared
+        self._places: list[Place] = []
+        """Of running answers."""
+        self._waiting: dict[str, deque[Place]] = {}
         """Tenants with waiting questions, the next one first."""
         self._seconds = 1.0
         """Of an answer: a mean in which later ones count more."""
@@ -40,7 +63,7 @@ class Queue:
     @property
     def running(self) -> int:
         """Questions that have a place."""
-        return self._running.total()
+        return len(self._places)
 
     @property
     def waiting(self) -> int:
@@ -48,69 +71,96 @@ class Queue:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[float]:
-        """The place of one answer; gives the seconds that it waited for it.
+    async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[Callable[[], None]]:
+        """The place of one answer that needs so much KV. Gives a function to be called when its first token is there.
 
         Raises:
             QueueFull: too many of the tenant's wait already (429, with ``Retry-After``).
         """
-        began = time.perf_counter()
-        if not self._may_run(tenant):
-            await self._wait(tenant)
+        place = Place(tenant, num_bytes)
+        if self._may_run(place) and all(map(self._is_at_its_limit, self._waiting)):
+            self._places.append(place)
         else:
-            self._running[tenant] += 1
-        started = time.perf_counter()
+            await self._wait(place)
+        began = time.perf_counter()
         try:
-            yield started - began
+            yield lambda: self._started(place)
         finally:
-            self._seconds += 0.2 * (time.perf_counter() - started - self._seconds)
-            self._leave(tenant)
+            self._seconds += 0.2 * (time.perf_counter() - began - self._seconds)
+            self._leave(place)
 
-    def _may_run(self, tenant: str) -> bool:
-        return self.running < self._most_running and self._running[tenant] < self._most_of_one
+    def _is_at_its_limit(self, tenant: str) -> bool:
+        """Whether others come first, however much is free."""
+        own, kept = [place for place in self._places if place.tenant == tenant], int(self._is_shared)
+        if len(own) >= max(1, self._most_running - kept):
+            return True
+        if sum(place.is_starting for place in own) >= _MOST_STARTING - kept:
+            return True
+        held = sum(place.num_bytes for place in own)
+        return self._is_shared and held > _SHARE_OF_ONE * self.most_bytes
 
-    async def _wait(self, tenant: str) -> None:
-        """Wait for a place, which :meth:`_give` takes for the one who waits."""
+    def _may_run(self, place: Place) -> bool:
+        if self._is_at_its_limit(place.tenant) or self.running >= self._most_running:
+            return False
+        if sum(other.is_starting for other in self._places) >= _MOST_STARTING:
+            return False
+        held = sum(other.num_bytes for other in self._places)
+        return not self._places or held + place.num_bytes <= self.most_bytes
+
+    async def _wait(self, place: Place) -> None:
+        """Wait until :meth:`_give` takes the place."""
+        tenant = place.tenant
         waiting = self._waiting.setdefault(tenant, deque())
         if len(waiting) >= self._most_waiting:
             self._check_empty(tenant)
             seconds = max(1, math.ceil(self._seconds))
+            running = sum(other.tenant == tenant for other in self._places)
             raise QueueFull(
-                f"{self._running[tenant]} of your questions are being answered and {len(waiting)} wait, which is the "
-                f"most that this server takes. Ask again in {seconds} s.",
+                f"{running} of your questions are being answered and {len(waiting)} wait, which is the most that this "
+                f"server takes. Ask again in {seconds} s.",
                 status=429,
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"retry-after": str(seconds)},
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.append(turn)
+        place.given = asyncio.get_running_loop().create_future()
+        waiting.append(place)
         try:
-            await turn
+            await place.given
         except BaseException:
-            if turn.done() and not turn.cancelled():
-                self._leave(tenant)  # it left when it had just got its place
-            elif turn in waiting:
-                waiting.remove(turn)
+            if place.given.done() and not place.given.cancelled():
+                self._leave(place)  # it left when it had just got its place
+            elif place in waiting:
+                waiting.remove(place)
                 self._check_empty(tenant)
+                self._give()  # perhaps it stood before others
             raise
 
-    def _leave(self, tenant: str) -> None:
-        self._running[tenant] -= 1
-        if not self._running[tenant]:
-            del self._running[tenant]
+    def _started(self, place: Place) -> None:
+        if place.is_starting:
+            place.is_starting = False
+            self._give()
+
+    def _leave(self, place: Place) -> None:
+        self._places.remove(place)
         self._give()
 
     def _give(self) -> None:
-        """Give free places to those who wait, one tenant after the other."""
-        while (tenant := next(filter(self._may_run, self._waiting), None)) is not None:
-            waiting = self._waiting.pop(tenant)
-            turn = waiting.popleft()
-            if not turn.done():  # else it has just left
-                self._running[tenant] += 1
-                turn.set_result(None)
+        """Give what is free to those who wait, one tenant after the other. Nobody overtakes a question that waits for
+        more KV than is free: it would wait for ever."""
+        while (tenant := next((each for each in self._waiting if not self._is_at_its_limit(each)), None)) is not None:
+            waiting = self._waiting[tenant]
+            place = waiting[0]
+            assert place.given is not None, "who waits has a future"
+            if not place.given.done() and not self._may_run(place):
+                return
+            waiting.popleft()
+            del self._waiting[tenant]
             if waiting:
                 self._waiting[tenant] = waiting  # behind the others
+            if not place.given.done():  # else it has just left
+                self._places.append(place)
+                place.given.set_result(None)
 
     def _check_empty(self, tenant: str) -> None:
         if not self._waiting.get(tenant, True):

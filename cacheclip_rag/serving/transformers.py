@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..answering.options import CallOptions
+from ..answering.sampler import room_for
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..frontend.aio import iterate_in_thread
@@ -17,6 +19,7 @@ from ..frontend.finishing import final_events
 from ..frontend.forced_tools import can_constrain, uses_tools
 from ..fusion.answer import Event
 from ..guards.metrics import Metrics
+from ..models.memory import free_bytes
 from ..prompt.segments import Segment, given_texts
 from ..runtime.base import Message
 from ..store import ChunkStore
@@ -24,6 +27,12 @@ from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import without_hits
 
 __all__ = ["TransformersBackend"]
+
+_SHARE_FOR_KV = 0.5
+"""Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
+cache and stored KV that is being read."""
+_CHARACTERS_OF_TOKEN = 3
+"""Fewest characters of a token, by which prompts are estimated: a question waits before its tokens are known."""
 
 
 class TransformersBackend(ServingBackend):
@@ -56,7 +65,20 @@ class TransformersBackend(ServingBackend):
         engine = self.engine(self._config.namespace)
         engine.warm_up()
         runtime = engine.primary
-        return ModelCard(runtime.context_tokens, uses_tools(runtime), runtime.can_constrain and can_constrain())
+        free = free_bytes(str(runtime.device))
+        return ModelCard(
+            runtime.context_tokens,
+            uses_tools(runtime),
+            runtime.can_constrain and can_constrain(),
+            math.inf if free is None else _SHARE_FOR_KV * free,
+        )
+
+    def kv_bytes(self, question: ServedQuestion) -> int:
+        runtime, prompt = self.engine(self._config.namespace).primary, question.prompt
+        contents = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+        tokens = sum(map(len, contents)) // _CHARACTERS_OF_TOKEN + room_for(question.options.params)
+        of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
+        return min(tokens, runtime.context_tokens) * of_token
 
     async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
         async with aclosing(iterate_in_thread(lambda: self._events(question))) as events:

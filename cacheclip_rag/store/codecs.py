@@ -26,6 +26,7 @@ import xxhash
 
 from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
+from ..base.keys import FRAME_VERSION
 from ..finding.texts import TextRow
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ __all__ = [
     "part_of",
 ]
 
-FRAME_VERSION = 2
-"""Increase this number when the frame format changes; frames of other versions are misses."""
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")
@@ -261,8 +260,8 @@ class StoredKV:
         return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """The codec's arrays (:meth:`Codec.parts`) of all layers and all tokens of the chunk, whatever :attr:`tokens`
-        are: each ``(num_layers, *shape)`` integers of the size of its numbers, in the memory of the store."""
+        """The codec's arrays (:meth:`Codec.parts`) of all layers, cut to the chosen tokens: each ``(num_layers,
+        *shape)`` integers of the size of its numbers, in the memory of the store."""
         frame = self.frame
         views, offset = [], frame.start
         for part in CODECS[self.codec].parts(frame.shape[1:]):
@@ -271,7 +270,8 @@ class StoredKV:
             view: np.ndarray[Any, Any] = np.ndarray(
                 (frame.shape[0], *part.shape), f"i{size}", frame.data, offset, (frame.layer_size, *steps)
             )
-            views.append(view)
+            # one number may hold for all tokens
+            views.append(view[(*(slice(None),) * (part.axis + 1), self.tokens)] if part.shape[part.axis] > 1 else view)
             offset += part.num_bytes
         return views
 

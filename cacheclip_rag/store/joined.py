@@ -30,7 +30,7 @@ class Joined:
     """Of each piece, where its first token belongs, as in :func:`join`."""
     pieces: tuple[KV, ...]
     _arrays: list[list[np.ndarray[Any, Any]]] = field(init=False, repr=False)
-    """Of each stored piece, its codec's arrays."""
+    """Of each stored piece, its codec's arrays, cut to its tokens."""
 
     def __post_init__(self) -> None:
         stored = [kv for kv in self.pieces if isinstance(kv, StoredKV)]
@@ -58,21 +58,12 @@ class Joined:
         *before, _, width = first.frame.shape[1:]
         arrays = []
         for index, part in enumerate(codec.parts((*before, 2, width))):
-            found = [self._cut(piece, index, number, part.axis) for piece in range(len(self.pieces))]
+            found = [of_piece[index][number] for of_piece in self._arrays]
             side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
             if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
                 side_by_side = side_by_side.repeat(self.lengths, part.axis)
             arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
         return codec.combine(arrays)
-
-    def _cut(self, piece: int, index: int, number: int, axis: int) -> np.ndarray[Any, Any]:
-        """One layer of one of a stored piece's arrays, cut to the piece's tokens."""
-        array: np.ndarray[Any, Any] = self._arrays[piece][index][number]
-        kv = self.pieces[piece]
-        assert isinstance(kv, StoredKV)
-        if array.shape[axis] > 1:
-            array = array[(*(slice(None),) * axis, kv.tokens)]
-        return array
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
@@ -90,12 +81,16 @@ def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
         end = start + kv.shape[3]
         if kv.shape[3]:
             found.append((start, kv))
-    groups = ([*group] for _, group in groupby(found, key=lambda piece: _kind_of(piece[1])))
+    # equal for KV that differs in numbers of tokens only
+    groups = (
+        [*group]
+        for _, group in groupby(
+            found,
+            key=lambda piece: (
+                (piece[1].codec, piece[1].frame.shape[:3], piece[1].frame.shape[4])
+                if isinstance(piece[1], StoredKV)
+                else (piece[1].dtype, piece[1].device, piece[1].shape[:3], piece[1].shape[4])
+            ),
+        )
+    )
     return [Joined(tuple(start for start, _ in group), tuple(kv for _, kv in group)) for group in groups]
-
-
-def _kind_of(kv: KV) -> tuple[Any, ...]:
-    """Equal for KV that differs in numbers of tokens only."""
-    if isinstance(kv, StoredKV):
-        return kv.codec, kv.frame.shape[:3], kv.frame.shape[4]
-    return kv.dtype, kv.device, kv.shape[:3], kv.shape[4]

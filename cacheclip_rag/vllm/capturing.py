@@ -22,7 +22,8 @@ from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, o
 from .connector import CacheClipConnector, Loads
 from .loading import local_heads
 from .parameters import Ready
-from .scheduling import check_request, salt
+from .prefix_blocks import salt
+from .scheduling import check_request
 from .stored import slots_of
 
 __all__ = ["CapturingConnector", "Step"]
@@ -64,18 +65,19 @@ class CapturingConnector(CacheClipConnector):
         if given is None:
             super().on_new_request(request)
             return
+        self._requests.arrive(request)
         try:
             check_request(request)
             capture = Capture.of(given, len(request.prompt_token_ids))
             if capture.context is not None:
                 self._check_context(capture)
-                self._requests.keep(request, Ready(capture.name, capture.start, context=capture.context))
+                self._requests.keep(request, Ready(capture.start, context=capture.context))
         except (CacheClipError, ValueError, OSError) as error:
             self._requests.tell(request.request_id, "plain", str(error))
             return
         self._requests.tell(request.request_id, "computed" if capture.context is None else "cached")
         self._schedule.add(request.request_id, capture, len(request.prompt_token_ids))
-        salt(request, capture.name)  # a block that is found in the prefix cache is not computed, so not captured
+        salt(request, capture.name, 0)  # a block that is found in the prefix cache is not computed, so not captured
 
     def _check_context(self, capture: Capture) -> None:
         assert self._settings.exchange is not None and capture.context is not None

@@ -6,8 +6,9 @@ scheduled, whether a request's KV can be made. The workers' makes it. Whatever f
 vLLM, counted, and logged once per reason.
 
 KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
-later prompt with the same first tokens would find it. So the scheduler's connector salts the hashes of a request by the
-digest of its plan, whatever the client sent.
+later prompt with the same first tokens would find it. So the scheduler's connector gives a request hashes of its own
+from the first stored chunk on (:mod:`.prefix_blocks`). If that cache holds so much exact KV that plain prefill computes
+less than the plan, the request is plain.
 
 vLLM enters the hashes of a request's blocks in that cache when it schedules their load, and leaves them there when the
 load fails, because it will compute these blocks. A request that leaves before that would leave blocks with hashes and
@@ -32,9 +33,10 @@ from ..base.errors import CacheClipError
 from ..models.load import load_planning
 from .loading import Loader
 from .once import WarnOnce
-from .parameters import PARAMETER, Ready, Settings
+from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings
+from .prefix_blocks import PrefixBlocks
 from .rows import RowRunner
-from .scheduling import Load, RequestLoads, check_engine, check_request, salt
+from .scheduling import Load, RequestLoads, check_engine, check_request, untested
 from .worker import model_runner
 
 __all__ = ["CacheClipConnector", "LoadCounters", "Loads"]
@@ -51,8 +53,9 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class LoadCounters(KVConnectorStats):  # type: ignore[misc]
-    """Numbers since they were last taken: ``fused_requests``, ``plain_requests`` (with a plan that could not be
-    used), ``failed_loads``, ``loaded_tokens``, ``computed_rows``, ``load_s``."""
+    """Numbers since they were last taken: ``fused_requests``, ``exact_requests`` (with a plan that computes more
+    than plain prefill), ``plain_requests`` (with a plan that could not be used), ``failed_loads``, ``loaded_tokens``,
+    ``computed_rows``, ``load_s``."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -84,6 +87,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config, FullAttentionSpec)
+        if role == KVConnectorRole.SCHEDULER and (never := untested(vllm_config)):
+            logger.warning("reuse was never tested with: %s", "; ".join(never))
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")
@@ -92,6 +97,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
         self._requests = RequestLoads(self._block_size, lambda: self._kv_cache_manager)
+        self._blocks = PrefixBlocks(self._block_size, kv_cache_config.num_blocks, lambda: self._kv_cache_manager)
         self._counters = LoadCounters()
         self._warn_once = WarnOnce(logger)
         # the workers'
@@ -101,7 +107,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # -- scheduler --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether the request's KV can be made. If so, its hashes in the prefix cache are its own from here."""
+        """Decide whether the request's KV can be made, and whether that computes less than plain prefill."""
+        self._requests.arrive(request)
         carried = request.kv_transfer_params
         given = carried.get(PARAMETER) if isinstance(carried, Mapping) else None  # a client may send anything
         if given is None:
@@ -114,14 +121,21 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._requests.tell(request.request_id, "plain", str(error))
             self._warn_once("answering by plain prefill: %s", error)
             return
+        assert ready.plan is not None, "a request gives a plan"
+        if not self._blocks.choose(request, ready.plan, **self._room):
+            self._counters.add(exact_requests=1)
+            self._requests.tell(request.request_id, "exact", EXACT)
+            return
         self._requests.keep(request, ready)
         self._requests.tell(request.request_id, "cached")
-        salt(request, ready.digest)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._requests.matched(request.request_id, num_computed_tokens), False
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._blocks.see(request, num_computed_tokens)
+        found = self._requests.matched(request.request_id, num_computed_tokens)
+        return (None if found and self._requests.must_wait(request) else found), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._blocks.place(request)
         self._requests.schedule(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
@@ -131,11 +145,18 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return Loads(loads)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._requests.fail(connector_output.invalid_block_ids)
+        for request, num_tokens in self._requests.fail(connector_output.invalid_block_ids):
+            self._blocks.cut(request, num_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``."""
-        return False, self._requests.finish(request.request_id, block_ids)
+        continued = self._blocks.finish(request)
+        told = self._requests.finish(request.request_id, block_ids)
+        if told is not None and continued.num_tokens:
+            told[PARAMETER].update(continued.to_dict())
+            if told[PARAMETER]["reason"] == UNREADABLE:  # vLLM computed the rest, after approximate KV
+                told[PARAMETER]["outcome"] = "cached"
+        return False, told
 
     # -- worker -----------------------------------------------------------------------------------------------------
 

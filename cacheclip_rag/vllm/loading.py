@@ -6,7 +6,7 @@ layout, its dtype and its scales; and it is never read here. vLLM's objects come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,6 +108,7 @@ class Loader:
                 self._rows = self._row_runner()
             with self._wrapped(writer):
                 self._rows.run(ids, each.runs, load.block_ids)
+            writer.check(self._layers)
             computed += sum(stop - start for start, stop in each.runs)
         return computed
 
@@ -169,6 +170,17 @@ class _PassWriter:
         self._chunks = Chunks(each.chunks) if each.chunks else None
         self._tables: list[Tables | None] = []
         """Rotary tables of the chunks, once they are needed."""
+        self._written: set[int] = set()
+        """Layers whose writer the pass has called."""
+
+    def check(self, layers: Iterable[int]) -> None:
+        """Raise RuntimeError unless the pass has called the writer of every layer: without it no stored KV is there."""
+        missed = sorted(set(layers) - self._written)
+        if missed:
+            raise RuntimeError(
+                f"the attention backend wrote the KV of layers {missed} by other means than do_kv_cache_update, so "
+                "that no stored KV could be written. Choose another one with --attention-backend."
+            )
 
     def write_stored(self, number: int, layer: Any) -> None:
         """Write stored KV of a layer as it is, which computes no row."""
@@ -178,6 +190,7 @@ class _PassWriter:
         """What replaces a layer's ``do_kv_cache_update`` during the pass."""
 
         def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+            self._written.add(number)
             self._write(number, layer, write, (key, value))
             if self._is_new.all():
                 write(layer, key, value, kv_cache, slot_mapping)

@@ -137,8 +137,8 @@ class FusedLLM:
             outcome = (output.kv_transfer_params or {}).get("cacheclip", {})
             if outcome.get("outcome") == "plain":
                 self._count(outcome["reason"])
-                if fusion is not None and outcome["reason"] == UNREADABLE:
-                    self.planner.drop_unreadable(fusion)
+            if fusion is not None and outcome.get("reason") == UNREADABLE:
+                self.planner.drop_unreadable(fusion)
         self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
         return found
 

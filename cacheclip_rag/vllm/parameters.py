@@ -25,7 +25,16 @@ from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = ["NAMESPACES_VARIABLE", "PARAMETER", "SEAL_VARIABLE", "UNREADABLE", "Ready", "Settings", "request_parameters"]
+__all__ = [
+    "EXACT",
+    "NAMESPACES_VARIABLE",
+    "PARAMETER",
+    "SEAL_VARIABLE",
+    "UNREADABLE",
+    "Ready",
+    "Settings",
+    "request_parameters",
+]
 
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
@@ -34,6 +43,8 @@ SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
 NAMESPACES_VARIABLE = "CACHECLIP_VLLM_NAMESPACES"
 """Environment variable with the connector's tenants, a JSON list, where its settings name none: all users of a machine
 can read the settings, which are on a command line."""
+EXACT = "vLLM's own prefix cache holds so much of the prompt that plain prefill computes less"
+"""The connector's reason for plain prefill of requests whose plan computes more."""
 UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
 """The connector's reason for requests whose load failed. A payload of the store may be damaged."""
 
@@ -93,8 +104,6 @@ def _checked_namespaces(given: object) -> frozenset[str]:
 class Ready:
     """A request whose first tokens' KV can be made."""
 
-    digest: str
-    """Identifies the KV."""
     num_ready: int
     """Tokens whose KV is made; at least one token of the prompt is left to vLLM."""
     plan: FusionPlan | None = None
@@ -137,7 +146,7 @@ class Ready:
             raise ConfigurationError("the plan is for another rotary embedding")
         _check(plan.token_ids, plan.model, token_ids, runtime)
         passes(plan, 0, max_runs=max_runs, max_rows=max_rows)
-        return cls(plan.digest, plan.num_ready, plan=plan)
+        return cls(plan.num_ready, plan)
 
 
 def request_parameters(plan: FusionPlan, *, key: str | None = None) -> dict[str, Any]:

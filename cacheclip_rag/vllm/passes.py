@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..base.errors import ConfigurationError
 from ..fusion.wire import FusionPlan, Interval
 
-__all__ = ["Pass", "passes"]
+__all__ = ["Pass", "computed_rows", "passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,16 @@ def passes(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> lis
         rows += more
     close(plan.num_ready)
     return found
+
+
+def computed_rows(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> int:
+    """Rows that are computed up to the first token of the answer, by the passes and by ordinary prefill after them.
+
+    Args:
+        start: KV of earlier positions is there. Others as for :func:`passes`.
+    """
+    made = passes(plan, start, max_runs=max_runs, max_rows=max_rows) if start < plan.num_ready else []
+    return sum(_rows(each.runs) for each in made) + len(plan.token_ids) - max(start, plan.num_ready)
 
 
 def _atoms(plan: FusionPlan, start: int, max_rows: int) -> Iterator[_Atom]:

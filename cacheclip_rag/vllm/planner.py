@@ -57,6 +57,25 @@ class PlannedPrompt:
     reason: str | None = None
     """Why the prompt has no fusion plan; None if it has one, or its method reuses no chunks."""
 
+    def stats_of(self, told: Mapping[str, Any]) -> FusionStats:
+        """The statistics of a fused answer, by what vLLM told of it: the KV that it continued."""
+        known = told.get("continued_tokens", 0)
+        if not known or self.fusion is None:
+            return self.stats
+        chunks = sum(max(0, min(span.stop, known) - span.start) for span in self.plan.reused)
+        prefix = max(known - chunks, self.stats.prefix_tokens)
+        computed = _computed_of_chunks(self.plan, self.fusion, known)
+        return replace(
+            self.stats,
+            prefix_tokens=prefix,
+            fresh_tokens=self.stats.prompt_tokens - prefix - self.stats.chunk_tokens,
+            recomputed_tokens=computed,
+            charged_ratio=computed / self.stats.chunk_tokens,
+            continued_tokens=known,
+            continued_turns=told.get("continued_turns", 0),
+            stale_from=told.get("stale_from"),
+        )
+
 
 class Planner:
     """Plans prompts by the settings of an engine. Loads the auxiliary model if the method needs it."""
@@ -269,8 +288,10 @@ def _plain_stats(plan: Plan, reason: str | None, clock: PhaseClock) -> FusionSta
     )
 
 
-def _computed_of_chunks(plan: Plan, fusion: FusionPlan) -> int:
-    """Number of computed tokens in reused chunks."""
+def _computed_of_chunks(plan: Plan, fusion: FusionPlan, known: int = 0) -> int:
+    """Number of computed tokens in reused chunks, from position ``known`` on."""
     return sum(
-        max(0, min(stop, span.stop) - max(start, span.start)) for start, stop in fusion.computed for span in plan.reused
+        max(0, min(stop, span.stop) - max(start, span.start, known))
+        for start, stop in fusion.computed
+        for span in plan.reused
     )

@@ -11,7 +11,7 @@ from typing import Any
 from ..base.clock import PHASES
 from ..fusion.answer import FusionStats
 from ..serving.replies import as_json, server_sent
-from .parameters import UNREADABLE
+from .parameters import EXACT, UNREADABLE
 from .planners import Route
 
 __all__ = ["Result", "ReplyText", "StreamReply", "WholeReply", "with_code"]
@@ -60,7 +60,7 @@ class Result:
         """
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         outcome, reason = self._outcome(cached, told, bool(usage))
-        stats = self._stats(outcome, reason, usage, cached)
+        stats = self._stats(outcome, reason, usage, cached, told or {})
         elapsed = time.perf_counter() - self.began
         ttft_s = elapsed if self.first is None else self.first - self.began
         in_vllm = (metrics or {}).get("time_to_first_token_ms")
@@ -82,16 +82,20 @@ class Result:
         if not is_counted:
             return "unknown", None
         if cached < ready:
-            return "plain", _NOT_USED
+            plain = planned.stats.prompt_tokens - cached
+            is_exact = cached > planned.fusion.num_exact and plain < planned.fusion.num_rows
+            return ("exact", EXACT) if is_exact else ("plain", _NOT_USED)
         # the connector loads up to there and no further; vLLM's own cache ends at a block's border behind it
         return ("cached" if cached > ready else "fused"), None
 
-    def _stats(self, outcome: str, reason: str | None, usage: Mapping[str, Any], cached: int) -> FusionStats:
-        planned = None if self.way.planned is None else self.way.planned.stats
+    def _stats(
+        self, outcome: str, reason: str | None, usage: Mapping[str, Any], cached: int, told: Mapping[str, Any]
+    ) -> FusionStats:
+        planned = self.way.planned
         generated = int(usage.get("completion_tokens") or 0)
-        if planned is not None and outcome != "plain":
-            return replace(planned, generated_tokens=generated)
-        known = planned or _UNKNOWN
+        if planned is not None and outcome not in ("plain", "exact"):
+            return replace(planned.stats_of(told), generated_tokens=generated)
+        known = _UNKNOWN if planned is None else planned.stats
         prompt = int(usage.get("prompt_tokens") or known.prompt_tokens)
         cached = min(cached, prompt)
         computed = (prompt - cached) / prompt if prompt else 1.0
@@ -109,6 +113,7 @@ class Result:
             partial_hits=0,
             partial_share=None,
             charged_ratio=computed,
+            bypassed=outcome == "exact",
             generated_tokens=generated,
         )
 

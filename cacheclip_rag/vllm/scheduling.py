@@ -13,7 +13,7 @@ from ..fusion.wire import FusionPlan
 from ..runtime.base import DTYPES
 from .parameters import PARAMETER, UNREADABLE, Ready
 
-__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "salt"]
+__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "untested"]
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that keep no KV of their own."""
@@ -45,17 +45,20 @@ class RequestLoads:
         self._block_size, self._manager = block_size, manager
         self._ready: dict[str, Ready] = {}
         self._requests: dict[str, Any] = {}
-        """vLLM's own requests, of those in ``_ready``."""
+        """All of vLLM's requests."""
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._scheduled: dict[str, int] = {}
         """Tokens to load in this step, by request."""
         self._loading: dict[str, tuple[Load, int]] = {}
         """A request's last load, and the tokens of its answer before it."""
 
+    def arrive(self, request: Any) -> None:
+        """Know of a request, which may share blocks with those whose KV is made."""
+        self._requests[request.request_id] = request
+
     def keep(self, request: Any, ready: Ready) -> None:
         """Take on a request whose KV can be made."""
         self._ready[request.request_id] = ready
-        self._requests[request.request_id] = request
 
     def tell(self, request_id: str, outcome: str, reason: str | None = None) -> None:
         """What a request's output says of it, if nothing else becomes of it."""
@@ -65,6 +68,17 @@ class RequestLoads:
         """Tokens beyond vLLM's own prefix cache whose KV can be made."""
         ready = self._ready.get(request_id)
         return 0 if ready is None else max(ready.num_ready - num_computed_tokens, 0)
+
+    def must_wait(self, request: Any) -> bool:
+        """Whether this step computes some KV that vLLM counts as the request's: a load, which comes before all that the
+        step computes, would compute rows over what is not there yet."""
+        manager = self._manager()
+        known = {block.block_id for block in manager.get_computed_blocks(request)[0].blocks[0]}
+        for request_id, other in self._requests.items() if known else ():
+            (blocks,) = manager.get_blocks(request_id).blocks
+            if any(block.block_id in known for block in blocks[other.num_computed_tokens // self._block_size :]):
+                return True
+        return False
 
     def schedule(self, request_id: str, num_tokens: int) -> None:
         """vLLM has found blocks for so many tokens, which this step loads."""
@@ -93,20 +107,26 @@ class RequestLoads:
         self._scheduled.clear()
         return loads, first
 
-    def fail(self, failed: set[int]) -> None:
-        """Have vLLM compute what stands in failed blocks and behind them."""
+    def fail(self, failed: set[int]) -> list[tuple[Any, int]]:
+        """Have vLLM compute what stands in failed blocks and behind them; returns the requests, and from which token
+        on."""
+        found = []
         for request_id, request in self._requests.items() if failed else ():
             (blocks,) = self._manager().get_block_ids(request_id)
             first = next((number for number, block in enumerate(blocks) if block in failed), None)
             if first is not None:
                 self._manager().evict_blocks(set(blocks[first:]))
                 self._fall_back(request, first * self._block_size)
+                found.append((request, first * self._block_size))
+        return found
 
     def _fall_back(self, request: Any, start: int) -> None:
         """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
-        it would have only the first of them do so, which may leave before it has."""
+        it would have only the first of them do so, which may leave before it has. Others may share the exact blocks
+        before."""
         request.num_computed_tokens = min(request.num_computed_tokens, start)
-        self.tell(request.request_id, "plain", UNREADABLE)
+        if request.request_id in self._ready:
+            self.tell(request.request_id, "plain", UNREADABLE)
         stats = request.prefill_stats
         if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
             stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
@@ -137,13 +157,6 @@ class RequestLoads:
         return None if outcome is None else {PARAMETER: outcome}
 
 
-def salt(request: Any, digest: str) -> None:
-    """Give the request's tokens hashes of their own in vLLM's prefix cache, whatever the client sent."""
-    request.cache_salt = f"{request.cache_salt or ''}|{PARAMETER}:{digest}"
-    request.block_hashes.clear()
-    request.update_block_hashes()
-
-
 def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[Any]) -> None:
     """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible.
 
@@ -167,6 +180,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
             parallel.data_parallel_size > 1 and model.is_moe
         ),
         "multimodal models are not supported": model.is_multimodal_model,
+        "LoRA is not supported, because recompute in a step of an adapter's request would use the adapter: start a "
+        "vLLM for adapters without this connector": vllm_config.lora_config is not None,
         f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
@@ -189,6 +204,20 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
         raise ValueError(f"CacheClip cannot be used with this vLLM: {'; '.join(found)}.")
 
 
+def untested(vllm_config: Any) -> list[str]:
+    """What is on in an engine and was never tried with reuse."""
+    model, draft = vllm_config.model_config, vllm_config.speculative_config
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    on = {
+        "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
+        "speculative decoding": draft is not None,
+        "sleep mode": model.enable_sleep_mode,
+        f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),
+        "a device other than a CPU": vllm_config.device_config.device_type != "cpu",
+    }
+    return [name for name, is_on in on.items() if is_on]
+
+
 def check_request(request: Any) -> None:
     """Raise ValueError for a request whose KV must be vLLM's own."""
     params = request.sampling_params
@@ -200,6 +229,7 @@ def check_request(request: Any) -> None:
         "it asks for logprobs of the prompt, which only plain prefill computes": (
             params is not None and params.prompt_logprobs is not None
         ),
+        "it is a streaming session": bool(getattr(request, "resumable", False)),
         "it asks not to read a prefix cache": bool(request.skip_reading_prefix_cache),
         "it pools instead of generating": params is None,
     }

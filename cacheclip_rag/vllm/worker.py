@@ -19,15 +19,21 @@ def model_runner(vllm_config: Any) -> Any:
     """The model runner of an engine in this process.
 
     Args:
-        vllm_config: the engine's config, the object itself.
+        vllm_config: the engine's config, or a copy of it with the same ``model_config``.
 
     Raises:
-        ValueError: the engine was started with another worker class.
+        ValueError: the engine was started with another worker class, or with several connectors.
     """
     for known in reversed(_runners):
         runner = known()
-        if runner is not None and runner.vllm_config is vllm_config:
-            return runner
+        if runner is None or runner.vllm_config.model_config is not vllm_config.model_config:
+            continue
+        if runner.vllm_config.kv_transfer_config.kv_connector != vllm_config.kv_transfer_config.kv_connector:
+            raise ValueError(
+                "MultiConnector is not supported: other connectors would keep approximate KV as that of its tokens, "
+                "and give it to plain requests. Give vLLM cacheclip's connector alone."
+            )
+        return runner
     raise ValueError(
         "recompute inside vLLM needs a worker class of this package. Start vLLM with "
         "worker_cls='cacheclip_rag.vllm.worker.CPUWorker', or GPUWorker on an accelerator."

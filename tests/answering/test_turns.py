@@ -7,10 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import pytest
+import torch
 
 from cacheclip_rag.answering.turns import Turns
+
+if TYPE_CHECKING:
+    from cacheclip_rag.runtime.base import Runtime
 
 WAIT_S = 30.0
 
@@ -177,3 +182,143 @@ def test_many_at_once() -> None:
         sys.setswitchinterval(interval)
     assert sum(counted) == 8 * 60 and min(counted) > 50
     assert (turns._waiting, turns._invited, turns._tokens, len(turns._prompts)) == (0, 0, 0, 0)
+
+
+class Steps:
+    """A runtime of which only steps are asked: the logits of a token are the token, and a state is its tokens."""
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+        """Number of states of each pass."""
+        self.fails: int | None = None
+        """A token with which every pass fails."""
+        self.before: Callable[[], None] = lambda: None
+
+    def decode_steps(self, states: list[list[int]], token_ids: list[int]) -> list[torch.Tensor]:
+        self.before()
+        self.passes.append(len(states))
+        if self.fails in token_ids:
+            raise MemoryError
+        for state, token_id in zip(states, token_ids, strict=True):
+            state.append(token_id)
+        return [torch.tensor(token_id) for token_id in token_ids]
+
+    def decode_step(self, state: list[int], token_id: int) -> torch.Tensor:
+        return self.decode_steps([state], [token_id])[0]
+
+
+def step(turns: Turns, runtime: Steps, state: list[int], token_id: int) -> None:
+    assert int(turns.step(cast("Runtime", runtime), state, token_id)) == token_id
+
+
+def test_an_answer_alone_has_passes_of_its_own() -> None:
+    turns, runtime, state = Turns(), Steps(), list[int]()
+    with turns.answer():
+        step(turns, runtime, state, 7)
+    with turns.answer(), turns.answer(), turns.prompt():
+        step(turns, runtime, state, 8)  # its first token, in the prompt's turn
+    assert (state, runtime.passes) == ([7, 8], [1, 1])
+
+
+def test_who_waits_shares_the_next_pass() -> None:
+    turns, runtime, threads = Turns(), Steps(), Threads()
+    states: list[list[int]] = [[] for _ in range(4)]
+
+    def answer(number: int) -> None:
+        with turns.answer():
+            until(lambda: turns._answers == len(states) + 1)
+            step(turns, runtime, states[number], number)
+
+    with turns.answer(), turns.prompt():
+        for number in range(len(states)):
+            threads.start(lambda number=number: answer(number))  # type: ignore[misc]
+        until(lambda: len(turns._asked) == len(states))
+    threads.join()
+    assert states == [[0], [1], [2], [3]] and runtime.passes == [4]
+
+
+def test_answers_do_not_fall_into_groups_that_take_turns() -> None:
+    """After a pass of one answer, those that asked meanwhile wait a little for it."""
+    turns, runtime, threads = Turns(), Steps(), Threads()
+    turns._pass_s = 10 * WAIT_S  # a little is as long as it takes
+    first, second = list[int](), list[int]()
+    turns._last = {id(first)}
+
+    def later() -> None:
+        step(turns, runtime, second, 2)
+
+    with turns.answer(), turns.answer():
+        threads.start(later)
+        until(lambda: turns._is_stepping and turns._tokens == 1)
+        step(turns, runtime, first, 1)
+    threads.join()
+    assert (first, second, runtime.passes) == ([1], [2], [2])
+
+
+def test_an_error_is_of_the_answer_that_made_it() -> None:
+    turns, runtime, threads = Turns(), Steps(), Threads()
+    runtime.fails = 2
+    states: list[list[int]] = [[] for _ in range(4)]
+    failed = []
+
+    def answer(number: int) -> None:
+        with turns.answer():
+            until(lambda: turns._answers == len(states) + 1)
+            try:
+                step(turns, runtime, states[number], number)
+            except MemoryError:
+                failed.append(number)
+
+    with turns.answer(), turns.prompt():
+        for number in range(len(states)):
+            threads.start(lambda number=number: answer(number))  # type: ignore[misc]
+        until(lambda: len(turns._asked) == len(states))
+    threads.join()
+    assert (states, failed, runtime.passes) == ([[0], [1], [], [3]], [2], [4, 1, 1, 1, 1])
+
+
+def test_an_interrupted_pass_leaves_the_others_to_the_next_thread() -> None:
+    turns, runtime, threads = Turns(), Steps(), Threads()
+    state = list[int]()
+
+    def interrupt() -> None:
+        runtime.before = lambda: None
+        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            step(turns, runtime, [], 4)
+
+    runtime.before = interrupt
+    with turns.answer(), turns.answer():
+        with turns.prompt():
+            threads.start(interrupted)
+            until(lambda: turns._is_stepping)
+            threads.start(lambda: step(turns, runtime, state, 5))
+            until(lambda: len(turns._asked) == 2)
+        threads.join()
+    assert state == [5] and (turns._tokens, turns._is_stepping) == (0, False)
+
+
+def test_many_answers_with_prompts_between() -> None:
+    """Every answer gets its own tokens in their order, whoever computes them."""
+    turns, runtime, threads, interval = Turns(), Steps(), Threads(), sys.getswitchinterval()
+    states: list[list[int]] = [[] for _ in range(8)]
+
+    def answer(seed: int) -> None:
+        with turns.answer():
+            with turns.prompt():
+                pass
+            for token in range(40):
+                step(turns, runtime, states[seed], 100 * seed + token)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        for seed in range(8):
+            threads.start(lambda seed=seed: answer(seed))  # type: ignore[misc]
+        threads.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert states == [[100 * seed + token for token in range(40)] for seed in range(8)]
+    assert sum(runtime.passes) == 8 * 40
+    assert (turns._asked, turns._tokens, turns._answers) == ([], 0, 0)

@@ -422,7 +422,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("ask", "Who?", "--store", "{here}", "--method", "caheclip"), 2, "Did you mean 'cacheclip'?"),
         (("ask", "Who?", "--store", "{here}", "--finish", "verfy"), 2, "Did you mean 'verify'?"),
         (("ask", "Who?", "--store", "{here}", "--auxiliary", "smollm-135m"), 2, "mean 'packaged:smollm2-135m'?"),
-        (("ask", "Who?", "--store", "{here}", "--primary", "model.gguf"), 2, "no GGUF file"),
+        (("ask", "Who?", "--store", "{here}", "--primary", "model.gguf"), 2, "there is no GGUF file"),
         (("ingest", "{here}", "--store", "{none}", "--dtype", "float23"), 2, "Did you mean 'float32'?"),
         (
             ("ingest", "{here}", "--store", "{none}", "--settings", "{file}"),

@@ -52,7 +52,7 @@ class TestContinued:
             assert stats.continued_turns == turn and stats.continued_tokens == start > first.prompt_tokens * 0.8
             assert stats.stale_from is not None and stats.stale_from < start
             assert abs(stats.recomputed_tokens - 0.3 * FOLLOW_UP_SHARE * stats.chunk_tokens) <= 1
-            assert stats.charged_ratio > 0 == stats.cached_prefix_tokens
+            assert stats.charged_ratio > 0 and stats.cached_prefix_tokens < stats.stale_from
 
     @pytest.mark.parametrize("method", [name for name in METHODS if name != "cacheblend"])  # it compares KV instead
     def test_every_question_recomputes_other_tokens_until_none_is_stale(

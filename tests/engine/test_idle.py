@@ -17,6 +17,7 @@ from cacheclip_rag.answering import completion
 from cacheclip_rag.answering.completion import IdleCompletion
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.methods import preset
+from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -107,6 +108,66 @@ class TestNextQuestion:
         idle.generate(rag(passages), SHORT, **options)
         assert completion_of(idle)._worker is None
         assert not idle.prefixes.stats.evictions
+
+
+class TestHalfDone:
+    """The time until the next question sufficed for the first part of the exact KV."""
+
+    @pytest.fixture
+    def half(self, idle: CacheClipEngine, passages: list[str]) -> CacheClipEngine:
+        idle.generate(rag(passages, "Who?"), SHORT, finish="none")
+        prefilled = logits(idle, rag(passages, "Who?"), preset("full"))
+        idle.prefixes.insert(prefilled.layout.token_ids[: prefilled.layout.num_tokens // 2], prefilled.cache)
+        return idle
+
+    def test_the_rest_is_continued(self, half: CacheClipEngine, passages: list[str]) -> None:
+        plan = half.plan(rag(passages, "Where was it?"))
+        exact = half.prefixes.known(plan.layout.token_ids)
+        answer = half.generate(rag(passages, "Where was it?"), SHORT, finish="none", trace=True)
+        check_sums(answer)
+        stats = answer.stats
+        assert 0 < exact == stats.cached_prefix_tokens < stats.continued_tokens
+        assert answer.trace is not None and answer.trace.recomputed and min(answer.trace.recomputed) >= exact
+        parts = [span.stop - (span.start if span in plan.exact else max(span.start, exact)) for span in plan.reused]
+        rest = sum(part for part in parts if part > 0)  # a chunk that is exact as stored counts as in a first question
+        assert stats.recomputed_tokens == pytest.approx(0.4 * FOLLOW_UP_SHARE * rest, abs=1)
+        assert stats.stale_from is not None and stats.stale_from >= exact
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_its_kv_is_exact_first_then_that_of_the_answer_before(
+        self, half: CacheClipEngine, passages: list[str], planted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The reference: plain prefill's KV in the first slots, and that of the first prompt after them. Planted: the
+        approximate KV in all of them."""
+        monkeypatch.setattr("cacheclip_rag.plan.plan.FOLLOW_UP_SHARE", 0.0)
+        chosen = half.make_method("cacheclip", 0.4)
+        found = logits(half, rag(passages, "Where was it?"), chosen)
+        exact, start = found.stats.cached_prefix_tokens, found.stats.continued_tokens
+        half.prefixes.clear()
+        before = logits(half, rag(passages, "Who?"), chosen)
+        if not planted:
+            full = logits(half, rag(passages, "Who?"), preset("full"))
+            for layer, own in zip(before.cache.layers, full.cache.layers, strict=True):
+                layer.write(0, own.keys[0, :, :exact], own.values[0, :, :exact])
+        half.primary.cut(before.cache, start)
+        expected = half.primary.extend(before.cache, found.layout.ids[start:], start)
+        assert (float((found.logits - expected).abs().max()) < 1e-4) is not planted
+
+    def test_it_stays_approximate(
+        self, half: CacheClipEngine, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where every chunk is exact: what comes after it followed approximate KV. None of it is put into the
+        prefix cache."""
+        monkeypatch.setattr("cacheclip_rag.answering.pipeline._ROWS_FOR_EXACT_KV", 0)
+        messages = [{"role": "user", "content": rag(passages, "Who?")}]
+        answer = half.generate(messages, SHORT, finish="none")
+        prefilled = logits(half, messages, preset("full"))
+        half.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "More?"}]
+        found = logits(half, messages, half.make_method("cacheclip", 0.4))
+        assert found.stats.continued_tokens > found.stats.cached_prefix_tokens > 0 == found.stats.recomputed_tokens
+        assert not found.is_exact and found.keeping is None and found.continuing is not None
 
 
 class TestGivingWay:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,3 +216,52 @@ def test_engines_that_share_weights_share_the_queue(engine: CacheClipEngine, chu
         assert not order
     threads.join()
     assert order == ["other", "own"] and waiting(other) == 0
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.5, "seed": 7},
+    {"temperature": 1.5, "seed": 8, "top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.4},
+    {"stop": ("e",)},
+    {"json_schema": SCHEMA},
+    {"max_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("finish", ["none", "verify", "revise"])
+def test_answers_in_one_pass_are_those_alone(
+    engine: CacheClipEngine, chunks: list[str], finish: str, tool_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samplers, penalties, stop strings, schemas and lengths side by side, and one caller who leaves."""
+    engine = CacheClipEngine(
+        replace(engine.config, primary=tool_model, prefix_cache_bytes=0)
+    )  # no answer continues another one's KV
+    engine.precompute(chunks)
+    runtime, batches = engine.primary, list[int]()
+    params = [SamplingParams(**{"max_tokens": 24, **kind}) for kind in KINDS]
+    params = [each for each in params if finish == "none" or not each.json_schema]
+
+    def ask(number: int) -> Any:
+        return engine.stream(asked(engine, number, chunks), params[number], finish=finish)
+
+    alone = {number: [*ask(number)][-1].answer.token_ids for number in range(len(params))}
+    together, threads = dict[int, tuple[int, ...]](), Threads()
+    step = runtime.decode_steps
+    monkeypatch.setattr(runtime, "decode_steps", lambda *given: batches.append(len(given[0])) or step(*given))
+
+    def work(number: int) -> None:
+        together[number] = [*ask(number)][-1].answer.token_ids
+
+    def leave() -> None:
+        events = ask(0)
+        next(events)
+        events.close()
+
+    with turns_of(runtime).prompt():
+        for number in range(len(params)):
+            threads.start(lambda number=number: work(number))  # type: ignore[misc]
+        threads.start(leave)
+    threads.join()
+    assert together == alone and batches and max(batches) > 2

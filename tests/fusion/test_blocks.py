@@ -34,7 +34,9 @@ BLOCK_BYTES = SIZE * 2 * (2 * 4 * 4 + 1 * 8 * 4 + 2 * 4 * 4 + 2 * 4 * 2)
 
 
 def empty(capacity: int) -> FusedCache:
-    return FusedCache(layers=[FusedLayer(h, d, capacity, dtype, torch.device("cpu")) for h, d, dtype in SHAPES])
+    cache = FusedCache(layers=[FusedLayer(h, d, capacity, dtype, torch.device("cpu")) for h, d, dtype in SHAPES])
+    cache.token_bytes = sum(2 * h * d * dtype.itemsize for h, d, dtype in SHAPES)
+    return cache
 
 
 def filled(ids: Sequence[int]) -> FusedCache:
@@ -310,7 +312,7 @@ class TestFailures:
 
     def test_copy_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks copied before stay, the others leave no trace."""
-        cut = blocks._cut
+        cut = FusedCache.blocks
 
         def fails(*arguments: Any) -> Iterator[Any]:
             yield next(cut(*arguments))
@@ -318,7 +320,7 @@ class TestFailures:
 
         cache = room(99)
         put(cache, [1, 2])
-        monkeypatch.setattr(blocks, "_cut", fails)
+        monkeypatch.setattr(FusedCache, "blocks", fails)
         with pytest.raises(MemoryError):
             put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
         assert stored(cache) == {(1, 2), (1, 2, 3, 4)} and refs(cache) == [0, 0]
@@ -330,7 +332,7 @@ class TestFailures:
     @pytest.mark.parametrize("cleared", [False, True])
     def test_others_while_a_chain_is_copied(self, monkeypatch: pytest.MonkeyPatch, cleared: bool) -> None:
         """Copying goes on outside the lock: unfinished blocks are not found, not stored again and not evicted."""
-        cut, seen = blocks._cut, list[int]()
+        cut, seen = FusedCache.blocks, list[int]()
 
         def copies(*arguments: Any) -> Iterator[Any]:
             for number, kv in enumerate(cut(*arguments)):
@@ -344,7 +346,7 @@ class TestFailures:
                 yield kv
 
         cache = room(2)
-        monkeypatch.setattr(blocks, "_cut", copies)
+        monkeypatch.setattr(FusedCache, "blocks", copies)
         assert put(cache, [1, 2, 3, 4]) == 2
         assert seen == [2, 0, 0]
         assert cache.stats.bytes == (0 if cleared else 2 * BLOCK_BYTES)

@@ -68,8 +68,7 @@ def carry_out(
     check_shape(plan, entries, runtime)
     ids, heads = torch.tensor(plan.token_ids), slice(0, runtime.num_kv_heads)
     cache = runtime.new_cache(len(ids)) if cache is None else cache
-    for layer in cache.layers:
-        layer.extend_to(len(ids))
+    cache.extend_to(len(ids))
     for layer in cache.layers:
         layer._keys[:, :, start:] = 1e4  # whatever is read before it is written must show
         layer._values[:, :, start:] = 1e4

@@ -1,30 +1,37 @@
-"""Tiny GGUF files, written once for all tests."""
+"""Engines on tiny GGUF files. ``make test-llamacpp`` runs these tests where llama-cpp-python is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.testing.tiny import build_auxiliary
 from tests.llamacpp.tiny_gguf import ARCHITECTURES, write_gguf
+
+MakeEngine = Callable[..., CacheClipEngine]
 
 
 @pytest.fixture(scope="session")
-def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By architecture."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A GGUF file of each architecture."""
     return {name: write_gguf(tmp_path_factory.mktemp(name), name) for name in ARCHITECTURES}
 
 
+@pytest.fixture(scope="session")
+def auxiliary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_auxiliary(tmp_path_factory.mktemp("auxiliary"))
+
+
 @pytest.fixture
-def make(gguf_files: dict[str, Path], tiny_models: dict[str, str]) -> Callable[..., CacheClipEngine]:
-    """An engine on a GGUF file, with the tiny auxiliary model of the other tests."""
-    unload_models()
+def make(files: dict[str, Path], auxiliary: Path, tmp_path: Path) -> MakeEngine:
+    def made(architecture: str = "qwen2", **settings: Any) -> CacheClipEngine:
+        unload_models()
+        options = {"store": tmp_path / "store", "auxiliary": str(auxiliary), "method": "epic", **settings}
+        return CacheClipEngine(primary=str(files[architecture]), **options)
 
-    def build(architecture: str = "llama", **options: object) -> CacheClipEngine:
-        settings = {"auxiliary": tiny_models["auxiliary"], "method": "cacheclip", "dtype": "float32", **options}
-        return CacheClipEngine(primary=str(gguf_files[architecture]), **settings)
-
-    return build
+    return made

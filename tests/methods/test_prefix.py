@@ -15,6 +15,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import prefix_cache as blocks
+from cacheclip_rag.runtime.transformers.cache import FusedCache
 from tests.conftest import CHUNKS, SENTENCES, lose, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, Case, gap, make_case, make_engine, reference_greedy, reference_logits
 from tests.methods.spying import REUSING, few, run
@@ -357,7 +358,7 @@ class TestLimits:
         def full(*_: Any) -> Any:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(blocks, "_cut", full)
+        monkeypatch.setattr(FusedCache, "blocks", full)
         assert len(engine.generate(rag_prompt(CHUNKS), SHORT, method="prefix").token_ids) == 12
         assert "could not be kept" in caplog.text and engine.prefixes.stats.bytes == 0
 

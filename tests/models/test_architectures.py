@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError, UnsupportedModelError
-from cacheclip_rag.models.load import load_any, load_model
-from cacheclip_rag.runtime.llamacpp.library import library
+from cacheclip_rag.base.errors import UnsupportedModelError
+from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
@@ -118,12 +116,10 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
             check_supported(config, "m")
 
-    def test_gguf_file_without_llama_cpp(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", None)
-        library.cache_clear()
+    def test_gguf_file(self, tmp_path: Path) -> None:
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        with pytest.raises(MissingExtraError, match=r"llama-cpp-python.*pip install -e '\.\[llama-cpp\]'"):
-            load_any(str(tmp_path / "model.gguf"))
+        with pytest.raises(UnsupportedModelError, match=r"GGUF.*transformers folder"):
+            load_model(str(tmp_path / "model.gguf"))
 
     def test_attention_in_both_directions(self) -> None:
         from transformers import Gemma3TextConfig

@@ -116,7 +116,7 @@ def test_weights_that_are_no_numbers(
         engine.generate("How old is the lighthouse?", max_tokens=2, temperature=temperature, seed=1)
 
 
-@pytest.mark.parametrize("name", CODECS.keys() - {"opaque"})
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "opaque"])
 def test_what_a_codec_cannot_hold(name: str) -> None:
     """A number beyond float16, in keys and in values, positive and negative."""
     codec = CODECS[name]

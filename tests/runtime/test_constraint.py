@@ -25,6 +25,11 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER, [2], "tiny")
 
 
+def test_without_an_end_of_turn_it_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'tiny' has no token that ends a turn.*eos_token_id"):
+        Grammars(TOKENIZER, [], "tiny").constraint(json.dumps(LIST))
+
+
 def taken(grammars: Grammars, text: str) -> str:
     """The beginning of a text that the schema allows, token by token."""
     constraint = grammars.constraint(json.dumps(LIST))

@@ -6,6 +6,7 @@ computed.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +47,16 @@ class Rows:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.runs: list[Any] = []
+        self.bypassed: int | None = None
+        """A layer that writes its cache by other means."""
 
     def run(self, ids: torch.Tensor, runs: Any, block_ids: Any) -> None:
         rows = torch.cat([torch.arange(start, stop) for start, stop in runs])
         assert ids[rows].tolist() == self.worker.ids[rows].tolist()
         self.runs.append(runs)
         for number, layer in self.worker.layers.items():
+            if number == self.bypassed:
+                continue
             key, value = (each[rows] for each in self.worker.expected(number))
             layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots_of(block_ids, BLOCK, rows))
 
@@ -156,6 +161,14 @@ class TestLoads:
             worker.load()
         assert not worker.rows.runs and not any(layer.written for layer in worker.layers.values())
 
+    @pytest.mark.parametrize("method", ["epic", "corrected"])
+    def test_a_backend_that_bypasses_the_writer(self, made: dict[str, Any], method: str) -> None:
+        worker = Worker(made, method)
+        worker.rows.bypassed = 1
+        with pytest.raises(RuntimeError, match=r"layers \[1\] by other means than do_kv_cache_update"):
+            worker.load()
+        assert not any("do_kv_cache_update" in vars(layer.impl) for layer in worker.layers.values())
+
     def test_what_fits_another_model_only(self, made: dict[str, Any]) -> None:
         worker = Worker(made, "epic")
         pieces = [replace(piece, num_tokens=piece.num_tokens) for piece in worker.plan.pieces]
@@ -200,11 +213,23 @@ class TestWorker:
         for each in several:
             assert model_runner(each.model_runner.vllm_config) is each.model_runner
         with pytest.raises(ValueError, match="worker class of this package"):
-            model_runner(object())
+            model_runner(SimpleNamespace(model_config=object()))
         config = several.pop().model_runner.vllm_config
         del each
         with pytest.raises(ValueError, match="worker class of this package"):
             model_runner(config)  # its engine is gone
+
+    def test_several_connectors(self) -> None:
+        """vLLM gives each of them a copy of its config."""
+        worker = _telling(self.Base)()
+        worker.load_model()
+        own = worker.model_runner.vllm_config
+        copied = copy.copy(own)
+        assert model_runner(copied) is worker.model_runner
+        copied.kv_transfer_config = SimpleNamespace(kv_connector="CacheClipConnector")
+        own.kv_transfer_config = SimpleNamespace(kv_connector="MultiConnector")
+        with pytest.raises(ValueError, match="MultiConnector is not supported"):
+            model_runner(copied)
 
     def test_shifts_positions_until_it_is_told_otherwise(self) -> None:
         worker = _telling(self.Base)()
@@ -219,7 +244,9 @@ class TestWorker:
 
 class Runner:
     def __init__(self) -> None:
-        self.vllm_config, self._model = object(), Positions()
+        transfer = SimpleNamespace(kv_connector="CacheClipConnector")
+        self.vllm_config = SimpleNamespace(model_config=object(), kv_transfer_config=transfer)
+        self._model = Positions()
 
     def get_model(self) -> torch.nn.Module:
         return self._model

@@ -3,6 +3,7 @@ becomes of blocks whose load failed."""
 
 from __future__ import annotations
 
+import hashlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from cacheclip_rag.vllm.parameters import PARAMETER, UNREADABLE, Ready
-from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, salt
+from cacheclip_rag.vllm.prefix_blocks import salt
+from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested
 
 ENGINE = {
     "model_config": {
@@ -20,6 +22,7 @@ ENGINE = {
         "is_multimodal_model": False,
         "hf_overrides": {},
         "hf_config_path": None,
+        "enable_sleep_mode": False,
     },
     "parallel_config": {
         "pipeline_parallel_size": 1,
@@ -28,6 +31,8 @@ ENGINE = {
         "data_parallel_size": 1,
     },
     "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
+    "cache_config": {"cache_dtype": "auto"},
+    "device_config": {"device_type": "cpu"},
 }
 REQUEST = {
     "sampling_params": SimpleNamespace(prompt_logprobs=None),
@@ -55,9 +60,10 @@ def engine(
     }
     if not hasattr(parts["model_config"], "dtype"):
         parts["model_config"].dtype = torch.float32
-    speculative = None if draft is None else SimpleNamespace(method=draft)
+    whole = {"speculative_config": None if draft is None else SimpleNamespace(method=draft)}
+    whole |= {"lora_config": None, "use_v2_model_runner": False, **(changed if part == "whole" else {})}
     group = SimpleNamespace(kv_cache_spec=spec or Whole())
-    return SimpleNamespace(**parts, speculative_config=speculative), SimpleNamespace(kv_cache_groups=[group] * groups)
+    return SimpleNamespace(**parts, **whole), SimpleNamespace(kv_cache_groups=[group] * groups)
 
 
 class TestEngine:
@@ -73,6 +79,7 @@ class TestEngine:
             ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
             ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
+            ("whole", {"lora_config": object()}, "LoRA"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
             ("", {"spec": Window()}, "blocks"),
@@ -92,6 +99,23 @@ class TestEngine:
     def test_accepted(self) -> None:
         check_engine(*engine(), Whole)
         check_engine(*engine(draft="ngram"), Whole)
+
+    @pytest.mark.parametrize(
+        ("part", "changed", "what"),
+        [
+            ("whole", {"use_v2_model_runner": True}, "V2 model runner"),
+            ("", {"draft": "ngram"}, "speculative decoding"),
+            ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
+            ("cache_config", {"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head"),
+            ("device_config", {"device_type": "cuda"}, "device"),
+        ],
+    )
+    def test_untested(self, part: str, changed: dict[str, Any], what: str) -> None:
+        config, cache = engine(part, **changed)
+        check_engine(config, cache, Whole)
+        (found,) = untested(config)
+        assert what in found and not untested(engine()[0])
+        assert not untested(engine("cache_config", cache_dtype="fp8_e4m3")[0])
 
 
 class TestRequest:
@@ -149,7 +173,8 @@ class Scheduler:
             request_id=name, num_output_tokens=0, num_computed_tokens=150, prefill_stats=Counted()
         )
         self.requests[name] = request
-        self.loads.keep(request, Ready(f"digest of {name}", 150, context=f"context of {name}"))
+        self.loads.arrive(request)
+        self.loads.keep(request, Ready(150, context=f"context of {name}"))
         self.loads.tell(name, outcome)
         return request
 
@@ -287,10 +312,44 @@ class TestFailures:
         assert not {11, 12, 13} & scheduler.blocks.evicted, "nothing of it is under way"
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "|cacheclip:abc"), ("mine", "mine|cacheclip:abc")])
-def test_hashes_of_its_own(given: str | None, expected: str) -> None:
-    done: list[str] = []
-    request = SimpleNamespace(cache_salt=given, block_hashes=["old"])
-    request.update_block_hashes = lambda: done.append(f"{request.cache_salt} {request.block_hashes}")
-    salt(request, "abc")
-    assert (request.cache_salt, done) == (expected, [f"{expected} []"])
+class Hashed:
+    """In place of vLLM's request of 10 tokens in blocks of 3: a hash is that of all tokens before its end."""
+
+    def __init__(self, salt: str | None = None, count: int = 3) -> None:
+        self.cache_salt, self.block_hashes, self._count = salt, list[bytes](), count
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        while len(self.block_hashes) < self._count:
+            before = self.block_hashes[-1] if self.block_hashes else (self.cache_salt or "").encode()
+            self.block_hashes.append(hashlib.sha256(before + bytes([len(self.block_hashes)])).digest())
+
+
+class TestSalt:
+    @pytest.mark.parametrize("given", [None, "a client's"])
+    @pytest.mark.parametrize(("first", "expected"), [(0, 0), (1, 1), (2, 2), (3, 2), (7, 2)])
+    def test_blocks_with_hashes_of_their_own(self, given: str | None, first: int, expected: int) -> None:
+        plain, found, again = Hashed(given), Hashed(given), Hashed(given)
+        assert salt(found, "name", first, b"key") == salt(again, "name", first, b"key") == expected
+        same = [a == b for a, b in zip(plain.block_hashes, found.block_hashes, strict=True)]
+        assert same == [number < expected for number in range(3)]
+        assert found.block_hashes == again.block_hashes
+
+    @pytest.mark.parametrize("first", [0, 2])
+    @pytest.mark.parametrize(
+        ("name", "key", "given"), [("other", b"key", None), ("name", b"other", None), ("name", b"key", "other")]
+    )
+    def test_they_differ_by_name_key_and_salt(self, first: int, name: str, key: bytes, given: str | None) -> None:
+        """Whoever knows the name and not the key cannot make them by a salt."""
+        ours, other = Hashed(), Hashed(given)
+        salt(ours, "name", first, b"key")
+        salt(other, name, first, key)
+        assert not set(ours.block_hashes[first:]) & set(other.block_hashes)
+
+    def test_a_prompt_of_less_than_a_block(self) -> None:
+        """Its answer fills the first one."""
+        found = Hashed(count=0)
+        assert salt(found, "name", 4, b"key") == 0
+        found._count = 1
+        found.update_block_hashes()
+        assert found.block_hashes != Hashed(count=1).block_hashes

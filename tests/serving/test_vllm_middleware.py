@@ -479,6 +479,22 @@ class TestReplies:
         assert (own["outcome"], own["reason"]) == (told["outcome"], told["reason"])
         assert (own["chunk_tokens"] == 0) == (told["outcome"] == "plain")
 
+    def test_continued_kv(self, served: Served) -> None:
+        """Counts of a plan of which vLLM had the first tokens, by hand."""
+        served.ask()
+        plan, stats = plan_of(served.inner.last), served.ask().json()["cacheclip"]
+        known = plan.pieces[1].start + 3
+        about = {"continued_tokens": known, "continued_turns": 2, "stale_from": 7}
+        served.inner.told = {"outcome": "fused", "reason": None, **about}
+        own = served.ask().json()["cacheclip"]
+        assert {name: own[name] for name in about} == about and not own["bypassed"]
+        assert own["prefix_tokens"] == known - plan.pieces[0].num_tokens - 3
+        assert own["prefix_tokens"] + own["fresh_tokens"] == stats["prefix_tokens"] + stats["fresh_tokens"]
+        rows = {row for run in plan.computed for row in range(*run) if row >= known}
+        chunks = {row for piece in plan.pieces for row in range(piece.start, piece.stop)}
+        assert own["recomputed_tokens"] == len(rows & chunks) < stats["recomputed_tokens"]
+        assert own["charged_ratio"] == pytest.approx(own["recomputed_tokens"] / stats["chunk_tokens"])
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_of_a_chunk_that_workers_could_not_read(
         self, served: Served, config: EngineConfig, stream: bool, caplog: pytest.LogCaptureFixture
@@ -607,11 +623,15 @@ class TestStreams:
     def test_a_plan_that_vllm_had_cached(self, served: Served, usage: bool) -> None:
         """Its own cache answers for more tokens than the plan makes; streams have no other sign of it."""
         options = {"stream_options": {"include_usage": usage}}
-        for more, outcome in ((-1, "plain"), (0, "fused"), (1, "cached"), (20, "cached")):
-            served.ask()
-            served.inner.cached = plan_of(served.inner.last).num_ready + more
+        served.ask()
+        plan = plan_of(served.inner.last)
+        ends = {plan.num_exact: "plain", plan.num_ready - 1: "exact"}
+        ends |= {plan.num_ready: "fused", plan.num_ready + 1: "cached", plan.num_ready + 20: "cached"}
+        for end, outcome in ends.items():
+            served.inner.cached = end
             own = served.events(**options)[-1]["cacheclip"]
-            assert own["outcome"] == outcome and (own["chunk_tokens"] == 0) == (outcome == "plain")
+            assert own["outcome"] == outcome and (own["chunk_tokens"] == 0) == (outcome in ("plain", "exact"))
+            assert own["bypassed"] == (outcome == "exact")
         before = metric(served, 'outcomes_total{outcome="cached"}')
         served.events(**options)
         assert metric(served, 'outcomes_total{outcome="cached"}') == before + 1

@@ -8,9 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.store import ChunkStore, TenantStore
+from cacheclip_rag.store import ChunkStore, TenantStore, codecs
 from cacheclip_rag.store.care import collect_garbage, repair, verify
 from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
 
@@ -169,6 +171,29 @@ class TestOtherVersions:
     def test_make_room_as_all_others(self, folder: Path, older: bytes) -> None:
         assert ChunkStore.open(folder).drop_tenant("t") == 6
         assert not payloads(folder)
+
+    def test_have_entries_of_their_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two versions that answer from one store in turn compute a chunk once each, and rewrite nothing."""
+        kv, written = torch.randn(2, 2, 2, 5, 4), dict[int, tuple[Path, bytes]]()
+        for version in (2, 3, 2, 3):
+            monkeypatch.setattr(keys, "FRAME_VERSION", version)
+            monkeypatch.setattr(codecs, "FRAME_VERSION", version)
+            own = keys.chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[2, 3], rope_pin="", namespace="t")
+            store = TenantStore(ChunkStore.open(tmp_path / "store"), "t")
+            if store.get(own) is None:
+                assert version not in written, "another version has replaced it"
+                store.put(own, kv * version, "float32")
+                path = tmp_path / "store" / "kv" / own[:2] / f"{own}.kv"
+                written[version] = path, path.read_bytes()
+            found = store.get(own)
+            assert found is not None and torch.equal(found.tensor(), kv * version)
+            assert all(path.read_bytes() == content for path, content in written.values())
+        assert len(payloads(tmp_path / "store")) == 2
+
+    def test_keys_of_this_format_stay_the_same(self) -> None:
+        """Else every store in use would be lost at an update."""
+        found = keys.chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[2, 3], rope_pin="", namespace="t")
+        assert found == "776e7592fc559980510c83cd50175b65d310b89337be0de5a0de01db1f5082b6"
 
     def test_are_replaced_by_what_is_written(self, folder: Path, older: bytes) -> None:
         """Else the store would never hold the chunk again."""

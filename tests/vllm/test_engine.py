@@ -129,9 +129,11 @@ class TestPrefixCache:
         first = outputs(fused, PROMPTS, "full")
         assert [tuple(each.outputs[0].token_ids) for each in first] == plain
         fused.llm.reset_prefix_cache()
+        planned = [fused.planner.plan(each, method="cacheclip").fusion for each in PROMPTS]
         outputs(fused, PROMPTS, "cacheclip")
         after = outputs(fused, PROMPTS, "full")
-        assert cached(after) == cached(first), "the same as on a server that has never seen a fused request"
+        assert cached(after)[1:] == cached(first)[1:], "the same as on a server that has never seen a fused request"
+        assert cached(after)[0] == planned[0].num_exact // BLOCK * BLOCK == BLOCK, "what comes before the chunks"
         assert [tuple(each.outputs[0].token_ids) for each in after] == plain
 
     def test_twin_without_a_salt_poisons(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,6 @@ class TestPrefixCache:
 
         def unsalted(request: Any) -> None:
             decide(request)
-            request.cache_salt = None
             request.block_hashes.clear()
             request.update_block_hashes()
 
@@ -149,10 +150,6 @@ class TestPrefixCache:
         assert ask(fused, PROMPTS, "full") != plain
         monkeypatch.undo()
         fused.llm.reset_prefix_cache()
-
-    def test_fused_requests_find_nothing_plain(self, fused: FusedLLM, setting: Setting) -> None:
-        outputs(fused, PROMPTS, "full")
-        assert ask(fused, PROMPTS, "cacheclip") == setting.expected(PROMPTS, "cacheclip")
 
     @pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
     def test_repeats_hit_their_own(self, fused: FusedLLM, setting: Setting, method: Any, loads: list[int]) -> None:
@@ -235,6 +232,20 @@ class TestFailures:
         monkeypatch.undo()
         fused.llm.reset_prefix_cache()
         assert ask(fused, PROMPTS, "full") == plain, "the layers write as before"
+
+    def test_a_layer_bypasses_the_writer(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As backends do that write the cache within another operation."""
+        from cacheclip_rag.vllm import loading
+
+        wrapping = loading._PassWriter.wrapping
+
+        def bypassed(writer: Any, number: int, write: Any) -> Any:
+            return write if number == 2 else wrapping(writer, number, write)
+
+        monkeypatch.setattr(loading._PassWriter, "wrapping", bypassed)
+        found = outputs(fused, PROMPTS, "cacheclip")
+        assert outcomes(found) == ["plain"] * 4
+        assert [tuple(each.outputs[0].token_ids) for each in found] == plain
 
     @pytest.mark.parametrize(
         ("change", "why"),

@@ -39,3 +39,20 @@ class TestEngine:
         setting = settings()
         with pytest.raises(ValueError, match="worker_cls"), started(setting, worker_cls="auto"):
             pass
+
+    def test_a_real_engine_with_adapters(self, settings: Any) -> None:
+        with pytest.raises(ValueError, match="LoRA is not supported"), started(settings(), enable_lora=True):
+            pass
+
+    def test_a_real_engine_with_several_connectors(self, settings: Any) -> None:
+        from cacheclip_rag.vllm.offline import engine_options
+
+        setting = settings()
+        ours = engine_options(setting.store)["kv_transfer_config"]
+        both = {"kv_connector": "MultiConnector", "kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"}
+        both["kv_connector_extra_config"] = {"connectors": [ours]}
+        with (
+            pytest.raises(ValueError, match="MultiConnector is not supported"),
+            started(setting, kv_transfer_config=both),
+        ):
+            pass

@@ -170,7 +170,9 @@ class _VLLMSession:
             extra_args=extra or None,
             **given,
         )
-        asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        asked: list[dict[str, Any]] = [{"prompt_token_ids": list(ids)} for ids in prompts]
+        if planned is not None and planned.fusion is not None:  # neither exact KV nor that of another plan is found
+            asked = [{**each, "cache_salt": planned.fusion.digest} for each in asked]
         found: list[Any] = self.llm.generate(asked, params, use_tqdm=False)
         return found
 

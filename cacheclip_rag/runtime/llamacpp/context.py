@@ -50,6 +50,8 @@ class Cells:
         self.context, self.ids, self.room = context, ids, room
         self.length = 0
         """The position of the next token."""
+        self.runs: list[tuple[int, int]] | None = None
+        """Positions that are filled, if those between them are not; None: all up to the last one."""
         weakref.finalize(self, context.released.append, ids).atexit = False
 
 
@@ -240,13 +242,18 @@ class Context:
 
     def _grow(self, num_cells: int) -> None:
         """Make a larger context, and move what is in this one there."""
-        kept = [(cells, cells.length, self.dump(cells, 0, cells.length)) for cells in self._live if cells.length]
+        kept = [
+            (cells, start, stop, self.dump(cells, start, stop))
+            for cells in self._live
+            for start, stop in (cells.runs if cells.runs is not None else [(0, cells.length)])
+            if start < stop
+        ]
         if self._pointer is not None:
             self._close()
         self._open(num_cells)
-        for cells, length, data in kept:
+        for cells, start, stop, data in kept:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            is_moved = self.load(tensor, length, cells, first=0, count=length, at=0)
+            is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
             assert is_moved, "llama.cpp reads what it has written"
 
     def _open(self, num_cells: int) -> None:

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base import Constraint, TokenizedText
+from ..base import TokenizedText
+from ..transformers.constraint import Grammars, SchemaConstraint
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
 from .library import library_version
-from .tokenizer import GgufGrammars, GgufTokenizer
+from .tokenizer import GgufTokenizer
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
 if TYPE_CHECKING:
     from ...base.clock import PhaseClock
+    from ..transformers.continued import ContinuedMatch
     from ..transformers.prefix_cache import Match
 
 __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
+
+
+_BLOCK = 16
+"""Tokens of KV that is written out together, for the bytes of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +50,28 @@ class PlacedKV:
 class LlamaState:
     """A prompt, and its answer so far."""
 
-    def __init__(self, cells: Cells) -> None:
-        self.cells = cells
+    def __init__(self, cells: Cells, token_bytes: int) -> None:
+        self.cells, self.token_bytes = cells, token_bytes
 
     def get_seq_length(self) -> int:
         return self.cells.length
 
     def position_of(self, slot: int) -> int:
         return slot
+
+    def blocks(self, first: int, count: int, size: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each block its number of tokens, and what llama.cpp writes of them."""
+        for start in range(first * size, (first + count) * size, size):
+            data = self.cells.context.dump(self.cells, start, start + size)
+            yield size, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def write_blocks(self, blocks: Sequence[tuple[int, torch.Tensor]], num_tokens: int, *, first: int = 0) -> None:
+        start = first
+        for size, data in blocks:
+            count = min(size, num_tokens - start)
+            is_read = self.cells.context.load(data, size, self.cells, first=first, count=count, at=start)
+            assert is_read, "llama.cpp reads what it has written"
+            start += count
 
 
 class LlamaRuntime(ChatText):
@@ -62,9 +83,8 @@ class LlamaRuntime(ChatText):
     """
 
     can_score = False
-    can_constrain = True
     can_extend = True
-    keeps_prefixes = False
+    can_constrain = True
     reads_kv = False
     kv_codec = "opaque"
     span_tokens = 32
@@ -84,7 +104,6 @@ class LlamaRuntime(ChatText):
         self._weights, self._fuse, self._process = weights, fuse, os.getpid()
         self._vocabulary = Vocabulary(weights)
         self.tokenizer = GgufTokenizer(weights, self._vocabulary)
-        self._grammars = GgufGrammars(weights, self._vocabulary)
         version = library_version()
         self.backend = f"llama.cpp {version}"
         # with flash attention, as all contexts are
@@ -119,15 +138,26 @@ class LlamaRuntime(ChatText):
     def decode_calls(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids, keep=self._vocabulary.markers)
 
-    def constrain(self, json_schema: str) -> Constraint:
+    def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.eos_ids, self.name)
 
     # -- KV -----------------------------------------------------------------------------------------------------
 
     def kv_shape(self, num_tokens: int) -> tuple[int, ...]:
+        return 1, 2, 1, num_tokens, -(-self._kv_bytes(num_tokens) // max(1, 2 * num_tokens))
+
+    def _kv_bytes(self, num_tokens: int) -> int:
+        """Bytes that llama.cpp writes of so many tokens."""
         window = self._weights.window or max(1, num_tokens)
-        num_bytes = -(-num_tokens // window) * self._bytes_per_run + num_tokens * self._bytes_per_token
-        return 1, 2, 1, num_tokens, -(-num_bytes // max(1, 2 * num_tokens))
+        return -(-num_tokens // window) * self._bytes_per_run + num_tokens * self._bytes_per_token
+
+    def _state(self, room: int) -> LlamaState:
+        check_process(self.name, self._process)
+        return LlamaState(self._context.new(room), self._kv_bytes(_BLOCK) // _BLOCK + 1)
 
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
         return self.encode_many([ids], context)[0]
@@ -157,15 +187,15 @@ class LlamaRuntime(ChatText):
         return self._context.dump(cells, start, start + len(ids))
 
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[LlamaState, torch.Tensor]:
-        check_process(self.name, self._process)
-        state = LlamaState(self._context.new(max(capacity, len(ids))))
+        state = self._state(max(capacity, len(ids)))
         logits = self._context.decode(state.cells, ids.tolist())
         assert logits is not None, "a prompt has a last token"
         return state, logits[0]
 
     def begin(self, match: Match, capacity: int) -> LlamaState:
-        assert not match.num_tokens, "this runtime keeps no prefixes"
-        return LlamaState(self._context.new(capacity))
+        state = self._state(max(capacity, match.num_tokens))
+        match.write_to(state)
+        return state
 
     def extend(
         self, state: Any, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
@@ -190,17 +220,28 @@ class LlamaRuntime(ChatText):
         check_process(self.name, self._process)
         return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
 
-    def place(self, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
-        """Cells with stored KV at its positions in a prompt, and the pieces that llama.cpp could not read."""
+    def place(
+        self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
+    ) -> tuple[Cells, list[PlacedKV]]:
+        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.
+
+        Args:
+            match: KV of the prompt's first tokens, of which ``num_cached`` are used.
+        """
         pieces = list(pieces)
-        held = self._context.new(sum(piece.num_tokens for piece in pieces))
-        unread = [
-            piece
-            for piece in pieces
-            if not self._context.load(
+        before = self._state(match.num_tokens + sum(piece.num_tokens for piece in pieces))
+        held = before.cells
+        if num_cached:
+            match.write_to(before)
+            self._context.cut(held, num_cached)
+        held.runs, unread = [(0, num_cached)], []
+        for piece in pieces:
+            if self._context.load(
                 piece.data, piece.num_tokens, held, first=piece.first, count=piece.count, at=piece.at
-            )
-        ]
+            ):
+                held.runs.append((piece.at, piece.at + piece.count))
+            else:
+                unread.append(piece)
         return held, unread
 
     def compute_in_order(
@@ -214,7 +255,7 @@ class LlamaRuntime(ChatText):
         Returns:
             The state, and the logits of the prompt's last token, ``(vocab_size,)``.
         """
-        state = LlamaState(self._context.new(max(capacity, len(ids))))
+        state = self._state(max(capacity, len(ids)))
         logits = None
         for start, stop in runs:
             if start > state.cells.length:

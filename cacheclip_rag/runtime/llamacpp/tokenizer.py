@@ -1,17 +1,14 @@
-"""Chat template, token counts and grammars of a GGUF file, in the place of a tokenizer of transformers."""
+"""Chat template and token counts of a GGUF file, in the place of a tokenizer of transformers."""
 
 from __future__ import annotations
 
-import ctypes
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
-from ..transformers.constraint import Grammars
-from .library import library
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
-__all__ = ["GgufGrammars", "GgufTokenizer"]
+__all__ = ["GgufTokenizer"]
 
 
 class GgufTokenizer:
@@ -21,11 +18,31 @@ class GgufTokenizer:
     def __init__(self, weights: GgufWeights, vocabulary: Vocabulary) -> None:
         self.chat_template = weights.template
         self._vocabulary = vocabulary
+        self.eos_token_id = min(vocabulary.eos_ids)
+        self.bos_token_id = None
         self._special = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos}
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(self._vocabulary.tokenize(text, control=False))
+
+    # -- what llguidance asks for ---------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[bytes]:
+        """The bytes of every token."""
+        return [self._vocabulary.piece(token) for token in range(self._vocabulary.size)]
+
+    @property
+    def special_token_ids(self) -> Sequence[int]:
+        """Control tokens."""
+        return self._vocabulary.control_ids
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(self._vocabulary.tokenize(text, control=False).ids)
+
+    # -- what transformers has ------------------------------------------------------------------------------------
 
     def get_chat_template(self, tools: Any = None) -> str:
         """The template, whether there are tools or not."""
@@ -38,25 +55,3 @@ class GgufTokenizer:
         assert not tokenize, "the text is tokenised as every prompt is"
         rendered, _ = render_jinja_template([messages], **{**self._special, **options})
         return str(rendered[0])
-
-
-class GgufGrammars(Grammars):
-    """Constraints on llama.cpp's own vocabulary."""
-
-    def __init__(self, weights: GgufWeights, vocabulary: Vocabulary) -> None:
-        super().__init__(None, vocabulary.eos_ids, weights.name)
-        self._weights, self._pieces = weights, vocabulary
-
-    @cached_property
-    def vocabulary(self) -> Any:
-        from llguidance import LLTokenizer
-
-        # llguidance takes a first byte of 255, which no text has, for a control token's mark
-        control = self._pieces.control_ids
-        marks = {token: b"\xff" + self._pieces.piece(token) for token in control}
-        return LLTokenizer.from_llamacpp(
-            tokens=[marks.get(token) or self._pieces.piece(token) for token in range(self._pieces.size)],
-            vocab_ptr=self._weights.vocabulary,
-            tokenize_fptr=ctypes.cast(library().llama_tokenize, ctypes.c_void_p).value,
-            eos_token=self._eos_ids,
-        )

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_plan import AttentionRule, Block, Geometry, SideBySide
 
-__all__ = ["block_attention", "query_attention", "sdpa_backends"]
+__all__ = ["block_attention", "query_attention", "row_attention", "sdpa_backends"]
 
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
@@ -43,6 +43,31 @@ def block_attention(
     joined = found[0] if len(found) == 1 else torch.cat(found)
     attended: torch.Tensor = joined.unflatten(0, (-1, rows.shape[2])).transpose(1, 2)
     return attended.flatten(1, 2)[None]
+
+
+def row_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Attention of one row, which sees all keys that its window covers: a decoded token.
+
+    The heads of a group are the rows of one product, because they see the same keys. PyTorch's kernel for processors
+    multiplies them one by one otherwise, in bfloat16 ten times as slowly.
+
+    Args:
+        query: ``(batch, num_heads, 1, head_dim)``.
+        key, value: ``(batch, num_kv_heads, num_keys, head_dim)``.
+
+    Returns:
+        ``(batch, 1, num_heads, head_dim)``, the layout that transformers expects.
+    """
+    rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (batch, num_kv_heads, groups, head_dim)
+    if rule.window is not None:
+        key, value = key[:, :, -rule.window :], value[:, :, -rule.window :]
+    if rule.is_dense:
+        with sdpa_backends(query.device):
+            attended = scaled_dot_product_attention(rows, key, value, scale=rule.scaling)
+    else:
+        weights = _weights(rows.unsqueeze(3), key.unsqueeze(2), None, rule).squeeze(3)
+        attended = weights.to(value.dtype) @ value
+    return attended.flatten(1, 2).unsqueeze(1)
 
 
 def query_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .attention_plan import Geometry
 from .rotary import Tables
 
-__all__ = ["FusedCache", "FusedLayer", "cache_argument", "cache_of"]
+__all__ = ["FusedCache", "FusedLayer", "StepLayer", "cache_argument", "cache_of"]
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
@@ -154,6 +154,8 @@ class FusedCache(Cache):  # type: ignore[misc]
 
     geometry: Geometry | None = None
     """Positions and contexts of a method that changes them; None: slot = position."""
+    token_bytes: int = 0
+    """Bytes of the KV of one token."""
     tables: Sequence[Tables | None] = ()
     """Per layer the rotary tables of the prompt's slots, while a fused prefill goes on: stored keys, the correction and
     the pass take their rows from them. Empty: each makes its own."""
@@ -167,6 +169,39 @@ class FusedCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.cut(length)
 
+    def extend_to(self, length: int) -> None:
+        """Give all layers at least this length. Their KV is written later."""
+        for layer in self.layers:
+            layer.extend_to(length)
+
+    @torch.inference_mode()
+    def blocks(self, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
+        """Copies of the KV of ``count`` blocks of ``size`` tokens from block ``first`` on. Of each block one tensor per
+        group of layers with equal shapes, keys and values alternating, ``(2 * num_layers, num_kv_heads, size,
+        head_dim)``: faster than two per layer, because the number of copies takes the time."""
+        groups: dict[object, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
+        pieces = {}
+        for group in groups.values():
+            sources = [kv for index in group for kv in (self.layers[index].keys, self.layers[index].values)]
+            part = slice(first * size, (first + count) * size)
+            pieces[tuple(group)] = [kv[0, :, part].split(size, dim=1) for kv in sources]
+        for number in range(count):
+            yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}
+
+    @torch.inference_mode()
+    def write_blocks(
+        self, blocks: Sequence[Mapping[tuple[int, ...], torch.Tensor]], num_tokens: int, *, first: int = 0
+    ) -> None:
+        """Write tokens ``first`` to ``num_tokens - 1`` of blocks, which stand one after the other from slot 0 on."""
+        for group in blocks[0]:
+            pieces = zip(*(block[group].unbind() for block in blocks), strict=True)
+            # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
+            rows = (torch.cat(each, dim=1) if len(each) > 1 else each[0][:, first:num_tokens] for each in pieces)
+            for index, keys, values in zip(group, rows, rows, strict=True):
+                self.layers[index].write(first, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+
     def scatter(self, slots: torch.Tensor | None) -> None:
         """Write the next pass's rows to these slots (strictly increasing); None: append them."""
         if slots is None:
@@ -178,3 +213,26 @@ class FusedCache(Cache):  # type: ignore[misc]
         copies = {device: slots.to(device) for device in {layer.device for layer in self.layers}}
         for layer in self.layers:
             layer.slots, layer.slots_on_cpu, layer.last_slot = copies[layer.device], on_cpu, last
+
+
+class StepLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer of several caches, for a pass that appends one row to each."""
+
+    is_croppable = False
+
+    def __init__(self, layers: Sequence[FusedLayer]):
+        super().__init__()
+        self.layers, self.is_initialized = layers, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append row ``i`` of ``(1, num_kv_heads, num_rows, head_dim)`` to layer ``i``. Gives the rows back: the
+        attention reads the keys and values of each layer from the layer itself."""
+        for row, layer in enumerate(self.layers):
+            layer.update(key_states[:, :, row : row + 1], value_states[:, :, row : row + 1])
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0

@@ -47,21 +47,28 @@ class Grammars:
         except ImportError as error:
             raise MissingExtraError("llguidance, which json_schema needs,", "structured") from error
         with self._lock:
-            vocabulary = self.vocabulary
+            vocabulary = self._vocabulary
         matcher, why = _compiled(vocabulary, json_schema)
         if matcher is None:
             raise ConfigurationError(_refusal(vocabulary, json_schema, why))
         return SchemaConstraint(matcher)
 
     @cached_property
-    def vocabulary(self) -> Any:
-        """llguidance's form of the tokenizer."""
+    def _vocabulary(self) -> Any:
         from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
 
+        if hasattr(self._tokenizer, "special_token_ids"):  # it is no tokenizer of transformers
+            return LLTokenizer(TokenizerWrapper(self._tokenizer), eos_token=self._eos_ids)
         backend = copy.deepcopy(getattr(self._tokenizer, "backend_tokenizer", None))
         if backend is None:
             raise ConfigurationError(
                 f"the tokenizer of model {self._name!r} is not a fast one, so its answers cannot follow a json_schema."
+            )
+        if not self._eos_ids:
+            raise ConfigurationError(
+                f"model {self._name!r} has no token that ends a turn, so its answers cannot follow a json_schema: JSON "
+                "would never end. Set eos_token_id in its generation_config.json."
             )
         backend.no_padding()
         backend.no_truncation()

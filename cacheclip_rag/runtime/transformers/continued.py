@@ -12,19 +12,32 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-if TYPE_CHECKING:
-    from .cache import FusedCache
-
-__all__ = ["ContinuedCache", "ContinuedMatch"]
+__all__ = ["ContinuedCache", "ContinuedMatch", "KeptKV"]
 
 _Array = np.ndarray[Any, Any]
+
+
+class KeptKV(Protocol):
+    """A state whose exact KV the prefix cache can keep, and continued KV too. The cache does not look into blocks."""
+
+    token_bytes: int
+    """Bytes of the KV of one token."""
+
+    def get_seq_length(self) -> int:
+        """Number of tokens."""
+
+    def blocks(self, first: int, count: int, size: int) -> Iterable[Any]:
+        """Copies of the KV of ``count`` blocks of ``size`` tokens, from block ``first`` on."""
+
+    def write_blocks(self, blocks: Sequence[Any], num_tokens: int, *, first: int = 0) -> None:
+        """Take tokens ``first`` to ``num_tokens - 1`` of blocks that follow one another. Those before are there; if
+        there are some, it is one block."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,8 +50,8 @@ class _Conversation:
     stale: _Array
     turns: int
     num_bytes: int
-    kv: Sequence[tuple[torch.Tensor, torch.Tensor]] = field(repr=False)
-    """Per layer keys after RoPE and values, ``(num_kv_heads, num_tokens, head_dim)``."""
+    kv: Any = field(repr=False)
+    """What the runtime's cache gives of all tokens (:class:`KeptKV`)."""
 
     def equal(self, ids: _Array) -> int:
         """Number of first tokens that are equal."""
@@ -47,29 +60,48 @@ class _Conversation:
         return most if same.all() else int(same.argmin())
 
 
+class _Exact(Protocol):
+    """A match of the prefix cache."""
+
+    num_tokens: int
+
+    def write_to(self, cache: KeptKV) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class ContinuedMatch:
     """The first tokens of a prompt that an earlier prompt, or its answer, has too. Its KV can be read until the
     ``with`` block ends, even if it is evicted."""
 
-    def __init__(self, conversation: _Conversation | None = None, num_tokens: int = 0) -> None:
-        self._kv = conversation.kv if conversation else ()
+    def __init__(
+        self, conversation: _Conversation | None = None, num_tokens: int = 0, exact: _Exact | None = None
+    ) -> None:
+        self._kv = conversation.kv if conversation else None
+        self._exact = exact
         self.num_tokens = num_tokens
+        self.num_exact = 0 if exact is None else min(exact.num_tokens, num_tokens)
+        """Leading tokens that are taken from the prefix cache, and exact."""
         self.turns = conversation.turns if conversation else 0
         """Answers whose KV it is."""
-        self.stale: _Array = conversation.stale[:num_tokens] if conversation else np.zeros(0, np.bool_)
+        self.stale: _Array = conversation.stale[:num_tokens].copy() if conversation else np.zeros(0, np.bool_)
         """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, never computed in a prompt."""
+        self.stale[: self.num_exact] = False
 
-    def write_to(self, cache: FusedCache) -> None:
+    def write_to(self, cache: KeptKV) -> None:
         """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
-        with torch.inference_mode():
-            for layer, (keys, values) in zip(cache.layers, self._kv, strict=False):
-                layer.write(0, keys[:, : self.num_tokens], values[:, : self.num_tokens])
+        if self._exact is not None:
+            self._exact.write_to(cache)
+        if self._kv is not None and self.num_exact < self.num_tokens:
+            cache.write_blocks([self._kv], self.num_tokens, first=self.num_exact)
 
     def __enter__(self) -> ContinuedMatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kv = ()
+        self._kv = None
+        if self._exact is not None:
+            self._exact.release()
 
 
 class ContinuedCache:
@@ -92,22 +124,25 @@ class ContinuedCache:
         """Bytes of all KV."""
         return self._bytes
 
-    def match(self, method: object, ids: Sequence[int]) -> ContinuedMatch:
+    def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
         """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
-        logits leaves out the last token, which must be computed."""
+        logits leaves out the last token, which must be computed.
+
+        Args:
+            exact: the first tokens' exact KV, which is taken instead, and released with the match.
+        """
         with self._lock:
             found, length = self._nearest(method, np.asarray(ids, np.int64))
-            if found is None:
-                return ContinuedMatch()
-            self._held.move_to_end(found)
-            return ContinuedMatch(found, length)
+            if found is not None:
+                self._held.move_to_end(found)
+        return ContinuedMatch(found, length, exact)
 
     def known(self, method: object, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
         with self._lock:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
-    def insert(self, method: object, ids: Sequence[int], cache: FusedCache, *, stale: _Array, turns: int) -> None:
+    def insert(self, method: object, ids: Sequence[int], cache: KeptKV, *, stale: _Array, turns: int) -> None:
         """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``. It takes the place
         of a conversation of which it has half the tokens or more.
 
@@ -115,8 +150,8 @@ class ContinuedCache:
             stale: ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not.
             turns: answers whose KV it is.
         """
-        count, layers = len(ids), cache.layers
-        num_bytes = sum(kv[0, :, :count].nbytes for layer in layers for kv in (layer.keys, layer.values))
+        count = len(ids)
+        num_bytes = count * cache.token_bytes
         wanted = np.asarray(ids, np.int64)
         with self._lock:
             near, length = self._nearest(method, wanted)
@@ -127,8 +162,7 @@ class ContinuedCache:
                 return
             self._bytes += num_bytes
         try:
-            with torch.inference_mode():
-                kv = [(layer.keys[0, :, :count].clone(), layer.values[0, :, :count].clone()) for layer in layers]
+            (kv,) = cache.blocks(0, 1, count)
         except BaseException:
             with self._lock:
                 self._give_back(num_bytes)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...store import KV, join, layer_of
-from ..base import wait_for
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
-from .attention import block_attention, query_attention, sdpa_backends
+from .attention import block_attention, query_attention, row_attention, sdpa_backends
 from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
-from .cache import FusedCache, FusedLayer, cache_argument
+from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
 from .rotary import Tables, changed, rotate, unrotate
@@ -51,6 +51,13 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
+    if (caches := kwargs.pop("cacheclip_steps", None)) is not None:  # a decoded token of each
+        rows = query.split(1, dim=2)
+        layers = [cache.layers[module.layer_idx] for cache in caches]
+        each = [row_attention(row, own.keys, own.values, rule) for row, own in zip(rows, layers, strict=True)]
+        return torch.cat(each, dim=1), None
+    if plan is None and query.shape[2] == 1:  # a decoded token
+        return row_attention(query, key, value, rule), None
     if plan is None:
         return _causal_attention(module, query, key, value, rule, kwargs), None
     probe = plan.probe
@@ -70,13 +77,13 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
 def _causal_attention(
     module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
 ) -> Any:
-    """Plain prefill from an empty cache, or one decoded token. Uses SDPA without a mask if that is exact."""
+    """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
     num_rows, num_keys = query.shape[2], key.shape[2]
-    assert num_rows in (1, num_keys), "several rows on a partly filled cache need a plan"
+    assert num_rows == num_keys, "several rows on a partly filled cache need a plan"
     if rule.is_dense and rule.covers(num_keys):
         with sdpa_backends(query.device):
             return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
-    plan = causal_plan(torch.arange(num_keys - num_rows, num_keys), query.device)
+    plan = causal_plan(torch.arange(num_keys), query.device)
     return block_attention(query, key, value, plan.blocks, rule)
 
 
@@ -225,7 +232,9 @@ class ModelRuntime(TextModel):
             if one_layer and not self._offloaded:  # whose layers are all filled before the pass
                 shared.setdefault(device, layer)
             layers.append(layer)
-        return FusedCache(layers=layers)
+        cache = FusedCache(layers=layers)
+        cache.token_bytes = 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize * self.num_layers
+        return cache
 
     def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
@@ -307,8 +316,7 @@ class ModelRuntime(TextModel):
             tables = self.tables_of(cache, slots)
             source = torch.zeros(length - first, dtype=torch.int64)
             source[slots - first] = torch.arange(len(slots))
-            for layer in cache.layers:
-                layer.extend_to(length)  # its KV is written later
+            cache.extend_to(length)
             sources = {device: source.to(device) for device in set(self.layer_devices)}
             groups.append((joined, first, tables, sources))
 
@@ -383,18 +391,6 @@ class ModelRuntime(TextModel):
                 **cache_argument(self.model, cache),
             )
         return cache, output.logits[0, -1]
-
-    def prefill_from(
-        self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
-    ) -> tuple[FusedCache, torch.Tensor]:
-        start = match.num_tokens
-        with clock.phase("assemble"):
-            cache = self.begin(match, capacity)
-        with clock.phase("recompute"):
-            logits = self.extend(cache, ids[start:], start)
-            assert logits is not None
-            wait_for(logits)
-        return cache, logits
 
     def begin(self, match: Match, capacity: int) -> FusedCache:
         cache = self.new_cache(capacity)
@@ -518,6 +514,30 @@ class ModelRuntime(TextModel):
             )
         following: torch.Tensor = output.logits[0, -1]
         return following
+
+    @torch.inference_mode()
+    def decode_steps(self, states: Sequence[FusedCache], token_ids: Sequence[int]) -> list[torch.Tensor]:
+        """One pass in which each state's token is a row of its own: the weights are read once for all."""
+        slots = [state.get_seq_length() for state in states]
+        alone = any(state.geometry is not None and self._needs_plan(state.geometry) for state in states)
+        if len(states) == 1 or alone or self.pinned_rope or self._offloaded:
+            return super().decode_steps(states, token_ids)
+        positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
+        layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]
+        try:
+            with self.passes.shared():
+                output = self.model(
+                    input_ids=torch.tensor([list(token_ids)], device=self.device),
+                    position_ids=torch.tensor([positions], device=self.device),
+                    use_cache=True,
+                    cacheclip_steps=states,
+                    **cache_argument(self.model, Cache(layers=layers)),
+                )
+        except BaseException:
+            for state, slot in zip(states, slots, strict=True):
+                state.cut(slot)
+            raise
+        return list(output.logits[0])
 
     def _needs_plan(self, geometry: Geometry) -> bool:
         """Whether one appended row needs a plan, because plain attention to all keys would be wrong."""

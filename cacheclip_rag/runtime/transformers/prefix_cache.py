@@ -2,7 +2,7 @@
 
 Source: vLLM's "Automatic Prefix Caching" (docs.vllm.ai, v1 design) over blocks as in PagedAttention (arXiv:2309.06180):
 whole blocks only, each hash chained to the parent's hash, reference counts, least recently used eviction from the end
-of a prompt. Departures: blocks are copied into a contiguous cache, because transformers' attention needs contiguous KV;
+of a prompt. Departures: blocks are copied, because transformers' attention needs contiguous KV;
 the whole SHA-256, the tokens and the parent are compared, so that a collision is a miss; no block is stored twice.
 
 Keys are stored after RoPE, because the same tokens after the same prefix always have the same positions. Inserted KV
@@ -15,15 +15,13 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-
-import torch
+from typing import Any
 
 from ...base.errors import ConfigurationError
-from .cache import FusedCache
-from .continued import ContinuedCache
+from .continued import ContinuedCache, KeptKV
 
 __all__ = ["Match", "PrefixCache", "PrefixStats"]
 
@@ -54,9 +52,8 @@ class _PrefixBlock:
     num_bytes: int
     refs: int = 1
     """References by matches and inserts. A parent never has fewer references than its child."""
-    kv: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """One tensor per group of layers with equal shapes, keys and values alternating: ``(2 * num_layers, num_kv_heads,
-    block_tokens, head_dim)``, keys after RoPE. Empty while the block is being copied."""
+    kv: Any = field(default=None)
+    """What the runtime's state gives of these tokens (:class:`~.continued.KeptKV`). None while it is being copied."""
 
 
 class Match:
@@ -70,17 +67,12 @@ class Match:
         self._lock = threading.Lock()
         self.num_tokens = num_tokens
 
-    def write_to(self, cache: FusedCache) -> None:
+    def write_to(self, cache: KeptKV) -> None:
         """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
         blocks = self._blocks
         assert blocks is not None, "a released match cannot be read: its blocks may be evicted"
-        with torch.inference_mode():
-            for group in blocks[0].kv if blocks else ():
-                pieces = zip(*(block.kv[group].unbind() for block in blocks), strict=True)
-                # joined one by one, so that memory holds no second copy of the prefix; keys and values alternate
-                rows = (torch.cat(of_blocks, dim=1) for of_blocks in pieces)
-                for index, keys, values in zip(group, rows, rows, strict=True):
-                    cache.layers[index].write(0, keys, values)  # (num_kv_heads, num_tokens, head_dim)
+        if blocks:
+            cache.write_blocks([block.kv for block in blocks], self.num_tokens)
 
     def release(self) -> None:
         """Release the blocks. A second call does nothing."""
@@ -164,7 +156,7 @@ class PrefixCache:
         self._release(found)
         return len(found) * self.block_tokens
 
-    def insert(self, ids: Sequence[int], cache: FusedCache, *, cleared: int | None = None) -> int:
+    def insert(self, ids: Sequence[int], cache: KeptKV, *, cleared: int | None = None) -> int:
         """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
 
         Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
@@ -182,16 +174,15 @@ class PrefixCache:
             return 0
         size, length = self.block_tokens, cache.get_seq_length()
         assert length >= len(ids), f"the cache must hold the KV of all {len(ids)} tokens, it holds {length}"
-        num_bytes = sum(kv[0, :, :size].nbytes for layer in cache.layers for kv in (layer.keys, layer.values))
+        num_bytes = size * cache.token_bytes
         with self._lock:
             if cleared not in (None, self.cleared):
                 return 0
             held = self._hold(chain)
             new = self._reserve(chain[len(held) :], held[-1] if held else None, num_bytes)
         try:
-            with torch.inference_mode():
-                for block, kv in zip(new, _cut(cache, len(held), len(new), size), strict=True):
-                    block.kv = kv
+            for block, kv in zip(new, cache.blocks(len(held), len(new), size), strict=True):
+                block.kv = kv
         finally:
             self._release([*held, *new])
         return len(new)
@@ -296,17 +287,3 @@ def block_digest(parent: bytes, extra: bytes, ids: bytes) -> bytes:
 
 def _with_length(content: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content
-
-
-def _cut(cache: FusedCache, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:
-    """Copies of the KV of ``count`` blocks of ``size`` tokens from block ``first`` on. One tensor per group of layers
-    is faster than two per layer, because the number of copies takes the time."""
-    groups: dict[object, list[int]] = {}
-    for index, layer in enumerate(cache.layers):
-        groups.setdefault((layer.device, layer.dtype, layer.keys.shape[1], layer.keys.shape[3]), []).append(index)
-    pieces = {}
-    for group in groups.values():
-        sources = [kv for index in group for kv in (cache.layers[index].keys, cache.layers[index].values)]
-        pieces[tuple(group)] = [kv[0, :, first * size : (first + count) * size].split(size, dim=1) for kv in sources]
-    for number in range(count):
-        yield {group: torch.stack([piece[number] for piece in of_group]) for group, of_group in pieces.items()}

@@ -1,0 +1,137 @@
+"""Many clients of one server: how long their first tokens take, and how many tokens it answers with.
+
+    python benchmarks/clients.py
+    python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
+
+Starts ``cacheclip serve`` in a process of its own and asks it over HTTP: as many questions as there are clients, first
+one after the other, then all at once. Every question has stored chunks in an order of its own, so that no prefix cache
+helps. Prints the first-token times of those that ask at once, counted from when they ask, and tokens a second of whole
+answers both times. With ``--tree``, the server runs the package of that folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.answering.profiling import QUESTION, make_texts
+from cacheclip_rag.base.machine import processor_name
+
+_START_S = 300.0
+
+
+def main() -> None:
+    args = parse()
+    with tempfile.TemporaryDirectory(prefix="cacheclip-clients-") as folder:
+        store = Path(folder) / "store"
+        engine = CacheClipEngine(primary=args.primary, auxiliary=args.primary, store=store, dtype=args.dtype)
+        texts = make_texts(engine.primary.tokenize, args.chunks, args.tokens // args.chunks)
+        engine.precompute(texts, method=args.method)
+        engine.close()
+        with serving(args, store) as address:
+            rows = asyncio.run(measure(args, texts, address))
+    found = {"processor": processor_name(), "settings": {**vars(args), "tree": str(args.tree)}, "rows": rows}
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    print(
+        f"{found['processor']}; {args.primary} in {args.dtype}, {args.tokens} tokens of chunks, {args.max_tokens} new"
+    )
+    print(f"{'clients':>7} {'first token, median':>20} {'last':>8} {'tokens/s':>9} {'in turn':>8} {'times':>6}")
+    for row in rows:
+        first, rate, alone = row["first_s"], row["tokens_per_s"], row["tokens_per_s_in_turn"]
+        median, last = statistics.median(first), max(first)
+        print(f"{row['clients']:7} {median:18.2f} s {last:6.2f} s {rate:9.1f} {alone:8.1f} {rate / alone:5.2f}x")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--primary", default="packaged:smollm2-135m")
+    parser.add_argument("--method", default="cacheclip")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--clients", default="1,4,8,16", help="comma-separated")
+    parser.add_argument("--tokens", type=int, default=1300, help="of the chunks of a prompt")
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout that serves")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.clients = [int(number) for number in args.clients.split(",")]
+    return args
+
+
+@contextmanager
+def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
+    command = [sys.executable, "-P", "-c", "import cacheclip_rag.cli as cli; cli.main()", "serve", "--json"]
+    models = {"primary": args.primary, "auxiliary": args.primary, "dtype": args.dtype, "method": args.method}
+    for name, value in {**models, "store": str(store), "port": "0"}.items():
+        command += [f"--{name}", value]
+    environment = {**os.environ, "PYTHONPATH": str(args.tree)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            yield str(json.loads(process.stdout.readline())["address"])
+        finally:
+            process.terminate()
+
+
+async def measure(args: argparse.Namespace, texts: list[str], address: str) -> list[dict[str, Any]]:
+    rng, rows = random.Random(0), []
+    async with httpx.AsyncClient(base_url=address, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        await ask(client, args, rng.sample(texts, len(texts)))  # makes threads and buffers
+        for count in args.clients:
+            prompts = [rng.sample(texts, len(texts)) for _ in range(2 * count)]
+            began = time.perf_counter()
+            alone = [await ask(client, args, each) for each in prompts[:count]]
+            alone_s = time.perf_counter() - began
+            began = time.perf_counter()
+            together = await asyncio.gather(*(ask(client, args, each) for each in prompts[count:]))
+            seconds = time.perf_counter() - began
+            rows.append(
+                {
+                    "clients": count,
+                    "first_s": sorted(first for first, _ in together),
+                    "first_s_in_turn": sorted(first for first, _ in alone),
+                    "tokens_per_s": sum(tokens for _, tokens in together) / seconds,
+                    "tokens_per_s_in_turn": sum(tokens for _, tokens in alone) / alone_s,
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+async def ask(client: httpx.AsyncClient, args: argparse.Namespace, texts: list[str]) -> tuple[float, int]:
+    """Seconds to the first text of an answer, and its tokens."""
+    content = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": args.max_tokens, "temperature": 1.0}
+    body |= {"seed": 1, "stream": True, "stream_options": {"include_usage": True}, "cacheclip": {"method": args.method}}
+    began, first, tokens = time.perf_counter(), 0.0, 0
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if not first and any(choice["delta"].get("content") for choice in event["choices"]):
+                first = time.perf_counter() - began
+            tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    return first or time.perf_counter() - began, tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Selective recompute in llama.cpp: exact where it must be, whatever is recomputed, and never with wrong KV."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.fusion import in_order
+from cacheclip_rag.methods import PRESET_NAMES, Method, preset
+from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.runtime.llamacpp import library, model
+from cacheclip_rag.selection import Budget
+from tests.conftest import CHUNKS, QUESTION
+from tests.llamacpp.conftest import MakeEngine
+from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW
+
+PROMPT = "\n\n".join([*CHUNKS, QUESTION])
+TOLERANCE = 0.1
+"""Of logits between -20 and 20: keys and values are float16, and each size of a batch rounds in its own way."""
+RUNS_HERE = ("full", "prefix", "direct", "block", "epic", "cacheclip", "cacheclip-gated", "cacheclip-paper")
+
+
+def logits(engine: CacheClipEngine, prompt: str, method: Method, **options: Any) -> torch.Tensor:
+    return engine.prefill(prompt, method=method, **options).logits
+
+
+def difference(engine: CacheClipEngine, prompt: str, method: Method) -> float:
+    """Largest difference to full prefill."""
+    return float((logits(engine, prompt, method) - logits(engine, prompt, preset("full"))).abs().max())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestExactness:
+    def test_ratio_one_equals_full_prefill(self, make: MakeEngine, architecture: str) -> None:
+        engine = make(architecture)
+        engine.precompute(CHUNKS)
+        everything = engine.make_method("epic", 1.0)
+        stats = engine.generate(PROMPT, method=everything, max_tokens=1).stats
+        assert stats.hits == len(CHUNKS) and stats.recomputed_tokens == stats.chunk_tokens > WINDOW
+        assert difference(engine, PROMPT, everything) < TOLERANCE
+
+    def test_direct_reuse_does_not(self, make: MakeEngine, architecture: str) -> None:
+        """Twin: the comparison sees KV that was computed elsewhere."""
+        engine = make(architecture)
+        engine.precompute(CHUNKS)
+        assert difference(engine, PROMPT, preset("direct")) > TOLERANCE
+
+    def test_a_chunk_right_after_its_own_context_is_exact(self, make: MakeEngine, architecture: str) -> None:
+        engine = make(architecture, chunk_context="prefix")
+        engine.precompute(CHUNKS[:1])
+        prompt = f"{CHUNKS[0]}\n\n{QUESTION}"
+        assert engine.plan(prompt, method="direct").exact
+        assert difference(engine, prompt, preset("direct")) < TOLERANCE
+
+    def test_a_wrong_position_is_seen(
+        self, make: MakeEngine, architecture: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Twin: each token of the chunk stands one position too early."""
+        engine = make(architecture, chunk_context="prefix")
+        engine.precompute(CHUNKS[:1])
+        prompt = f"{CHUNKS[0][: len(CHUNKS[0]) // 2]}\n\n{QUESTION}"
+        assert difference(engine, prompt, preset("direct")) < TOLERANCE
+
+        def misplaced(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> model.PlacedKV:
+            return model.PlacedKV(data, num_tokens, first + bool(at), count, at)
+
+        monkeypatch.setattr(in_order, "PlacedKV", misplaced)
+        assert difference(engine, prompt, preset("direct")) > TOLERANCE
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_any_choice_of_tokens_at_ratio_one_of_the_others(
+        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Random layouts and spans: chunks repeated, in parts, beside one another. The same rows computed in another
+        division into runs give the same logits, and a recomputed token is that of the prompt, not of its chunk."""
+        chance = random.Random(seed)
+        engine = make(architecture)
+        engine.precompute(CHUNKS)
+        pieces = [chance.choice(CHUNKS) for _ in range(chance.randint(2, 5))]
+        pieces[0] = pieces[0][chance.randint(0, 40) :]
+        prompt = chance.choice(["\n\n", " ", "\n- "]).join([*pieces, QUESTION])
+        some = RandomTokens(chance.random(), seed)
+        found = logits(engine, prompt, some)
+        monkeypatch.setattr(in_order, "runs_of", one_by_one)
+        assert float((logits(engine, prompt, some) - found).abs().max()) < TOLERANCE
+        assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
+
+
+def one_by_one(rows: list[int]) -> list[tuple[int, int]]:
+    return [(row, row + 1) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTokens(Method):
+    """Recomputes each token with a probability."""
+
+    share: float = 0.5
+    seed: int = 0
+
+    @property
+    def plans_ahead(self) -> bool:
+        return True
+
+    def select(self, view: Any, scores: Any) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [torch.rand(len(span.tokens), generator=generator) < self.share for span in view.spans]
+
+
+class TestMethods:
+    @pytest.mark.parametrize("name", PRESET_NAMES)
+    def test_each_runs_or_is_refused_with_the_reason(self, make: MakeEngine, name: str) -> None:
+        engine = make()
+        if name not in RUNS_HERE:
+            with pytest.raises(ConfigurationError, match=r"looks at the primary's KV.*llama\.cpp.*epic"):
+                engine.generate(PROMPT, method=name)
+            return
+        engine.precompute(CHUNKS, method=name)
+        answer = engine.generate(PROMPT, method=name, max_tokens=8)
+        method = engine.make_method(name)
+        assert answer.stats.hits == (len(CHUNKS) if method.reuses_chunks else 0)
+        assert answer.token_ids == engine.generate(PROMPT, method=name, max_tokens=8).token_ids
+
+    def test_auto_needs_no_kv(self, make: MakeEngine) -> None:
+        assert make(method="auto").make_method().name == "epic"
+
+    def test_spans_are_as_long_as_a_pass_is_worth(self, make: MakeEngine) -> None:
+        engine = make(method="cacheclip")
+        engine.precompute(CHUNKS)
+        method = replace(preset("cacheclip"), budget=Budget(ratio=0.5))
+        answer = engine.generate(PROMPT, method=method, trace=True, max_tokens=1)
+        assert answer.trace is not None and answer.trace.scores
+        rows = answer.trace.recomputed
+        runs = 1 + sum(b - a > 1 for a, b in zip(rows, rows[1:], strict=False))
+        assert len(rows) == round(0.5 * answer.stats.chunk_tokens) and runs <= len(rows) / 16
+
+    def test_a_gate_completes_the_exact_kv(self, make: MakeEngine) -> None:
+        engine = make()
+        engine.precompute(CHUNKS)
+        full = engine.generate(PROMPT, method="full", max_tokens=8)
+        gated = replace(preset("direct"), min_confidence=1.0)
+        assert engine.generate(PROMPT, method=gated, max_tokens=8).token_ids == full.token_ids
+
+    def test_a_revised_answer_is_full_prefills(self, make: MakeEngine) -> None:
+        engine = make()
+        engine.precompute(CHUNKS)
+        full = engine.generate(PROMPT, method="full", max_tokens=12)
+        revised = engine.generate(PROMPT, method="direct", finish="revise", max_tokens=12)
+        assert revised.token_ids == full.token_ids and revised.stats.verified_tokens is not None
+
+
+class TestStored:
+    def test_damaged_bytes_are_a_miss(self, make: MakeEngine, tmp_path: Path) -> None:
+        engine = make()
+        engine.precompute(CHUNKS)
+        full = engine.generate(PROMPT, method="full", max_tokens=8)
+        everything = engine.make_method("epic", 1.0)
+        (damaged,) = (tmp_path / "store").rglob(f"*{engine.chunk_caches()[0].key(CHUNKS[2])}*")
+        content = bytearray(damaged.read_bytes())
+        content[len(content) // 2] ^= 1
+        damaged.write_bytes(content)
+        answer = engine.generate(PROMPT, method=everything, max_tokens=8)
+        assert answer.stats.hits == len(CHUNKS) - 1 and answer.token_ids == full.token_ids
+
+    @pytest.mark.parametrize("change", ["zeros", "shorter"])
+    def test_what_llama_cpp_cannot_read_is_computed(self, make: MakeEngine, change: str) -> None:
+        """Checksums are right, and the content is not."""
+        engine = make()
+        engine.precompute(CHUNKS)
+        caches = engine.parts.sources(engine.make_method()).primary
+        runtime, length = engine.primary, len(engine.primary.tokenize(CHUNKS[1]))
+        kv = torch.zeros(runtime.kv_shape(length), dtype=torch.uint8)
+        if change == "shorter":
+            other = runtime.encode(range(5, 4 + length))
+            kv.view(-1)[: other.numel()] = other.flatten()
+        engine.store.put(caches.key(CHUNKS[1]), kv, "opaque", text=CHUNKS[1])
+        answer = engine.generate(PROMPT, method=engine.make_method("epic", 1.0), max_tokens=8)
+        assert answer.stats.hits == len(CHUNKS) - 1
+        assert answer.token_ids == engine.generate(PROMPT, method="full", max_tokens=8).token_ids
+
+    def test_kv_of_another_version_is_a_miss(self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = make()
+        engine.precompute(CHUNKS)
+        assert engine.generate(PROMPT, max_tokens=1).stats.hits == len(CHUNKS)
+        monkeypatch.setattr(model, "library_version", lambda: "0.0.1-3")
+        other = make()
+        stats = other.generate(PROMPT, max_tokens=1).stats
+        assert stats.hits == 0 and stats.unusable == len(CHUNKS)
+
+    def test_another_file_is_a_miss(self, make: MakeEngine) -> None:
+        make("qwen2").precompute(CHUNKS)
+        assert make("llama").generate(PROMPT, max_tokens=1).stats.hits == 0
+
+
+class TestContext:
+    def test_it_grows_while_answers_are_decoded(self, make: MakeEngine) -> None:
+        """What was there is moved to the larger context, and goes on as if nothing had happened."""
+        runtime = make().primary
+        ids = torch.tensor(runtime.tokenize(PROMPT).ids)
+        alone, first = runtime.prefill(ids, len(ids))
+        expected = [first]
+        for _ in range(3):
+            expected.append(runtime.decode_step(alone, int(expected[-1].argmax())))
+        del alone
+        state, found = runtime.prefill(ids, len(ids))
+        others = []
+        for step in range(3):
+            others.append(runtime.prefill(ids, 1500)[0])
+            found = runtime.decode_step(state, int(expected[step].argmax()))
+            assert float((found - expected[step + 1]).abs().max()) < TOLERANCE
+
+    def test_cells_are_given_back(self, make: MakeEngine) -> None:
+        runtime = make().primary
+        ids = torch.tensor(runtime.tokenize(PROMPT).ids)
+        for _ in range(100):
+            runtime.prefill(ids, len(ids))
+        assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
+
+
+def test_without_the_library_the_command_is_named(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    unload_models()
+    library.library.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    try:
+        with pytest.raises(MissingExtraError, match=r"pip install.*\[llama-cpp\]"):
+            CacheClipEngine(primary=str(files["qwen2"]), auxiliary=None, method="full").generate("Who?")
+    finally:
+        library.library.cache_clear()
