@@ -16,6 +16,7 @@ Turns belong to a loaded model: engines that share its weights (of several tenan
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from ..runtime.base import Runtime
 
 __all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class CallerLeft(Exception):
@@ -287,7 +291,9 @@ def _compute(runtime: Runtime, steps: Sequence[_AskedStep]) -> None:
     except Exception as error:
         if len(steps) == 1:
             steps[0].error = error
-        for step in steps if len(steps) > 1 else ():
+            return
+        logger.warning("a pass for %d answers failed: each is computed alone", len(steps), exc_info=True)
+        for step in steps:
             _compute(runtime, [step])
         return
     for step, logits in zip(steps, found, strict=True):

@@ -250,11 +250,12 @@ class App:
         began = time.perf_counter()
         needed = max(map(self.backend.kv_bytes, questions))
         async with self._queue.place(questions[0].tenant, needed) as started:
-            for question in questions:
+            for number, question in enumerate(questions, 1):
                 waited_s = time.perf_counter() - began
                 async with aclosing(self.backend.answer(question)) as events:
                     async for event in events:
-                        started()
+                        if number == len(questions):
+                            started()
                         yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:

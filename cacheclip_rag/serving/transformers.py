@@ -31,8 +31,9 @@ __all__ = ["TransformersBackend"]
 _SHARE_FOR_KV = 0.5
 """Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
 cache and stored KV that is being read."""
-_CHARACTERS_OF_TOKEN = 3
-"""Fewest characters of a token, by which prompts are estimated: a question waits before its tokens are known."""
+_BYTES_OF_TOKEN = 3
+"""Bytes of text in a token, or a few less, by which prompts are estimated: a question waits before its tokens are
+known. A Chinese character, often a token, has three."""
 
 
 class TransformersBackend(ServingBackend):
@@ -76,7 +77,8 @@ class TransformersBackend(ServingBackend):
     def kv_bytes(self, question: ServedQuestion) -> int:
         runtime, prompt = self.engine(self._config.namespace).primary, question.prompt
         contents = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
-        tokens = sum(map(len, contents)) // _CHARACTERS_OF_TOKEN + room_for(question.options.params)
+        length = sum(len(content.encode("utf-8", "replace")) for content in contents)
+        tokens = length // _BYTES_OF_TOKEN + room_for(question.options.params)
         of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
         return min(tokens, runtime.context_tokens) * of_token
 

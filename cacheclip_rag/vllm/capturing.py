@@ -7,6 +7,7 @@ of the paged cache. So the paged cache is not read, and nothing here knows an at
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,8 @@ class CapturingConnector(CacheClipConnector):
             return
         self._requests.tell(request.request_id, "computed" if capture.context is None else "cached")
         self._schedule.add(request.request_id, capture, len(request.prompt_token_ids))
-        salt(request, capture.name, 0)  # a block that is found in the prefix cache is not computed, so not captured
+        # a block that is found in the prefix cache is not computed, so not captured
+        salt(request, capture.name, 0, secrets.token_bytes(32))
 
     def _check_context(self, capture: Capture) -> None:
         assert self._settings.exchange is not None and capture.context is not None

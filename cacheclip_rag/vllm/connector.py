@@ -130,6 +130,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._requests.tell(request.request_id, "cached")
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._blocks.is_better_plain(request, num_computed_tokens, **self._room):
+            self._counters.add(exact_requests=1)
+            self._requests.leave(request.request_id, "exact", EXACT)
+            return None, False  # vLLM looks again, by its own hashes
         self._blocks.see(request, num_computed_tokens)
         found = self._requests.matched(request.request_id, num_computed_tokens)
         return (None if found and self._requests.must_wait(request) else found), False

@@ -55,6 +55,10 @@ class _Salted:
     plan: FusionPlan
     first: int
     """Its first block with such a hash."""
+    exact: tuple[Any, ...]
+    """vLLM's own hashes of its blocks."""
+    cache_salt: str | None
+    """The client's."""
     continued: Continued = Continued()
     is_placed: bool = False
     """Whether vLLM has found blocks for it. After a preemption, its own KV may be in the cache."""
@@ -102,13 +106,36 @@ class PrefixBlocks:
         if plain < rows or (plain < fresh and plain <= rows + ROWS_FOR_EXACT_KV):
             return False
         request.block_hashes[:], request.cache_salt = own, salted
-        self._salted[request.request_id] = _Salted(plan, first)
+        self._salted[request.request_id] = _Salted(plan, first, tuple(hashes), given)
         return True
+
+    def is_better_plain(self, request: Any, num_tokens: int, **room: int) -> bool:
+        """Whether exact KV has come since the request arrived, with which plain prefill computes less. If so, the
+        request has vLLM's hashes again.
+
+        Args:
+            num_tokens: those that the cache holds under the request's own hashes. Others are :meth:`choose`'s.
+        """
+        salted = self._salted.get(request.request_id)
+        if salted is None or salted.is_placed:
+            return False
+        own, given = [*request.block_hashes], request.cache_salt
+        request.block_hashes[:], request.cache_salt = salted.exact, salted.cache_salt
+        if len(salted.plan.token_ids) - self.known(request) < computed_rows(salted.plan, num_tokens, **room):
+            del self._salted[request.request_id]
+            return True
+        request.block_hashes[:], request.cache_salt = own, given
+        return False
 
     def see(self, request: Any, num_tokens: int) -> None:
         """Note of how many tokens vLLM found the KV, before the request has blocks."""
         salted = self._salted.get(request.request_id)
-        if salted is None or salted.is_placed:
+        if salted is None:
+            return
+        first = max(salted.plan.num_exact, num_tokens) // self._block_size
+        if first < salted.first:  # exact blocks that it had are gone: the plan makes approximate KV in their place
+            salted.first = salt(request, salted.plan.lineage, first, self._key)
+        if salted.is_placed:
             return
         salted.continued = Continued()
         last = num_tokens // self._block_size
@@ -163,7 +190,7 @@ class PrefixBlocks:
         return salted.plan.first_stale(max(start, salted.first * self._block_size))
 
 
-def salt(request: Any, name: str, first: int, key: bytes = b"") -> int:
+def salt(request: Any, name: str, first: int, key: bytes) -> int:
     """Give a request's tokens from a block on hashes of their own in vLLM's prefix cache, whatever the client sent.
 
     Args:

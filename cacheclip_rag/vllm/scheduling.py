@@ -64,6 +64,11 @@ class RequestLoads:
         """What a request's output says of it, if nothing else becomes of it."""
         self._outcomes[request_id] = {"outcome": outcome, "reason": reason}
 
+    def leave(self, request_id: str, outcome: str, reason: str) -> None:
+        """Leave a request that was kept to plain prefill."""
+        del self._ready[request_id]
+        self.tell(request_id, outcome, reason)
+
     def matched(self, request_id: str, num_computed_tokens: int) -> int:
         """Tokens beyond vLLM's own prefix cache whose KV can be made."""
         ready = self._ready.get(request_id)
@@ -182,6 +187,8 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
         "multimodal models are not supported": model.is_multimodal_model,
         "LoRA is not supported, because recompute in a step of an adapter's request would use the adapter: start a "
         "vLLM for adapters without this connector": vllm_config.lora_config is not None,
+        "sleep mode is not supported, because other weights than those of the stored chunks may be loaded meanwhile: "
+        "leave enable_sleep_mode off": model.enable_sleep_mode,
         f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
@@ -206,12 +213,10 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
 
 def untested(vllm_config: Any) -> list[str]:
     """What is on in an engine and was never tried with reuse."""
-    model, draft = vllm_config.model_config, vllm_config.speculative_config
-    dtype = str(vllm_config.cache_config.cache_dtype)
+    draft, dtype = vllm_config.speculative_config, str(vllm_config.cache_config.cache_dtype)
     on = {
         "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
-        "speculative decoding": draft is not None,
-        "sleep mode": model.enable_sleep_mode,
+        f"speculative decoding by {draft and draft.method}": draft is not None and draft.method != "ngram",
         f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),
         "a device other than a CPU": vllm_config.device_config.device_type != "cpu",
     }

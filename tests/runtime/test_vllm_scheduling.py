@@ -80,6 +80,7 @@ class TestEngine:
             ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
             ("whole", {"lora_config": object()}, "LoRA"),
+            ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
             ("", {"spec": Window()}, "blocks"),
@@ -104,8 +105,7 @@ class TestEngine:
         ("part", "changed", "what"),
         [
             ("whole", {"use_v2_model_runner": True}, "V2 model runner"),
-            ("", {"draft": "ngram"}, "speculative decoding"),
-            ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
+            ("", {"draft": "suffix"}, "speculative decoding by suffix"),
             ("cache_config", {"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head"),
             ("device_config", {"device_type": "cuda"}, "device"),
         ],

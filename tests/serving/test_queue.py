@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,13 @@ import httpx
 import pytest
 from langchain_cacheclip import ChatCacheClip
 
+from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.serving.app import Limits
+from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.server import Server
 from tests.serving.conftest import Served, running
 
@@ -121,6 +125,20 @@ class TestQueue:
             assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
             assert response.headers["x-should-retry"] == "false"
         until(lambda: narrow.server.app._queue.running == 0)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("text", ["The harbour is deep. " * 40, "港は深い。" * 40, "8 15 16 23 42 " * 40])
+    def test_an_answers_kv_is_estimated_before_its_tokens_are_known(self, narrow: Served, text: str) -> None:
+        backend, runtime = narrow.server.app.backend, narrow.engine.primary
+        options = CallOptions(SamplingParams(max_tokens=10))
+        question = ServedQuestion([{"role": "user", "content": text}], "default", options)
+        held = runtime.encode(runtime.tokenize(text).ids)
+        # a tokenizer of 400 entries has few tokens that are longer than a byte
+        assert 0.3 * held.nbytes < backend.kv_bytes(question) < 4 * held.nbytes + 10 * held[:, :, :, :1].nbytes
+
+    def test_the_limit_is_half_of_what_is_free(self, narrow: Served) -> None:
+        assert 0 < narrow.server.app._queue.most_bytes < math.inf
 
 
 class TestSilence:

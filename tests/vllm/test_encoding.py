@@ -177,7 +177,7 @@ class LetterEmbedder(Embedder):
 @pytest.fixture
 def paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are cut at blank lines; the extra that cuts them otherwise is not in this environment."""
-    monkeypatch.setattr(Splitter, "split", lambda self, text, markdown=False: text.split("\n\n"))
+    monkeypatch.setattr(Splitter, "split", lambda self, text, **_: text.split("\n\n"))
 
 
 class TestFailures:

@@ -136,6 +136,14 @@ def test_a_rounded_cache(settings: Any, dtype: str) -> None:
         check_against_its_own_full(fused, 0.05)
 
 
+def test_drafts_by_ngram(settings: Any) -> None:
+    """Drafts are checked over the KV that was made."""
+    setting = settings()
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with started(setting, speculative_config=ngram) as fused:
+        check(setting, fused)
+
+
 def test_bfloat16(settings: Any) -> None:
     setting = settings()
     setting = replace(setting, options={**setting.options, "dtype": "bfloat16"})

@@ -127,6 +127,15 @@ class TestExactFirst:
         again = rows.ask(rag("Where?"), "direct")
         assert told(again)["continued_tokens"] > 0 and rows.rows < 2 * BLOCK
 
+    def test_exact_kv_that_comes_while_a_request_waits(self, fused: FusedLLM, setting: Setting) -> None:
+        """Both arrive over an empty cache. The plain one is scheduled first."""
+        planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
+        prompt = {"prompt_token_ids": list(planned.token_ids)}
+        first, second = fused.llm.generate([prompt] * 2, [sampling(), sampling(planned.fusion)], use_tqdm=False)
+        assert told(second) == {"outcome": "exact", "reason": EXACT}
+        assert [ids(first), ids(second)] == setting.expected(PROMPTS[:1], "full") * 2
+        assert second.num_cached_tokens == len(planned.token_ids) // BLOCK * BLOCK
+
     def test_kv_that_the_same_step_computes(self, fused: FusedLLM, setting: Setting) -> None:
         """A load comes before it: the fused request waits for the next step."""
         planned = [fused.planner.plan(each, method="cacheclip") for each in PROMPTS]
@@ -231,6 +240,30 @@ class TestNeverInAnExactCache:
             (plain,) = fused.llm.generate([asked], [sampling()], use_tqdm=False)
             assert plain.num_cached_tokens in (0, len(found.prompt_token_ids) // BLOCK * BLOCK)
             assert [ids(plain)] == setting.expected([rag("Who?")], "full")
+
+    @pytest.mark.parametrize("is_preempted", [False, True])
+    def test_exact_kv_that_is_gone_before_it_is_used(
+        self, fused: FusedLLM, setting: Setting, is_preempted: bool
+    ) -> None:
+        """The plan makes the KV of its blocks then, under hashes of the request's own. Gone while the request waits, or
+        after a preemption."""
+        asked = rag("Where?")
+        outputs(fused, [rag("Who?", CHUNKS[:1])], "full")
+        planned = fused.planner.plan(asked, method="direct")
+        llm = fused.llm.llm_engine
+        scheduler = llm.engine_core.engine_core.scheduler
+        llm.add_request("fused", {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
+        if is_preempted:
+            llm.step()
+            assert scheduler.running
+        assert fused.llm.reset_prefix_cache(reset_running_requests=is_preempted)
+        found = []
+        while llm.has_unfinished_requests():
+            found += [each for each in llm.step() if each.finished]
+        assert told(found[0])["outcome"] == "fused"
+        if not is_preempted:  # its first token comes from exact KV of the first chunk
+            assert [ids(each) for each in found] == setting.expected([asked], "direct")
+        assert ask(fused, [asked], "full") == setting.expected([asked], "full")
 
     def test_a_plain_request_beside_a_failed_load(
         self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
