@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime.transformers.cache import FusedCache
-
 if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
+    from ..runtime.base import Runtime, State
 
 __all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
 
@@ -53,7 +51,7 @@ def compare(reference: torch.Tensor, logits: torch.Tensor) -> Fidelity:
 
 
 def greedy(
-    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, count: int, *, stop: bool = True
+    runtime: Runtime, cache: State, logits: torch.Tensor, count: int, *, stop: bool = True
 ) -> tuple[list[int], torch.Tensor]:
     """Decode up to ``count`` tokens greedily, including the end of turn. Returns the tokens and each token's logits.
 
@@ -67,12 +65,10 @@ def greedy(
 
 
 @torch.inference_mode()
-def read_along(
-    runtime: ModelRuntime, cache: FusedCache, logits: torch.Tensor, answer_ids: Sequence[int]
-) -> torch.Tensor:
+def read_along(runtime: Runtime, cache: State, logits: torch.Tensor, answer_ids: Sequence[int]) -> torch.Tensor:
     """Logits at each token of a given answer, ``(num_answer_tokens, vocab_size)``, in one pass.
 
-    ``logits`` are the logits of the prompt's last token. ``cache`` is modified.
+    ``logits`` are the logits of the prompt's last token. ``cache`` is modified. Needs a runtime with ``can_extend``.
     """
     follow = torch.tensor(answer_ids[:-1], dtype=torch.int64)
     if not len(follow):
@@ -83,8 +79,8 @@ def read_along(
 
 
 def own_answer(
-    runtime: ModelRuntime,
-    cache: FusedCache,
+    runtime: Runtime,
+    cache: State,
     end: int,
     along: torch.Tensor,
     reference_ids: Sequence[int],
@@ -103,6 +99,6 @@ def own_answer(
     same = next((n for n, pair in enumerate(zip(chosen, reference_ids, strict=True)) if pair[0] != pair[1]), None)
     if same is None:
         return list(reference_ids), along
-    cache.cut(end + same)
+    runtime.cut(cache, end + same)
     rest, logits = greedy(runtime, cache, along[same], count - same)
     return [*reference_ids[:same], *rest], torch.cat((along[:same], logits))

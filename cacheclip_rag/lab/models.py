@@ -8,7 +8,7 @@ from ..engine import CacheClipEngine
 from ..runtime.base import Runtime
 from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["auxiliary_caches", "transformers_model"]
+__all__ = ["auxiliary_caches", "extending_model", "transformers_model"]
 
 
 def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
@@ -27,6 +27,21 @@ def transformers_model(runtime: Runtime | None) -> ModelRuntime:
     if isinstance(runtime, ModelRuntime):
         return runtime
     name = "none" if runtime is None else repr(runtime.name)
+    other = "" if runtime is None or not runtime.can_extend else " To compare methods on this one: cacheclip eval."
     raise ConfigurationError(
-        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id."
+        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id.{other}"
+    )
+
+
+def extending_model(runtime: Runtime) -> Runtime:
+    """The runtime itself, for code that reads answers block by block.
+
+    Raises:
+        ConfigurationError: it cannot do that.
+    """
+    if runtime.can_extend:
+        return runtime
+    raise ConfigurationError(
+        f"expected a model that can read a given answer, got {runtime.name!r} ({runtime.backend}). Name a transformers "
+        "model or a GGUF file."
     )

@@ -275,7 +275,8 @@ def concrete(config: EngineConfig) -> EngineConfig:
         return config
     device = choose_device(config.device)
     dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
-    _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
+    form = "llama.cpp" if is_gguf(config.primary) else dtype
+    _say_once(f"{config.primary} runs on {device} in {form}. To choose others: device and dtype.")
     return replace(config, device=device, dtype=dtype)
 
 

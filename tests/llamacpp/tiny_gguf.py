@@ -56,9 +56,10 @@ _OF_GEMMA = {
 }
 
 
-def write_gguf(folder: Path, architecture: str) -> Path:
-    """Build a tiny model in ``folder/model``, write it to ``folder/model.gguf`` in float32, and return that file."""
-    source = build_model(folder / "model", ARCHITECTURES[architecture])
+def write_gguf(folder: Path, architecture: str, source: Path | None = None) -> Path:
+    """Write the model of a folder (default: build a tiny one in ``folder/model``) to ``folder/model.gguf`` in float32,
+    and return that file."""
+    source = source or build_model(folder / "model", ARCHITECTURES[architecture])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, file = model.config, folder / "model.gguf"
     writer = gguf.GGUFWriter(file, architecture)

@@ -24,7 +24,7 @@ from ...base.machine import unit_name
 from ...engine import CacheClipEngine
 from ...fusion.answer import FusionStats
 from ...methods.base import Method
-from ..models import transformers_model
+from ..models import extending_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison
 from .results import ItemResult
@@ -124,7 +124,7 @@ def in_two_pieces(engine: CacheClipEngine, full: Prefilled, max_tokens: int) -> 
         full: the prompt in one piece; its cache is not used.
         max_tokens: most tokens of an answer.
     """
-    runtime, ids, start = transformers_model(engine.primary), full.layout.ids, time.perf_counter()
+    runtime, ids, start = extending_model(engine.primary), full.layout.ids, time.perf_counter()
     half = len(ids) // 2
     state, logits = runtime.prefill(ids[:half], len(ids) + max_tokens)
     if (last := runtime.extend(state, ids[half:], half)) is not None:

@@ -12,9 +12,8 @@ from ...answering.prefill import Prefilled
 from ...answering.sampler import confidence
 from ...engine import CacheClipEngine
 from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
-from ...runtime.transformers.cache import FusedCache
-from ...runtime.transformers.model import ModelRuntime
-from ..models import transformers_model
+from ...runtime.base import Runtime
+from ..models import extending_model
 
 __all__ = ["ReferenceComparison", "Reference"]
 
@@ -48,7 +47,7 @@ class ReferenceComparison:
 class Reference:
     """Full prefill's answer."""
 
-    runtime: ModelRuntime
+    runtime: Runtime
     ids: list[int]
     """Greedy answer, including the end of turn."""
     logits: torch.Tensor
@@ -60,11 +59,11 @@ class Reference:
     def of(cls, engine: CacheClipEngine, prefilled: Prefilled, max_tokens: int) -> Reference:
         """Answer a prompt prefilled by ``full``, with at most ``max_tokens`` and no more than the model's context has
         room for; its cache ends with the prompt again, so that it can be followed itself."""
-        runtime = transformers_model(engine.primary)
-        cache, end = _cache_of(prefilled), prefilled.layout.num_tokens
+        runtime = extending_model(engine.primary)
+        cache, end = prefilled.cache, prefilled.layout.num_tokens
         max_tokens = min(max_tokens, runtime.context_tokens - end)
         ids, logits = greedy(runtime, cache, prefilled.logits, max_tokens)
-        cache.cut(end)
+        runtime.cut(cache, end)
         return cls(runtime, ids, logits, max_tokens)
 
     @property
@@ -76,7 +75,7 @@ class Reference:
     ) -> ReferenceComparison:
         """Have ``prefilled`` read along the reference's answer, and right ones if tokens of any are given (each by
         itself, right after the prompt); its cache is used up."""
-        runtime, cache, end = self.runtime, _cache_of(prefilled), prefilled.layout.num_tokens
+        runtime, cache, end = self.runtime, prefilled.cache, prefilled.layout.num_tokens
         along = read_along(runtime, cache, prefilled.logits, self.ids)
         answer = gold = differs_at = None
         sure: tuple[float, ...] = ()
@@ -92,12 +91,6 @@ class Reference:
 
     def _logprob(self, prefilled: Prefilled, ids: Sequence[int]) -> float:
         """Mean over the tokens of an answer, in float32 whatever the model computes in."""
-        cache = _cache_of(prefilled)
-        cache.cut(prefilled.layout.num_tokens)
-        rows = read_along(self.runtime, cache, prefilled.logits, ids).float().log_softmax(-1)
+        self.runtime.cut(prefilled.cache, prefilled.layout.num_tokens)
+        rows = read_along(self.runtime, prefilled.cache, prefilled.logits, ids).float().log_softmax(-1)
         return float(rows.gather(1, torch.tensor(ids, device=rows.device)[:, None]).mean())
-
-
-def _cache_of(prefilled: Prefilled) -> FusedCache:
-    assert isinstance(prefilled.cache, FusedCache)
-    return prefilled.cache
