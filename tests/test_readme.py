@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 
 from cacheclip_rag.cli.options import read_settings
-from cacheclip_rag.lab.variants import AGAIN, read_variants
+from cacheclip_rag.lab.variants import AGAIN, REORDERED, read_variants
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 
@@ -195,14 +195,14 @@ class TestPages:
             local = {name for each in self.toml_blocks(page) for name in each}
             for names in re.findall(r"--methods ([\w,.-]+)", arguments):
                 for name in names.strip(".").split(","):
-                    known = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, "all", *own, *local)
+                    known = (*PRESET_NAMES, DEFAULT_METHOD, AGAIN, REORDERED, "all", *own, *local)
                     assert not name or name in known, (page, name)
 
     def test_compared_methods_exist(self) -> None:
         """Rows of tables of figures: presets, or variants of the file that the commands name."""
         rows = re.findall(r"^ *\| `([\w.-]+)`", PAGES["docs/pages/benchmarks.md"], re.MULTILINE)
         assert len(rows) > 5
-        assert set(rows) <= {*PRESET_NAMES, AGAIN, *read_variants(VARIANTS)}
+        assert set(rows) <= {*PRESET_NAMES, AGAIN, REORDERED, *read_variants(VARIANTS)}
 
     def toml_blocks(self, page: str) -> list[dict[str, Method]]:
         found = []
