@@ -255,7 +255,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
     say(f"starting {'the server' if reusing else 'a server without reuse'}")
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            [sys.executable, "-P", *command], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
     try:
         started = Server(f"http://127.0.0.1:{port}", process)

@@ -182,7 +182,7 @@ class ModelFields(EngineFields):
     max_ttft_s: float | None = _ENGINE.max_ttft_s
     """Seconds after which the first token should be there, instead of a ratio."""
     finish: str = _ENGINE.finish
-    """What becomes of an answer from approximate KV: ``none``, ``verify`` or ``revise``. With ``revise``, a stream
+    """What becomes of an answer from approximate KV: ``none``, ``idle``, ``verify`` or ``revise``. With ``revise``, a stream
     holds text back until it is verified, because frameworks' streams cannot withdraw text."""
     max_tokens: int = _SAMPLING.max_tokens
     """Most new tokens of an answer. Also ``max_new_tokens``."""
@@ -197,7 +197,8 @@ class ModelFields(EngineFields):
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
-    """Makes sampling repeatable."""
+    """Makes sampling repeatable, for the same text reused from the same chunks and prefixes: KV that an earlier prompt
+    left in the prefix cache is rounded otherwise. ``prefix_cache_bytes=0`` gives the same tokens each time."""
     json_schema: Any = _SAMPLING.json_schema
     """The answer is JSON that follows this JSON schema, a dict or JSON text. Needs the extra ``structured``; not with
     ``finish``."""

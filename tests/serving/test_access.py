@@ -67,6 +67,12 @@ def test_tenants_are_apart(guarded: Served) -> None:
     assert hits(BOTH, "north") == 1 and hits(NORTH, "north") == 1
 
 
+def test_tenants_share_one_limit_of_prefix_caches(guarded: Served) -> None:
+    assert ask(guarded, NORTH).status_code == ask(guarded, BOTH).status_code == 200
+    north, south = (guarded.backend.engine(name).prefixes for name in ("north", "south"))
+    assert north._sharing is south._sharing and len(north._sharing) >= 2, "each would have a whole limit of its own"
+
+
 def test_a_key_allows_its_tenants_only(guarded: Served) -> None:
     for key, tenant in ((NORTH, "south"), (BOTH, "default"), (OWN, "north")):
         response = ask(guarded, key, tenant)
