@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
 from .pdf import PYPDF, pdf_text
-from .text import HTML_SUFFIXES, DocumentText, cleaned, decoded, html_text
+from .text import HTML_SUFFIXES, DocumentText, cleaned, decoded, encoding_of_page, html_text
 
 __all__ = [
     "EmptyFileError",
@@ -163,7 +163,7 @@ def digest_file(path: Path) -> tuple[str, int]:
 
 def read_document(path: Path, digest: str | None = None) -> DocumentText:
     """Text of a file, with notes on what its readers see and the text lacks: UTF-8, UTF-16 or UTF-32, what a browser
-    shows of an HTML page, or the text of a PDF file.
+    shows of an HTML page (in the encoding that the page names), or the text of a PDF file.
 
     Args:
         digest: what :func:`digest_file` gave before.
@@ -178,7 +178,10 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
         raise DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
     suffix = path.suffix.lower()
-    found = pdf_text(path, data) if suffix == PDF_SUFFIX else decoded(path, data)
+    if suffix == PDF_SUFFIX:
+        found = pdf_text(path, data)
+    else:
+        found = decoded(path, data, encoding_of_page(data) if suffix in HTML_SUFFIXES else None)
     notes = [*found.notes]
     if suffix in HTML_SUFFIXES:
         found = html_text(found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +28,13 @@ _SMALL, _LARGE = 100_000, 500_000
 _PRIVATE = re.compile(r"[\ue000-\uf8ff]")
 _MOST_PRIVATE = 0.05
 """Largest share of signs that only the file's fonts know, such as bullets."""
-_COMMENTS = ("/FreeText", "/Text", "/Highlight", "/Underline", "/StrikeOut", "/Stamp")
+_NO_COMMENTS = ("/Link", "/Popup")
+"""Annotations that show nothing of their own: a popup repeats the comment to which it belongs."""
 _MOST_DEPTH = 4
-"""Most pictures within pictures that are looked through."""
+"""Most forms within forms, and fields above a field, that are looked through."""
+_INLINE = re.compile(rb"(?<!\S)BI\s*(/.{0,500}?)\sID\s", re.DOTALL)
+_WIDTH, _HEIGHT = (re.compile(rb"/%s\s+(\d{1,9})" % name) for name in (rb"W(?:idth)?", rb"H(?:eight)?"))
+"""Of a picture that stands in the commands which draw a page."""
 
 
 def pdf_text(path: Path, data: bytes) -> DocumentText:
@@ -53,8 +60,13 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
             text = page.extract_text().strip()
             if not text:
                 empty.append(number)
-            elif (pixels := _largest_picture(page.get("/Resources"))) >= _SMALL:
-                (scanned if len(text) < _LITTLE and pixels >= _LARGE else pictured).append(number)
+            else:
+                drawn = page.get_contents()
+                pixels = _largest_picture(page, drawn.get_data() if drawn is not None else b"")
+                if pixels >= _LARGE and len(text) < _LITTLE:
+                    scanned.append(number)
+                elif pixels >= _SMALL or _has_picture_on_it(page):
+                    pictured.append(number)
             pages.append("\n\n".join(filter(None, [text, *_written_on(page)])))
         attached = len(reader.attachments)
     except DocumentError:
@@ -100,28 +112,103 @@ def _pages(numbers: list[int]) -> str:
 
 def _written_on(page: PageObject) -> Iterator[str]:
     """What stands in form fields and comments of a page, which is no part of the page's text."""
-    for reference in page.get("/Annots") or ():
+    for annotation in _annotations(page):
+        if _entry(annotation, "/Subtype") == "/Widget":
+            name = _of_field(annotation, "/TU") or _of_field(annotation, "/T") or "field"
+            value = _of_field(annotation, "/V")
+            text = _shown(value, _of_field(annotation, "/Opt")) if value != "/Off" else ""
+            text = text and f"{name}: {text}"
+        else:
+            text = _shown(_entry(annotation, "/Contents"))
+        yield text or _drawn(page, annotation)
+
+
+def _annotations(page: PageObject) -> Iterator[Any]:
+    """Annotations that show something of their own."""
+    for reference in _entry(page, "/Annots") or ():
         annotation: Any = reference.get_object()
-        parent: Any = annotation.get("/Parent")
-        parent = parent.get_object() if parent is not None else {}
-        if annotation.get("/Subtype") == "/Widget":
-            value = annotation.get("/V", parent.get("/V"))
-            name = annotation.get("/TU") or annotation.get("/T") or parent.get("/TU") or parent.get("/T") or "field"
-            if isinstance(value, str) and value.strip() and value != "/Off":
-                yield f"{name}: {value.removeprefix('/').strip()}"
-        elif annotation.get("/Subtype") in _COMMENTS and isinstance(text := annotation.get("/Contents"), str):
-            yield text.strip()
+        if isinstance(annotation, dict) and _entry(annotation, "/Subtype") not in _NO_COMMENTS:
+            yield annotation
 
 
-def _largest_picture(resources: Any, depth: int = 0) -> int:
-    """Pixels of the largest picture among the resources of a page."""
-    resources = resources.get_object() if resources is not None else {}
-    objects = resources.get("/XObject")
+def _entry(holder: Any, key: str) -> Any:
+    """The object that an entry of a dictionary is or refers to; None without it."""
+    found = holder.get(key)
+    return None if found is None else found.get_object()
+
+
+def _of_field(field: Any, key: str) -> Any:
+    """An entry of a form field, or of the nearest field above that has it."""
+    for _ in range(_MOST_DEPTH):
+        found = _entry(field, key)
+        field = _entry(field, "/Parent")
+        if found is not None or field is None:
+            return found
+    return None
+
+
+def _shown(value: Any, options: Any = None) -> str:
+    """What readers see of a value: its text, and of several their texts. A value in ``options`` is shown by the name
+    that stands beside it."""
+    if isinstance(value, list):
+        return ", ".join(filter(None, [_shown(each.get_object(), options) for each in value]))
+    if hasattr(value, "get_data"):
+        value = value.get_data()
+    if isinstance(value, bytes):
+        is_utf_16 = value.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        value = value.decode("utf-16" if is_utf_16 else "utf-8", "replace").lstrip("\ufeff")
+    if not isinstance(value, str):
+        return ""
+    for option in map(_resolved, options if isinstance(options, list) else ()):
+        if isinstance(option, list) and len(option) == 2 and _resolved(option[0]) == value:
+            return _shown(_resolved(option[1]))
+    return value.removeprefix("/").strip()
+
+
+def _resolved(value: Any) -> Any:
+    return value.get_object()
+
+
+def _appearances(annotation: Any) -> list[Any]:
+    """What is drawn for an annotation, in each of its states."""
+    normal = _entry(_entry(annotation, "/AP") or {}, "/N") or {}
+    drawn = [normal] if hasattr(normal, "get_data") else [each.get_object() for each in normal.values()]
+    return [each for each in drawn if hasattr(each, "get_data")]
+
+
+def _drawn(page: PageObject, annotation: Any) -> str:
+    """The text that is drawn for an annotation which says nothing else: stamps, signatures. Not that of check boxes,
+    which are drawn in more than one state."""
+    drawn = _appearances(annotation)
+    with suppress(Exception):  # a page with a damaged stamp is still worth reading
+        return page.extract_xform_text(drawn[0]).strip() if len(drawn) == 1 else ""
+    return ""
+
+
+def _has_picture_on_it(page: PageObject) -> bool:
+    """Whether people put a picture on the page, of any size: a stamp, a signature."""
+    return any(
+        _largest_picture(drawn, drawn.get_data())
+        for annotation in _annotations(page)
+        for drawn in _appearances(annotation)
+    )
+
+
+def _largest_picture(drawn: Any, commands: bytes, depth: int = 0) -> int:
+    """Pixels of the largest picture of a page or form.
+
+    Args:
+        commands: which draw it.
+    """
     largest = 0
-    for reference in (objects.get_object() if objects is not None else {}).values():
-        each: Any = reference.get_object()
-        if each.get("/Subtype") == "/Image":
-            largest = max(largest, int(each.get("/Width", 0)) * int(each.get("/Height", 0)))
-        elif each.get("/Subtype") == "/Form" and depth < _MOST_DEPTH:
-            largest = max(largest, _largest_picture(each.get("/Resources"), depth + 1))
+    for (found,) in map(re.Match.groups, _INLINE.finditer(commands)):
+        sizes = [pattern.search(found) for pattern in (_WIDTH, _HEIGHT)]
+        largest = max(largest, prod(int(size[1]) if size else 0 for size in sizes))
+    objects = _entry(_entry(drawn, "/Resources") or {}, "/XObject") or {}
+    for each in map(_resolved, objects.values()):
+        kind = _entry(each, "/Subtype")
+        if kind == "/Image":
+            largest = max(largest, prod(int(_entry(each, side) or 0) for side in ("/Width", "/Height")))
+        elif kind == "/Form" and depth < _MOST_DEPTH:
+            largest = max(largest, _largest_picture(each, each.get_data(), depth + 1))
     return largest

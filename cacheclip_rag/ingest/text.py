@@ -7,12 +7,13 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
 from ..base.errors import DocumentError
 
-__all__ = ["HTML_SUFFIXES", "DocumentText", "cleaned", "decoded", "html_text"]
+__all__ = ["HTML_SUFFIXES", "DocumentText", "cleaned", "decoded", "encoding_of_page", "html_text"]
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 
@@ -23,6 +24,25 @@ _BOMS = {  # UTF-32 first: its mark begins like UTF-16's
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
+_SAID = re.compile(
+    rb"<meta\b[^>]*?\bcharset\s*=\s*[\"']?\s*([\w.:-]+)|^\s*<\?xml\b[^>]*?\bencoding\s*=\s*[\"']([\w.:-]+)",
+    re.IGNORECASE,
+)
+"""Where a page names its encoding."""
+_OF_PAGES = re.compile(r"ascii|cp(?:125\d|866|874|932|949)|iso8859|koi8|mac|tis|gb|big5|euc_|shift_jis|iso2022_jp")
+_READ_AS = {
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "big5": "big5hkscs",
+    "euc_kr": "cp949",
+    "shift_jis": "cp932",
+}
+"""What browsers take for other encodings, which these contain (WHATWG, Encoding Standard). Names as in Python."""
 _OTHERS = {
     b"PK\x03\x04": "an Office file or another archive",
     b"\xd0\xcf\x11\xe0": "an older Office file",
@@ -60,8 +80,22 @@ class DocumentText(str):
         return made
 
 
-def decoded(path: Path, data: bytes) -> DocumentText:
-    """Text of bytes: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, or UTF-16 that is plainly so.
+def encoding_of_page(data: bytes) -> str | None:
+    """The encoding that an HTML page names, by Python's name; None if it is none, unknown or of Unicode."""
+    said = _SAID.search(re.sub(rb"<!--.*?-->", b"", data[:4096], flags=re.DOTALL))
+    with suppress(LookupError):
+        name = (said[1] or said[2]).decode("ascii", "replace").lower() if said else ""
+        name = name.removeprefix("x-").removesuffix("-i")
+        name = codecs.lookup(re.sub(r"^(?:windows|dos)-(?=\d{3})", "cp", name)).name
+        return _READ_AS.get(name, name) if _OF_PAGES.match(name) else None
+    return None
+
+
+def decoded(path: Path, data: bytes, named: str | None = None) -> DocumentText:
+    """Text of bytes: UTF-8, or UTF-16 or UTF-32 with a byte-order mark or plainly so, or what the file itself names.
+
+    Args:
+        named: encoding that is tried where the bytes are not UTF-8.
 
     Raises:
         DocumentError: the bytes are no text, or in another encoding.
@@ -75,9 +109,11 @@ def decoded(path: Path, data: bytes) -> DocumentText:
         )
     mark, encoding = next(((bom, name) for bom, name in _BOMS.items() if data.startswith(bom)), (b"", ""))
     if not encoding:
-        encoding = _utf_16_without_mark(data) or "utf-8"
+        encoding = _wide_without_mark(data) or "utf-8"
         if encoding != "utf-8":
             notes.append(f"it has no byte-order mark and was read as {encoding.upper()}.")
+        elif named is not None and (named.startswith("iso2022") or not _is_utf_8(data)):
+            encoding = named  # a page that is UTF-8 was converted; ISO 2022 has ASCII's bytes
     try:
         text = data[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
@@ -93,9 +129,21 @@ def decoded(path: Path, data: bytes) -> DocumentText:
     return DocumentText(text.replace("\0", "").lstrip("\ufeff"), notes)
 
 
-def _utf_16_without_mark(data: bytes) -> str | None:
-    """UTF-16, if every other byte of a beginning is mostly zero."""
+def _is_utf_8(data: bytes) -> bool:
+    with suppress(UnicodeDecodeError):
+        data.decode()
+        return True
+    return False
+
+
+def _wide_without_mark(data: bytes) -> str | None:
+    """UTF-32, if a beginning is nothing else; UTF-16, if every other byte of it is mostly zero."""
     start = data[: 1 << 16]
+    for encoding in ("utf-32-le", "utf-32-be"):
+        with suppress(UnicodeDecodeError):
+            text = start[: len(start) // 4 * 4].decode(encoding)
+            if text and "\0" not in text and len(_CONTROLS.findall(text)) <= _MOST_CONTROLS * len(text):
+                return encoding
     for encoding, zeros, others in (("utf-16-le", start[1::2], start[::2]), ("utf-16-be", start[::2], start[1::2])):
         if zeros and zeros.count(0) > 0.7 * len(zeros) and others.count(0) < 0.01 * len(others):
             text = start[: len(start) // 2 * 2].decode(encoding, "replace")
@@ -107,7 +155,7 @@ def _utf_16_without_mark(data: bytes) -> str | None:
 def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecodeError) -> str:
     wrong = f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason})."
     if encoding != "utf-8":
-        return f"{wrong} Its first bytes say so, so it is damaged: save it again as UTF-8."
+        return f"{wrong} It says so itself, so it is damaged: save it again as UTF-8."
     try:
         data.decode("cp1252")
     except UnicodeDecodeError:

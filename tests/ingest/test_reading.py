@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfReader, PdfWriter
-from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject, StreamObject, TextStringObject
+from pypdf.generic import (
+    ArrayObject,
+    DecodedStreamObject,
+    DictionaryObject,
+    NameObject,
+    NumberObject,
+    PdfObject,
+    StreamObject,
+    TextStringObject,
+)
 
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import EmptyFileError, read_document
@@ -47,8 +56,8 @@ class TestEncodings:
         text = read(tmp_path, "a.txt", mark + SAID.encode(encoding))
         assert (text, text.notes) == (SAID, ())
 
-    @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-    def test_plain_utf_16_without_a_mark_is_read_and_noted(self, tmp_path: Path, encoding: str) -> None:
+    @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+    def test_plain_utf_16_and_32_without_a_mark_is_read_and_noted(self, tmp_path: Path, encoding: str) -> None:
         text = read(tmp_path, "a.txt", SAID.encode(encoding))
         assert text == SAID and encoding.upper() in " ".join(text.notes)
 
@@ -166,19 +175,63 @@ def with_parts(data: bytes, change: Callable[[PdfWriter], None]) -> bytes:
     return written.getvalue()
 
 
-def annotate(writer: PdfWriter, **fields: str) -> None:
+def annotate(writer: PdfWriter, **fields: str | PdfObject) -> DictionaryObject:
+    """Adds an annotation to the first page. Each of its values is an object of its own, as many programs write them."""
     each = DictionaryObject({NameObject("/Type"): NameObject("/Annot")})
     for name, value in fields.items():
-        each[NameObject(f"/{name}")] = NameObject(value) if value.startswith("/") else TextStringObject(value)
+        if isinstance(value, str):
+            value = NameObject(value) if value.startswith("/") else TextStringObject(value)
+        each[NameObject(f"/{name}")] = writer._add_object(value)
     page = writer.pages[0]
     page[NameObject("/Annots")] = ArrayObject([*page.get("/Annots", []), writer._add_object(each)])
+    return each
+
+
+def texts(*values: str) -> ArrayObject:
+    return ArrayObject(map(TextStringObject, values))
+
+
+def void(value: object) -> None:
+    """For functions whose result nobody wants."""
+
+
+def stream(data: bytes, **fields: PdfObject) -> DecodedStreamObject:
+    made = DecodedStreamObject()
+    made.set_data(data)
+    made.update({NameObject(f"/{name}"): value for name, value in fields.items()})
+    return made
+
+
+def form(writer: PdfWriter, data: bytes, **resources: PdfObject) -> DecodedStreamObject:
+    of_page = writer.pages[0]["/Resources"]
+    assert isinstance(of_page, DictionaryObject)
+    own = DictionaryObject({NameObject(f"/{name}"): value for name, value in resources.items()})
+    own[NameObject("/Font")] = of_page["/Font"]
+    return stream(data, Subtype=NameObject("/Form"), Resources=own)
+
+
+def image(writer: PdfWriter, side: int) -> DictionaryObject:
+    made = StreamObject()
+    made.update({NameObject("/Type"): NameObject("/XObject"), NameObject("/Subtype"): NameObject("/Image")})
+    made.update({NameObject(name): writer._add_object(NumberObject(side)) for name in ("/Width", "/Height")})
+    return DictionaryObject({NameObject("/Im0"): writer._add_object(made)})
 
 
 def picture(writer: PdfWriter, number: int, side: int) -> None:
-    image = StreamObject()
-    image.update({NameObject("/Type"): NameObject("/XObject"), NameObject("/Subtype"): NameObject("/Image")})
-    image.update({NameObject("/Width"): NumberObject(side), NameObject("/Height"): NumberObject(side)})
-    objects = DictionaryObject({NameObject("/Im0"): writer._add_object(image)})
+    writer.pages[number]["/Resources"][NameObject("/XObject")] = image(writer, side)  # type: ignore[index]
+
+
+def inline_picture(writer: PdfWriter, number: int, side: int) -> None:
+    writer.pages[number].get_contents()
+    drawn = b"q BI /W %d /H %d /BPC 1 /CS /G ID " % (side, side) + bytes(side * side // 8) + b" EI Q\n"
+    written = writer.pages[number].get_contents()
+    assert written is not None
+    writer.pages[number][NameObject("/Contents")] = writer._add_object(stream(drawn + written.get_data()))
+
+
+def picture_in_form(writer: PdfWriter, number: int, side: int) -> None:
+    drawn = b"BI\n/BPC 1 /Height %d /Width %d /CS /G\nID " % (side, side) + bytes(side * side // 8) + b"\nEI\n"
+    objects = DictionaryObject({NameObject("/Fm0"): writer._add_object(form(writer, drawn))})
     writer.pages[number]["/Resources"][NameObject("/XObject")] = objects  # type: ignore[index]
 
 
@@ -192,8 +245,11 @@ class TestPdf:
     @pytest.mark.parametrize(
         ("side", "words", "noted"), [(2000, 3, "hardly any text"), (100, 3, ""), (2000, 60, "pictures, in which")]
     )
-    def test_pictures(self, tmp_path: Path, side: int, words: int, noted: str) -> None:
-        data = with_parts(pdf("One.", "word " * words), lambda writer: picture(writer, 1, side))
+    @pytest.mark.parametrize("draw", [picture, inline_picture, picture_in_form])
+    def test_pictures(
+        self, tmp_path: Path, side: int, words: int, noted: str, draw: Callable[[PdfWriter, int, int], None]
+    ) -> None:
+        data = with_parts(pdf("One.", "word " * words), lambda writer: draw(writer, 1, side))
         text = read(tmp_path, "a.pdf", data)
         assert len(text.notes) == bool(noted)
         assert all("page 2 of 2 with" in note and noted in note for note in text.notes)
@@ -209,6 +265,66 @@ class TestPdf:
         assert read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change)) == (
             "Lease.\n\ntenant: Piet Oduya\n\nDeposit was paid."
         )
+
+    @pytest.mark.parametrize(
+        ("value", "shown"),
+        [
+            (texts("cats", "dogs"), "cats, dogs"),
+            (texts("c", "d"), "Cats (2), Dogs"),
+            (ArrayObject(), None),
+            (TextStringObject("d"), "Dogs"),
+            (stream("two\nlines \u2603".encode("utf-16")), "two\nlines \u2603"),
+        ],
+        ids=["list", "list of other names", "empty list", "other name", "stream"],
+    )
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    def test_values_of_fields(self, tmp_path: Path, value: PdfObject, shown: str | None, depth: int) -> None:
+        def change(writer: PdfWriter) -> None:
+            options = ArrayObject([texts("c", "Cats (2)"), texts("d", "Dogs")])
+            field = annotate(writer, Subtype="/Widget")
+            for _ in range(depth):
+                above = DictionaryObject()
+                field[NameObject("/Parent")] = writer._add_object(above)
+                field = above
+            field.update({NameObject("/T"): TextStringObject("pets"), NameObject("/Opt"): options})
+            field[NameObject("/V")] = writer._add_object(value)
+
+        text = read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change))
+        assert (text, text.notes) == ("Lease." + (f"\n\npets: {shown}" if shown else ""), ())
+
+    @pytest.mark.parametrize("kind", "Caret Circle FileAttachment Ink Line Polygon Squiggly Square Stamp New".split())
+    def test_what_stands_in_comments_of_all_kinds(self, tmp_path: Path, kind: str) -> None:
+        data = with_parts(
+            pdf("Lease."), lambda writer: void(annotate(writer, Subtype=f"/{kind}", Contents="Not agreed."))
+        )
+        assert read(tmp_path, "a.pdf", data) == "Lease.\n\nNot agreed."
+
+    @pytest.mark.parametrize("kind", ["/Link", "/Popup", "/Widget"])
+    def test_what_readers_do_not_see_there(self, tmp_path: Path, kind: str) -> None:
+        data = with_parts(pdf("Lease."), lambda writer: void(annotate(writer, Subtype=kind, Contents="not seen")))
+        assert read(tmp_path, "a.pdf", data) == "Lease."
+
+    @pytest.mark.parametrize("kind", ["/Stamp", "/Widget"])
+    def test_text_that_is_drawn_only(self, tmp_path: Path, kind: str) -> None:
+        def change(writer: PdfWriter) -> None:
+            drawn = writer._add_object(form(writer, b"BT /F1 9 Tf 1 1 Td (APPROVED by Ada) Tj ET"))
+            annotate(writer, Subtype=kind, T="sign", AP=DictionaryObject({NameObject("/N"): drawn}))
+
+        assert read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change)) == "Lease.\n\nAPPROVED by Ada"
+
+    @pytest.mark.parametrize("states", [False, True])
+    @pytest.mark.parametrize("said", ["", "Lease."])
+    def test_pictures_in_stamps_are_noted(self, tmp_path: Path, states: bool, said: str) -> None:
+        def change(writer: PdfWriter) -> None:
+            drawn: PdfObject = writer._add_object(form(writer, b"/Im0 Do", XObject=image(writer, 200)))
+            if states:
+                drawn = DictionaryObject({NameObject("/On"): drawn})
+            annotate(writer, Subtype="/Stamp", Contents="Paid.", AP=DictionaryObject({NameObject("/N"): drawn}))
+
+        text = read(tmp_path, "a.pdf", with_parts(pdf(said, "Two."), change))
+        assert text == "\n\n".join(filter(None, [said, "Paid.", "Two."]))
+        assert len(text.notes) == 1
+        assert ("page 1 of 2 with pictures" if said else "page 1 of 2 without text") in text.notes[0]
 
     def test_signs_that_are_no_letters(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for said, noted in (
@@ -281,6 +397,50 @@ class TestHtml:
             tmp_path, "a.html", "<html><head><title>App</title></head><body><script>draw()</script></body></html>"
         )
         assert text == "# App" and "a script may draw the rest" in " ".join(text.notes)
+
+    @pytest.mark.parametrize(
+        ("given", "encoding", "said"),
+        [
+            ('<meta charset="iso-8859-1">', "cp1252", "caf\u00e9 \u20ac9"),
+            ("<META CHARSET=latin1>", "cp1252", "caf\u00e9 \u20ac9"),
+            ("<meta charset=us-ascii>", "cp1252", "caf\u00e9 \u20ac9"),
+            ("<meta charset='iso-8859-2'>", "iso-8859-2", "\u0142\u00f3d\u017a"),
+            (
+                '<meta http-equiv="Content-Type" content="text/html; charset=shift_jis">',
+                "cp932",
+                "\u65e5\u672c\u8a9e\u2460",
+            ),
+            ('<meta charset="gb2312">', "gb18030", "\u6e2f\u570b\u9555"),
+            ('<meta charset="x-sjis">', "cp932", "\u65e5\u672c"),
+            ('<meta charset="euc-kr">', "cp949", "\ud55c\uae00\ub620"),
+            ('<meta charset="windows-874">', "cp874", "\u0e44\u0e17\u0e22"),
+            ('<meta charset="x-cp1251">', "cp1251", "\u0434\u043e\u043c"),
+            ('<meta charset="iso-2022-jp">', "iso2022_jp", "\u65e5\u672c\u8a9e"),
+            ('<meta charset="koi8-u">', "koi8-u", "\u0434\u0456\u043c"),
+            ('<?xml version="1.0" encoding="iso-8859-15"?>', "iso-8859-15", "\u20ac9"),
+        ],
+    )
+    def test_the_page_says_its_encoding(self, tmp_path: Path, given: str, encoding: str, said: str) -> None:
+        text = read(tmp_path, "a.html", f"<!-- <meta charset=x> -->{given}<p>{said}".encode(encoding))
+        assert (text, text.notes) == (said, ())
+
+    @pytest.mark.parametrize("given", ["iso-8859-1", "utf-16", "utf-7", "no-such", "base64", "unicode_escape", ""])
+    def test_utf_8_is_read_whatever_the_page_says(self, tmp_path: Path, given: str) -> None:
+        """Tools that convert pages leave the old name in them. Browsers would show wrong letters."""
+        assert read(tmp_path, "a.html", f"<meta charset='{given}'><p>caf\u00e9 +AGE-") == "caf\u00e9 +AGE-"
+
+    @pytest.mark.parametrize("given", ["utf-8", "utf-16", "utf-7", "base64", "rot13", "no-such", "unicode_escape"])
+    def test_no_other_encoding_is_guessed(self, tmp_path: Path, given: str) -> None:
+        with pytest.raises(DocumentError, match="is not UTF-8"):
+            read(tmp_path, "a.html", f"<meta charset={given}><p>caf\u00e9".encode("cp1252"))
+
+    def test_what_its_encoding_does_not_have_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(DocumentError, match="is not CP932.*damaged"):
+            read(tmp_path, "a.html", b"<meta charset=shift_jis><p>caf\xe9</p>\xff")
+
+    def test_text_files_say_nothing(self, tmp_path: Path) -> None:
+        with pytest.raises(DocumentError, match="is not UTF-8"):
+            read(tmp_path, "a.md", "<meta charset=iso-8859-1> caf\u00e9".encode("cp1252"))
 
     def test_nothing_to_see_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(DocumentError, match="is empty"):
