@@ -71,6 +71,12 @@ _COVERED = 0.9
 """Share of a given text from which on stored texts are reused for it."""
 _MOST_PIECES = 2
 """Most pieces of stored texts that stand for a given text: a window of sentences may lie across two chunks."""
+_LEAST_SHARED = 3
+"""Anchors that a text shares with a stretch of the prompt in which it may stand with short insertions."""
+_SHORT = 8
+"""Bytes of a run that such a text and the stretch have in common."""
+_MOST_ALTERED = 1 << 6
+"""Most such texts that are looked at per search."""
 _BATCH = 256
 """Texts that are added in one transaction: other processes wait meanwhile."""
 
@@ -192,9 +198,12 @@ class ExcerptIndex:
             for n, (text, length) in enumerate(zip(texts, lengths, strict=True))
             if length <= _MOST_GIVEN
         }
-        parts = [*self._parts(compared, whole, sources, len(also))]
+        comparison = _TextComparison(compared, whole, sources)
+        parts = [*self._parts(comparison, compared, sources, len(also))]
         stored = [part for part in parts if part.number >= -len(also)]
         of_stored = cover(compared, stored, whole)
+        of_stored = [*of_stored, *comparison.altered([*of_stored, *given_whole], -len(also))]
+        of_stored.sort(key=lambda match: match.start)
         if len(stored) == len(parts) and not given_whole:
             return of_stored
         whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
@@ -216,14 +225,13 @@ class ExcerptIndex:
         return cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
 
     def _parts(
-        self, compared: Compared, whole: Sequence[TextMatch], given: Mapping[int, Compared], num_stored: int
+        self, comparison: _TextComparison, compared: Compared, given: Mapping[int, Compared], num_stored: int
     ) -> Iterator[Part]:
         """Common parts of the prompt and stored texts, then of given texts.
 
         Args:
             num_stored: how many of the given texts are stored.
         """
-        comparison = _TextComparison(compared, whole, given)
         anchors, places = compared.anchors
         also = {number: text for number, text in given.items() if number >= -num_stored}
         others = {number: text for number, text in given.items() if number < -num_stored}
@@ -302,6 +310,8 @@ class _TextComparison:
         """Texts whose places in the catalog are not those of their form."""
         self._places = [-1, len(compared)]
         """Where anchors were looked up, and the ends."""
+        self._shared: list[_AnchorPlaces] = []
+        """Anchors that were found, as :func:`_pairs` gives them."""
         self._unpacked_room = _MOST_UNPACKED
         self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
         self.longest = np.zeros(len(compared), dtype=np.int64)
@@ -321,6 +331,7 @@ class _TextComparison:
         self._places = sorted({*self._places, *places.tolist()})
         if not len(pairs[0]):
             return []
+        self._shared.append(pairs)
         order = np.lexsort((pairs[0], pairs[2], pairs[1]))
         here, contents, shifts = (column[order] for column in pairs)
         is_first = np.ones(len(here), dtype=bool)
@@ -372,6 +383,48 @@ class _TextComparison:
                 np.maximum(self.longest[start:stop], stop - start, out=self.longest[start:stop])
                 yield Part(start, stop, shift, source, content)
 
+    def altered(self, found: Iterable[TextMatch], least: int) -> Iterator[TextMatch]:
+        """Texts of which half or more stands where nothing was found, in short pieces: with a mark or a name in each
+        line, or with words set off. None of their tokens can be reused; they are told so that they are counted.
+
+        Args:
+            least: number of the last text that may be told.
+        """
+        ours = self._compared
+        free = np.ones(len(ours), dtype=bool)
+        for match in found:
+            free[slice(*ours.range_of(match.start, match.stop))] = False
+        if not self._shared:
+            return
+        here, contents, shifts = map(np.concatenate, zip(*self._shared, strict=True))
+        wanted = free[here] & (contents >= least)
+        here, contents, shifts = here[wanted], contents[wanted], shifts[wanted]
+        numbers, counts = np.unique(contents, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        order = order[counts[order] >= _LEAST_SHARED][:_MOST_ALTERED]
+        for content in numbers[order].tolist():
+            own = contents == content
+            if len(np.unique(shifts[own])) < 2 or (source := self._source(content)) is None:
+                continue
+            middle = int(np.median(here[own]))
+            begin, end = max(0, middle - 2 * len(source)), min(len(ours), middle + 2 * len(source))
+            # what was found around the stretch is no part of it
+            taken = np.flatnonzero(~free[begin:end]) + begin
+            edges = np.array([begin - 1, *taken, end])
+            after = int(np.searchsorted(edges, middle))
+            begin, end = int(edges[after - 1]) + 1, int(edges[after])
+            there, stretch = _short_runs(source.bytes), _short_runs(ours.bytes[begin:end])
+            is_there = np.isin(there, stretch)
+            covered = np.zeros(len(source), dtype=bool)
+            for first in range(_SHORT):
+                covered[first : first + len(is_there)] |= is_there
+            if 2 * covered.sum() < len(source):
+                continue
+            fits = np.flatnonzero(np.isin(stretch, there)) + begin
+            first, last = int(fits[0]), int(fits[-1]) + _SHORT - 1
+            free[first : last + 1] = False
+            yield TextMatch(int(ours.starts[first]), int(ours.stops[last]), source.text)
+
     def _renewed_parts(self, content: int, source: Compared) -> Iterator[Part]:
         """Common parts with a text that was added by a version of the package whose form was another, or whose places
         are damaged."""
@@ -393,6 +446,14 @@ class _TextComparison:
 
 
 _NOWHERE = _AnchorPlaces(*np.empty((3, 0), dtype=np.int64))
+
+
+def _short_runs(column: Column) -> Column:
+    """Every run of ``_SHORT`` neighbouring bytes, as one number each."""
+    if len(column) < _SHORT:
+        return np.empty(0, dtype=np.uint64)
+    runs = np.lib.stride_tricks.sliding_window_view(column, _SHORT)
+    return np.ascontiguousarray(runs).view(np.uint64).ravel()
 
 
 def _decoded(written: Any, most: int = _LONGEST_TEXT) -> str:

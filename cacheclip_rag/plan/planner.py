@@ -42,7 +42,8 @@ def make_plan(
     layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
     layout = replace(layout, exact_after_prefix=not context.isolated and not context.text)
     check_length(layout, runtime.context_tokens)
-    absent = count_absent(given, segments, (span.segment for span in layout.chunks))
+    looked_for = set(given) - set(layout.altered)
+    absent = count_absent(looked_for, segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
@@ -89,7 +90,7 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
     if not missing and plan.layout.altered:
         return (
-            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, or with accents apart), "
+            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, marked, or accents apart), "
             "which has other tokens: write them as they were precomputed, or precompute them as the prompt has them"
         )
     if not missing:

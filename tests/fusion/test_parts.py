@@ -125,6 +125,31 @@ class TestReuse:
         if answer.misses:
             assert "in another form" in str(answer.fallback)
 
+    @pytest.mark.parametrize("mark", ["> A: ", "{n}: ", "Ada Oduya> ", "** "])
+    @pytest.mark.parametrize("others", [0, 2])
+    def test_a_text_with_a_mark_in_each_line_is_a_miss(
+        self, tiny_models: dict[str, str], mark: str, others: int
+    ) -> None:
+        """Once, with all of its tokens, whatever else is stored and stands around it."""
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+        text = " ".join(SENTENCES[:8])
+        engine.precompute([text, *LANGUAGES.values()])
+        words = text.split()
+        lines = [" ".join(words[first : first + 6]) for first in range(0, len(words), 6)]
+        marked = "\n".join(mark.format(n=n) + line for n, line in enumerate(lines))
+        around = [*LANGUAGES.values()][:others]
+        asked = "\n\n".join(["Read.", *around[:1], marked, *around[1:], QUESTION])
+        answer = engine.generate(asked, SamplingParams(max_tokens=1), documents=[text]).stats
+        assert (answer.hits, answer.misses, answer.not_found) == (others, 1, 0)
+        assert answer.missed_tokens == len(engine.primary.tokenize(text))
+
+    def test_phrases_of_a_text_are_no_miss(self, tiny_models: dict[str, str]) -> None:
+        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
+        engine.precompute([" ".join(SENTENCES[:8])])
+        words = " ".join(SENTENCES[:3]).split()
+        asked = "\n".join("> A: " + " ".join(words[first : first + 6]) for first in range(0, len(words), 6))
+        assert engine.generate(f"{asked}\n{QUESTION}", SamplingParams(max_tokens=1)).stats.misses == 0
+
     def test_less_than_half_in_another_form_is_no_miss(self, engine: CacheClipEngine) -> None:
         text = LANGUAGES["Korean"] * 2
         engine.precompute([text])
