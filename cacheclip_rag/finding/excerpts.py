@@ -202,10 +202,8 @@ class ExcerptIndex:
         parts = [*self._parts(comparison, compared, sources, len(also))]
         stored = [part for part in parts if part.number >= -len(also)]
         of_stored = cover(compared, stored, whole)
-        of_stored = [*of_stored, *comparison.altered([*of_stored, *given_whole], -len(also))]
-        of_stored.sort(key=lambda match: match.start)
         if len(stored) == len(parts) and not given_whole:
-            return of_stored
+            return comparison.with_altered(of_stored, -len(also))
         whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
         pieces = [compared.range_of(start, stop) for start, stop in pieces_in(of_stored)]
 
@@ -222,7 +220,8 @@ class ExcerptIndex:
         alone = [match for match in given_whole if not is_covered(*compared.range_of(match.start, match.stop))]
         whole_ones += [compared.range_of(match.start, match.stop) for match in alone]
         others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
-        return cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
+        found = cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
+        return comparison.with_altered(found, -len(also))
 
     def _parts(
         self, comparison: _TextComparison, compared: Compared, given: Mapping[int, Compared], num_stored: int
@@ -235,7 +234,10 @@ class ExcerptIndex:
         anchors, places = compared.anchors
         also = {number: text for number, text in given.items() if number >= -num_stored}
         others = {number: text for number, text in given.items() if number < -num_stored}
-        few = _few_among(anchors)  # a long part has one of them
+        few = np.zeros(len(anchors), dtype=bool)  # the smallest among neighbours: a long part has one of them
+        for width, smallest_ones in smallest(anchors, _NEIGHBOURS):
+            if width == _NEIGHBOURS or len(anchors) < 2 * width:
+                few[smallest_ones] = True
         yield from self._stored_parts(comparison, anchors[few], places[few], also)
         found = (comparison.longest[places] > 0) & (comparison.longest[places + WINDOW - 1] > 0)
         rest = ~few & ~found
@@ -383,29 +385,33 @@ class _TextComparison:
                 np.maximum(self.longest[start:stop], stop - start, out=self.longest[start:stop])
                 yield Part(start, stop, shift, source, content)
 
-    def altered(self, found: Iterable[TextMatch], least: int) -> Iterator[TextMatch]:
-        """Texts of which half or more stands where nothing was found, in short pieces: with a mark or a name in each
-        line, or with words set off. None of their tokens can be reused; they are told so that they are counted.
+    def with_altered(self, found: list[TextMatch], least: int) -> list[TextMatch]:
+        """What was found, and texts of which half or more stands elsewhere in short pieces: with a mark or a name in
+        each line, or with words set off. Hardly a token of these can be reused; they are told to be counted.
 
         Args:
             least: number of the last text that may be told.
         """
+        if not self._shared:
+            return found
         ours = self._compared
         free = np.ones(len(ours), dtype=bool)
         for match in found:
             free[slice(*ours.range_of(match.start, match.stop))] = False
-        if not self._shared:
-            return
         here, contents, shifts = map(np.concatenate, zip(*self._shared, strict=True))
         wanted = free[here] & (contents >= least)
         here, contents, shifts = here[wanted], contents[wanted], shifts[wanted]
         numbers, counts = np.unique(contents, return_counts=True)
         order = np.argsort(-counts, kind="stable")
         order = order[counts[order] >= _LEAST_SHARED][:_MOST_ALTERED]
+        more = []
         for content in numbers[order].tolist():
             own = contents == content
             if len(np.unique(shifts[own])) < 2 or (source := self._source(content)) is None:
                 continue
+            self._room -= WINDOW * len(source)
+            if self._room < 0:
+                break
             middle = int(np.median(here[own]))
             begin, end = max(0, middle - 2 * len(source)), min(len(ours), middle + 2 * len(source))
             # what was found around the stretch is no part of it
@@ -418,12 +424,13 @@ class _TextComparison:
             covered = np.zeros(len(source), dtype=bool)
             for first in range(_SHORT):
                 covered[first : first + len(is_there)] |= is_there
-            if 2 * covered.sum() < len(source):
+            if not is_there.any() or 2 * covered.sum() < len(source):
                 continue
             fits = np.flatnonzero(np.isin(stretch, there)) + begin
             first, last = int(fits[0]), int(fits[-1]) + _SHORT - 1
             free[first : last + 1] = False
-            yield TextMatch(int(ours.starts[first]), int(ours.stops[last]), source.text)
+            more.append(TextMatch(int(ours.starts[first]), int(ours.stops[last]), source.text))
+        return sorted([*found, *more], key=lambda match: match.start)
 
     def _renewed_parts(self, content: int, source: Compared) -> Iterator[Part]:
         """Common parts with a text that was added by a version of the package whose form was another, or whose places
@@ -472,15 +479,6 @@ def _unpacked(written: object, most: int = _LONGEST_TEXT) -> str:
     except (zlib.error, UnicodeDecodeError, TypeError):
         logger.warning("a text in the catalog is damaged, and parts of it are not found in prompts")
         return ""
-
-
-def _few_among(anchors: Column) -> Column:
-    """Which anchors have the smallest hash among ``_NEIGHBOURS`` neighbours: a long common part has one of them."""
-    few = np.zeros(len(anchors), dtype=bool)
-    for width, least in smallest(anchors, _NEIGHBOURS):
-        if width == _NEIGHBOURS or len(anchors) < 2 * width:
-            few[least] = True
-    return few
 
 
 def _few_of_each(anchors: Column, places: Column) -> tuple[Column, Column]:

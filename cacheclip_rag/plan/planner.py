@@ -90,8 +90,9 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
     if not missing and plan.layout.altered:
         return (
-            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, marked, or accents apart), "
-            "which has other tokens: write them as they were precomputed, or precompute them as the prompt has them"
+            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, with a mark in each "
+            "line, or with accents apart), which has other tokens: write them as they were precomputed, or precompute "
+            "them as the prompt has them"
         )
     if not missing:
         return "no stored chunk found in the prompt"

@@ -96,8 +96,8 @@ class Layout:
     num_exact: int = 0
     """Leading tokens of them that are from the prefix cache."""
     altered: Mapping[str, int] = field(default_factory=dict)
-    """Texts of which half or more stands in the prompt, but in another form (escaped, or with accents apart), so that
-    no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
+    """Texts of which half or more stands in the prompt, but in another form (escaped, with a mark in each line, or
+    with accents apart), so that no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
     generation_prompt: str | None = None
     """What the chat template wrote before the answer; None if the prompt does not end with text of a template."""
 

@@ -143,11 +143,14 @@ class TestReuse:
         assert (answer.hits, answer.misses, answer.not_found) == (others, 1, 0)
         assert answer.missed_tokens == len(engine.primary.tokenize(text))
 
-    def test_phrases_of_a_text_are_no_miss(self, tiny_models: dict[str, str]) -> None:
+    @pytest.mark.parametrize("between", ["", " Boats of unlike build sailed by on that foggy morning in March."])
+    def test_phrases_of_a_text_are_no_miss(self, tiny_models: dict[str, str], between: str) -> None:
+        """However much of the prompt they span."""
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
         engine.precompute([" ".join(SENTENCES[:8])])
         words = " ".join(SENTENCES[:3]).split()
-        asked = "\n".join("> A: " + " ".join(words[first : first + 6]) for first in range(0, len(words), 6))
+        lines = [" ".join(words[first : first + 6]) for first in range(0, len(words), 6)]
+        asked = "\n".join(f"> A: {line}{between and f'{between} {n}'}" for n, line in enumerate(lines))
         assert engine.generate(f"{asked}\n{QUESTION}", SamplingParams(max_tokens=1)).stats.misses == 0
 
     def test_less_than_half_in_another_form_is_no_miss(self, engine: CacheClipEngine) -> None:
