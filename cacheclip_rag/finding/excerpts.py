@@ -413,7 +413,11 @@ class _TextComparison:
             if self._room < 0:
                 break
             middle = int(np.median(here[own]))
-            begin, end = max(0, middle - 2 * len(source)), min(len(ours), middle + 2 * len(source))
+            near = own & (abs(here - middle) <= 2 * len(source))
+            first, last = int(here[near].min()), int(here[near].max())
+            # with what is inserted, what is before and after these anchors is at most twice as long
+            begin = max(0, first - 2 * int((here - shifts)[near].min()))
+            end = min(len(ours), last + 2 * (len(source) - int((here - shifts)[near].max())))
             # what was found around the stretch is no part of it
             taken = np.flatnonzero(~free[begin:end]) + begin
             edges = np.array([begin - 1, *taken, end])

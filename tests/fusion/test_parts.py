@@ -147,8 +147,9 @@ class TestReuse:
     def test_phrases_of_a_text_are_no_miss(self, tiny_models: dict[str, str], between: str) -> None:
         """However much of the prompt they span."""
         engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
-        engine.precompute([" ".join(SENTENCES[:8])])
-        words = " ".join(SENTENCES[:3]).split()
+        text = " ".join(TEXTS[0].split() + [f"{place} miles" for place in range(400, 500)])
+        engine.precompute([text])
+        words = TEXTS[0].split()
         lines = [" ".join(words[first : first + 6]) for first in range(0, len(words), 6)]
         asked = "\n".join(f"> A: {line}{between and f'{between} {n}'}" for n, line in enumerate(lines))
         assert engine.generate(f"{asked}\n{QUESTION}", SamplingParams(max_tokens=1)).stats.misses == 0
