@@ -414,10 +414,14 @@ class _TextComparison:
                 break
             middle = int(np.median(here[own]))
             near = own & (abs(here - middle) <= 2 * len(source))
+            if not near.any():
+                continue
             first, last = int(here[near].min()), int(here[near].max())
             # with what is inserted, what is before and after these anchors is at most twice as long
             begin = max(0, first - 2 * int((here - shifts)[near].min()))
             end = min(len(ours), last + 2 * (len(source) - int((here - shifts)[near].max())))
+            if not begin <= middle < end:
+                continue  # something else wrote to the catalog
             # what was found around the stretch is no part of it
             taken = np.flatnonzero(~free[begin:end]) + begin
             edges = np.array([begin - 1, *taken, end])
