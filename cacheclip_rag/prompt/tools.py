@@ -138,7 +138,8 @@ def past_calls(calls: Any) -> list[dict[str, Any]]:
     """Calls in the history of a conversation, read leniently, as :func:`check_calls` wants them. A call that was cut
     off or malformed comes back in every later request, and must not end the conversation.
 
-    Arguments that are no JSON object are kept as text in the argument ``arguments``. What is no call is left out.
+    Arguments that are no JSON object are kept in the argument ``arguments``, and half a character becomes U+FFFD. What
+    is no call is left out.
     """
     found: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list | tuple) else ():
@@ -169,11 +170,13 @@ def _past_arguments(given: Any) -> dict[str, Any]:
         else:
             found = as_object(given)  # JSON in JSON
     if found is None:
-        return {"arguments": given} if given else {}
+        found = {"arguments": given} if given else {}
     try:
-        return dict(json.loads(json.dumps(found)))  # templates write them as JSON
+        written = json.dumps(found, ensure_ascii=False)  # templates write them as JSON
+        whole = written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # no half characters
+        return dict(json.loads(whole))
     except (TypeError, ValueError, RecursionError):
-        return {"arguments": str(given)}
+        return {"arguments": ascii(given)}
 
 
 def as_name(text: str) -> str:
