@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -39,6 +39,7 @@ __all__ = [
     "past_calls",
     "unmarked",
     "with_short_ids",
+    "with_whole_characters",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
@@ -47,6 +48,8 @@ _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})
 """Keys of a definition whose strings templates compare, so that they must not be marked."""
 _MOST_LITERAL = 10_000
 """Most characters of arguments that are read as a Python literal."""
+_MOST_DEPTH = 100
+"""Most lists and objects inside one another in arguments of an earlier call."""
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 """An id of a call that every template accepts: Mistral's want nine letters and digits."""
 
@@ -163,20 +166,40 @@ def _past_arguments(given: Any) -> dict[str, Any]:
     found = as_object(given)
     if found is None and isinstance(given, str):
         try:
-            given = json.loads(given)
+            read = json.loads(given)
         except (ValueError, RecursionError):
+            read = given
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 found = as_object(ast.literal_eval(given) if len(given) <= _MOST_LITERAL else None)  # Python's way
         else:
-            found = as_object(given)  # JSON in JSON
+            found = as_object(read)  # JSON in JSON
+    else:
+        read = given
     if found is None:
-        found = {"arguments": given} if given else {}
+        found = {"arguments": read} if read else {}
     try:
-        written = json.dumps(found, ensure_ascii=False)  # templates write them as JSON
-        whole = written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # no half characters
-        return dict(json.loads(whole))
+        if not _is_deep(found):
+            return dict(with_whole_characters(found))  # templates write them as JSON
     except (TypeError, ValueError, RecursionError):
-        return {"arguments": ascii(given)}
+        pass
+    return {"arguments": with_whole_characters(str(given))}
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value has more lists and objects inside one another than templates can write."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        lists = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [each for found in lists if isinstance(found, list | tuple | ValuesView) for each in found]
+        if not level:
+            return False
+    return True
+
+
+def with_whole_characters(value: Any) -> Any:
+    """A JSON value in whose texts and keys every half of a character (a lone surrogate) is U+FFFD."""
+    written = json.dumps(value, ensure_ascii=False)
+    return json.loads(written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def as_name(text: str) -> str:
