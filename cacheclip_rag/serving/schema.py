@@ -111,11 +111,11 @@ def _text(value: Any) -> Any:
 
 def _text_of(part: Any) -> str | None:
     """A part's text; None for calls and reasoning. Raises ValueError for parts that are not read."""
-    kind = part.get("type") if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
+    kind = str(part.get("type")) if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
     if kind in _REASONING_PARTS or kind in _CALL_PARTS:
         return None
     if kind not in _TEXT_PARTS:
-        raise ValueError(f"this server reads parts of type 'text' only, got {str(kind)[:80]!r}")
+        raise ValueError(f"this server reads parts of type 'text' only, got {kind[:80]!r}")
     text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) else part
     if not isinstance(text, str):
         raise ValueError(f"a part of type {kind!r} must have a string {_TEXT_PARTS[kind]!r}")
@@ -156,6 +156,8 @@ class _Message(_ContentPart):
         found = extra - read - ({"refusal"} if self.content is None else set())
         if self.name and self.role not in ("tool", "function"):
             found.add("name")
+        if self.tool_calls and self.role != "assistant":
+            found.add("tool_calls")
         if isinstance(self._data, list) and not all(map(_is_read, self._data)):
             found.add("content")
         return {name if name in _COUNTED_IN_MESSAGES | _REFUSED_IN_MESSAGES else "other" for name in found}
@@ -502,13 +504,15 @@ def _is_whole(value: Any) -> bool:
 
 
 def _mend_history(body: Any) -> None:
-    """Put whole characters into all messages but the last one of a user."""
+    """Put whole characters into answers, results of tools, and messages of users before the last one."""
     messages = body.get("messages") if isinstance(body, dict) else None
-    if isinstance(messages, list):
-        users = [n for n, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"]
-        body["messages"] = [
-            each if n == max(users, default=-1) else with_whole_characters(each) for n, each in enumerate(messages)
-        ]
+    if not isinstance(messages, list):
+        return
+    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
+    for number, role in enumerate(roles):
+        if role in ("assistant", "tool", "function") or (role == "user" and number < last):
+            messages[number] = with_whole_characters(messages[number])
 
 
 def _no_number(name: str) -> float:

@@ -111,7 +111,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "part without text": ({"content": [{"type": "text", "text": None}, "More."]}, {"content": "More."}),
     "part of an unknown kind": (
-        {"content": [{"type": "never_heard_of"}, {"type": "text", "text": ENGLISH}, {"no": "type"}, 3, None]},
+        {"content": [{"type": "never_heard_of"}, {"type": "text", "text": ENGLISH}, {"no": "type"}, {"type": []}, 3]},
         {"content": ENGLISH},
     ),
     "picture": ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, {"content": ""}),
@@ -258,6 +258,18 @@ def test_half_a_character_in_an_old_turn(served: Served, old: dict[str, Any]) ->
         json_type = {"content-type": "application/json"}
         response = served.client.post("/v1/chat/completions", content=body, headers=json_type)
         assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"content": HALF}, {"content": None}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}],
+)
+def test_instructions_hold_in_every_turn(served: Served, role: str, fields: dict[str, Any]) -> None:
+    """So nothing of them is left out."""
+    body = json.dumps({"messages": [{"role": role, **fields}, USER], "max_tokens": 2})
+    response = served.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
 
 
 def test_ignored_fields_are_counted(served: Served) -> None:
