@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..runtime.base import REASONING_MARKERS
@@ -18,8 +19,13 @@ _JSON = json.JSONDecoder(strict=False)
 _OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
 _MAY_BE_CALL = re.compile(r"\{\s*(\"|$)|\[\s*(\{|$)|$")
 """Beginning of an answer that may be a call without a marker."""
-_FENCE = re.compile(r"\s{0,3}(```|~~~)(?!.*```)")
-"""A line that opens a block of code."""
+_FENCE = re.compile(r"(?:[\s>]|[*+-]\s|\d{1,9}[.)]\s)*+(`{3,}+|~{3,}+)(?!.*```)")
+"""A line that opens a block of code, perhaps in a list or a quotation."""
+_LATE_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[^\s`~]*+\s*$")
+"""The end of a line of text that opens one."""
+_CODE = re.compile(r"(?<!`)(`++).*?(?<!`)\1(?!`)")
+"""Code in backticks within a line."""
+_TICKS = re.compile(r"`+")
 _WRAPPINGS = ("```json", "```", "<tools>")
 """What models without markers of their own may put before such a call."""
 _BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|</?tool_call>|[\s;,])*")
@@ -83,17 +89,24 @@ class CallReader:
                 break
             at, opening = min(places)
             self._give(given, at)
-            if self._shown.holds_no_calls:
+            after = self._held[len(opening) :]
+            if self._shown.holds_no_calls or (self._shown.is_code and after.startswith("`")):
                 self._give(given, len(opening))
                 continue
-            read = _calls_after(opening, self._held[len(opening) :], last, self._tools)
+            read = _calls_after(opening, after, last, self._tools)
             if read is None and not last:
                 break
             if read is None:
                 self._give(given, len(opening))
                 continue
+            is_shown = self._shown.is_closed_by(after[read[1] :], last)
+            if is_shown is None:
+                break
+            if is_shown:
+                self._give(given, len(opening) + read[1])
+                continue
             calls += read[0]
-            self._held = self._held[len(opening) + read[1] :]
+            self._held = after[read[1] :]
             self._began = self._after_call = True
         return "".join(given), calls
 
@@ -125,37 +138,90 @@ class _Shown:
     def __init__(self) -> None:
         self._line = ""
         """The last line, as far as it is written."""
-        self._end = ""
-        """What ends the block of code, or the reasoning, that began on a line before."""
+        self._before = _Open()
+        """What the lines before it leave open."""
+        self._found: _Open | None = None
+        """The same with the last line, once somebody asked."""
 
     def add(self, text: str) -> None:
         """Add text of the answer."""
+        self._found = None
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._end = _end_after(line, self._end)
+            self._before = _open_after(line, self._before)
+            late = None if self._before.end else _LATE_FENCE.search(self._before.text)
+            if late is not None:
+                self._before = replace(self._before, end=late[1])
+
+    @property
+    def _now(self) -> _Open:
+        if self._found is None:
+            self._found = _open_after(self._line, self._before)
+        return self._found
 
     @property
     def holds_no_calls(self) -> bool:
-        """Whether a call that comes next is none."""
-        return self._line.endswith("`") or bool(_end_after(self._line, self._end))
+        """Whether a call that comes next is certainly none."""
+        return bool(self._now.end)
+
+    @property
+    def is_code(self) -> bool:
+        """Whether backticks stand directly before what comes next."""
+        return self._now.text.endswith("`")
+
+    def is_closed_by(self, rest: str, last: bool) -> bool | None:
+        """Whether the text after a call shows that it was none: that it closes the backticks or the reasoning, opened
+        in the middle of a line, before the call. None if this is not certain yet. Without it, they are mere signs."""
+        now = self._now
+        if now.text.endswith("`") or (now.perhaps and now.perhaps in rest):
+            return True
+        line, ended, _ = rest.partition("\n")
+        runs = {*_TICKS.findall(now.text)}
+        whole = line if ended or last else line.rstrip("`")  # more of them may come
+        if runs.intersection(_TICKS.findall(whole)):
+            return True
+        is_certain = last or not (now.perhaps or (runs and not ended))
+        return False if is_certain else None
 
 
-def _end_after(line: str, end: str) -> str:
-    """What ends the block that a line leaves open.
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What a text leaves open."""
 
-    Args:
-        end: the same before the line; empty outside.
-    """
-    if end in ("```", "~~~"):
-        closes = line.strip().startswith(end) and not line.strip().strip(end[0])
-        return "" if closes else end
-    if not end:
-        fence = _FENCE.match(line)
-        if fence is not None:
-            return fence[1]
-        pairs = ((opening, closing) for opening, closing in REASONING_MARKERS if line.lstrip().startswith(opening))
-        end = next((closing for _, closing in pairs), "")
-    return "" if end in line else end
+    end: str = ""
+    """What ends the block of code, or the reasoning; empty outside."""
+    perhaps: str = ""
+    """What ends reasoning that began in the middle of a line, if it is reasoning; empty outside."""
+    text: str = ""
+    """The last line without its code in backticks."""
+
+
+def _open_after(line: str, before: _Open) -> _Open:
+    """What a line leaves open, after what the lines before it did."""
+    end, perhaps = before.end, before.perhaps
+    if end.startswith(("`", "~")):
+        bare = line.strip(" \t\r>")
+        closes = len(bare) >= len(end) and not bare.strip(end[0])
+        return _Open("" if closes else end, perhaps)
+    fence = None if end else _FENCE.match(line)
+    if fence is not None:
+        return _Open(fence[1], perhaps)
+    for closing in filter(None, (end, perhaps)):
+        _, found, rest = line.partition(closing)
+        if found:
+            line, end, perhaps = rest, "" if closing == end else end, "" if closing == perhaps else perhaps
+    text = "" if end else _CODE.sub(" ", line)
+    while not end:
+        places = [(at, *pair) for pair in REASONING_MARKERS if (at := text.find(pair[0])) >= 0]
+        if not places:
+            break
+        at, opening, closing = min(places)
+        _, found, rest = text[at:].partition(closing)
+        if not found and text[:at].strip():
+            perhaps, text = closing, text[:at] + text[at + len(opening) :]
+            break
+        end, text = ("", rest) if found else (closing, "")
+    return _Open(end, perhaps, text)
 
 
 def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Found | None:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -39,6 +39,7 @@ __all__ = [
     "past_calls",
     "unmarked",
     "with_short_ids",
+    "with_whole_characters",
 ]
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
@@ -47,6 +48,8 @@ _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})
 """Keys of a definition whose strings templates compare, so that they must not be marked."""
 _MOST_LITERAL = 10_000
 """Most characters of arguments that are read as a Python literal."""
+_MOST_DEPTH = 100
+"""Most lists and objects inside one another in arguments of an earlier call."""
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
 """An id of a call that every template accepts: Mistral's want nine letters and digits."""
 
@@ -138,7 +141,8 @@ def past_calls(calls: Any) -> list[dict[str, Any]]:
     """Calls in the history of a conversation, read leniently, as :func:`check_calls` wants them. A call that was cut
     off or malformed comes back in every later request, and must not end the conversation.
 
-    Arguments that are no JSON object are kept as text in the argument ``arguments``. What is no call is left out.
+    Arguments that are no JSON object are kept in the argument ``arguments``, and half a character becomes U+FFFD. What
+    is no call is left out.
     """
     found: list[dict[str, Any]] = []
     for call in calls if isinstance(calls, list | tuple) else ():
@@ -162,18 +166,40 @@ def _past_arguments(given: Any) -> dict[str, Any]:
     found = as_object(given)
     if found is None and isinstance(given, str):
         try:
-            given = json.loads(given)
+            read = json.loads(given)
         except (ValueError, RecursionError):
+            read = given
             with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
                 found = as_object(ast.literal_eval(given) if len(given) <= _MOST_LITERAL else None)  # Python's way
         else:
-            found = as_object(given)  # JSON in JSON
+            found = as_object(read)  # JSON in JSON
+    else:
+        read = given
     if found is None:
-        return {"arguments": given} if given else {}
+        found = {"arguments": read} if read else {}
     try:
-        return dict(json.loads(json.dumps(found)))  # templates write them as JSON
+        if not _is_deep(found):
+            return dict(with_whole_characters(found))  # templates write them as JSON
     except (TypeError, ValueError, RecursionError):
-        return {"arguments": str(given)}
+        pass
+    return {"arguments": with_whole_characters(str(given))}
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value has more lists and objects inside one another than templates can write."""
+    level = [value]
+    for _ in range(_MOST_DEPTH):
+        lists = (each.values() if isinstance(each, Mapping) else each for each in level)
+        level = [each for found in lists if isinstance(found, list | tuple | ValuesView) for each in found]
+        if not level:
+            return False
+    return True
+
+
+def with_whole_characters(value: Any) -> Any:
+    """A JSON value in whose texts and keys every half of a character (a lone surrogate) is U+FFFD."""
+    written = json.dumps(value, ensure_ascii=False)
+    return json.loads(written.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def as_name(text: str) -> str:

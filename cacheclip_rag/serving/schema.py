@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..base.errors import CacheClipError, ConfigurationError
 from ..frontend.forced_tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
-from ..prompt.tools import as_name, check_tools, past_calls
+from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
 from ..runtime.base import Message
 from .bounds import MOST_ANSWERS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
@@ -74,10 +74,13 @@ _REFUSED_IN_MESSAGES = frozenset(
     }
 )
 """Fields that shape a prompt where they are followed. Other fields of a message are no text of the conversation."""
+_CONTINUED = frozenset({"prefix", "partial"})
+"""Those that ask for the rest of an answer. The others mean nothing in an earlier answer."""
 _COUNTED_IN_MESSAGES = frozenset(
     {
         *("refusal", "annotations", "audio", "provider_specific_fields", "cache_control", "id", "name", "created_at"),
         *("reasoning_details", "thinking_blocks", "thinking", "signature", "additional_kwargs", "metadata", "parts"),
+        "content",
     }
 )
 """Those that are counted by name if they are ignored."""
@@ -103,18 +106,39 @@ def _text(value: Any) -> Any:
     """A content as one text: its parts, one a line."""
     if not isinstance(value, list):
         return value
-    texts: list[str] = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
-        if kind in _REASONING_PARTS or kind in _CALL_PARTS:
-            continue
-        if kind not in _TEXT_PARTS:
-            raise ValueError(f"this server reads parts of type 'text' only, got {str(kind)[:80]!r}")
-        text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise ValueError(f"a part of type {kind!r} must have a string {_TEXT_PARTS[kind]!r}")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(text for text in map(_text_of, value) if text is not None)
+
+
+def _text_of(part: Any) -> str | None:
+    """A part's text; None for calls and reasoning. Raises ValueError for parts that are not read."""
+    kind = str(part.get("type")) if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
+    if kind in _REASONING_PARTS or kind in _CALL_PARTS:
+        return None
+    if kind not in _TEXT_PARTS:
+        raise ValueError(f"this server reads parts of type 'text' only, got {kind[:80]!r}")
+    text = part.get(_TEXT_PARTS[kind]) if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise ValueError(f"a part of type {kind!r} must have a string {_TEXT_PARTS[kind]!r}")
+    return text
+
+
+def _is_read(part: Any) -> bool:
+    try:
+        _text_of(part)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_text(value: Any, *, is_result: bool) -> Any:
+    """The content of an answer or of a tool's result, with what is neither text nor parts as JSON text."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        is_parts = all(isinstance(each, str) or (isinstance(each, dict) and "type" in each) for each in value)
+        if is_parts or not is_result:
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 class _Message(_ContentPart):
@@ -132,28 +156,49 @@ class _Message(_ContentPart):
         found = extra - read - ({"refusal"} if self.content is None else set())
         if self.name and self.role not in ("tool", "function"):
             found.add("name")
-        return {name if name in _COUNTED_IN_MESSAGES else "other" for name in found}
+        if self.tool_calls and self.role != "assistant":
+            found.add("tool_calls")
+        if isinstance(self._data, list) and not all(map(_is_read, self._data)):
+            found.add("content")
+        return {name if name in _COUNTED_IN_MESSAGES | _REFUSED_IN_MESSAGES else "other" for name in found}
 
-    def for_engine(self, place: str) -> Message:
-        """The message in the engine's format."""
+    def for_engine(self, place: str, *, is_old: bool = False) -> Message:
+        """The message in the engine's format.
+
+        Args:
+            is_old: whether a user's message follows.
+        """
         extra = {name: value for name, value in (self.model_extra or {}).items() if value}
+        is_old = is_old and self.role not in ("system", "developer")
+        refused = _CONTINUED if self.role == "assistant" else _REFUSED_IN_MESSAGES
+        for name in () if is_old else refused.intersection(extra):
+            raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
         if self.role == "assistant":
             return self._answer(extra, place)
-        for name in _REFUSED_IN_MESSAGES.intersection(extra):
-            raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
-        if self.tool_calls:
+        if self.tool_calls and not is_old:
             raise RequestError("only an assistant's message has tool_calls.", param=f"{place}.tool_calls")
-        content = self._content(place)
+        content = self._content(place, is_lenient=is_old)
         if self.role in ("tool", "function"):
             named = {key: as_name(value) for key in ("tool_call_id", "name") if (value := _stated(getattr(self, key)))}
             return {"role": "tool", "content": content or "", **named}
-        if content is None:
+        if content is None and not is_old:
             raise RequestError(f"{place}.content: a text is missing.", param=f"{place}.content")
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
 
-    def _content(self, place: str) -> str | None:
+    @property
+    def _data(self) -> Any:
+        """The content; of answers and of tools' results, which may be any JSON, as text or parts."""
+        if self.role in ("assistant", "tool", "function"):
+            return _as_text(self.content, is_result=self.role != "assistant")
+        return self.content
+
+    def _content(self, place: str, *, is_lenient: bool) -> str | None:
+        """The content as one text. ``is_lenient``: without what is not read."""
+        found = self._data
+        if is_lenient:
+            found = list(filter(_is_read, found)) if isinstance(found, list) else _as_text(found, is_result=False)
         try:
-            content = _text(self.content)
+            content = _text(found)
         except ValueError as error:
             raise RequestError(f"{place}.content: {error}.", param=f"{place}.content") from error
         if content is not None and not isinstance(content, str):
@@ -162,9 +207,7 @@ class _Message(_ContentPart):
 
     def _answer(self, extra: Mapping[str, Any], place: str) -> Message:
         """An earlier answer, whatever it lacks."""
-        for name in _REFUSED_IN_MESSAGES.intersection(extra) - {"function_call", "images"}:
-            raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
-        content = self._content(place)
+        content = self._content(place, is_lenient=True)
         message: Message = {
             "role": "assistant",
             "content": content if content is not None else _stated(extra.get("refusal")),
@@ -308,7 +351,8 @@ class ChatBody(Body):
 
     @property
     def prompts(self) -> Sequence[str | list[Message]]:
-        return [[message.for_engine(f"messages[{number}]") for number, message in enumerate(self.messages)]]
+        last = max((n for n, message in enumerate(self.messages) if message.role == "user"), default=0)
+        return [[each.for_engine(f"messages[{n}]", is_old=n < last) for n, each in enumerate(self.messages)]]
 
     @property
     def one_call(self) -> bool:
@@ -437,7 +481,8 @@ def read_json(body: bytes) -> dict[str, Any]:
     check_size(body)
     try:
         found = json.loads(body, parse_constant=_no_number)
-        if b"\\u" in body:
+        if b"\\u" in body and not _is_whole(found):
+            _mend_history(found)
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise RequestError("the body holds half a character (a lone surrogate), which is no text.") from error
@@ -447,6 +492,27 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"the body must be a JSON object, got {type(found).__name__}.")
     check_values(found)
     return found
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether no text is half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _mend_history(body: Any) -> None:
+    """Put whole characters into answers, results of tools, and messages of users before the last one."""
+    messages = body.get("messages") if isinstance(body, dict) else None
+    if not isinstance(messages, list):
+        return
+    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
+    for number, role in enumerate(roles):
+        if role in ("assistant", "tool", "function") or (role == "user" and number < last):
+            messages[number] = with_whole_characters(messages[number])
 
 
 def _no_number(name: str) -> float:

@@ -296,6 +296,16 @@ def test_an_earlier_answer_is_read_whatever_it_lacks(
     assert ('"name": "f_g", "arguments": {"arguments": "{\\"a"}' in said) == ("invalid_tool_calls" in fields), said
 
 
+def test_half_a_character_in_an_earlier_call(llm: ChatCacheClip, read: Read) -> None:
+    call = {"name": "f", "args": {"a\ud83d": ["\udd27"]}, "id": "1"}
+    cut = {"name": "g", "args": '{"a": "\ud83d', "id": "2", "error": None}
+    answer = AIMessage("", tool_calls=[call], invalid_tool_calls=[cut])
+    llm.invoke([HumanMessage(PROMPT), answer, ToolMessage("No.", tool_call_id="1"), HumanMessage("So?")])
+    said = read()[1]["content"]
+    assert '"name": "f", "arguments": {"a\ufffd": ["\ufffd"]}' in said
+    assert '"name": "g", "arguments": {"arguments": "{\\"a\\": \\"\ufffd"}' in said
+
+
 # -- options --------------------------------------------------------------------------------------------------------
 
 

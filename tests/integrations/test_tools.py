@@ -356,6 +356,13 @@ class TestLlamaIndex:
         assert '{"name": "search", "arguments": {"query": "x"}}' in watched(llm.engine).prompts[0]
         assert "[tool] Here." in watched(llm.engine).prompts[0]
 
+    def test_half_a_character_in_an_earlier_call(self, llm: CacheClipLLM) -> None:
+        call = {"id": "abcdefghi", "function": {"name": "search", "arguments": r'{"q\ud83d": "\ud83d"}'}}
+        answer = ChatMessage(role=MessageRole.ASSISTANT, content="", additional_kwargs={"tool_calls": [call]})
+        user = ChatMessage(role=MessageRole.USER, content="Where?")
+        llm.chat([user, answer, user])
+        assert '{"name": "search", "arguments": {"q\ufffd": "\ufffd"}}' in watched(llm.engine).prompts[0]
+
     def test_a_required_call(self, settings: dict[str, Any]) -> None:
         llm = CacheClipLLM(**settings)
         wanted = [FunctionTool.from_defaults(lambda query: query, name="search", description="Finds.")]

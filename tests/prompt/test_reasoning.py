@@ -16,6 +16,8 @@ from cacheclip_rag.runtime.base import REASONING_MARKERS
 from tests.integrations.fakes import Watched, fake_models, watched
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
+CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>")
 PAIRS = pytest.mark.parametrize(("opening", "closing"), REASONING_MARKERS)
 SIZES = pytest.mark.parametrize("size", [1, 2, 5, 1000])
 
@@ -137,10 +139,27 @@ class TestCalls:
             "So:\n```\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n```",
             'So:\n```\n[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}]\n```',
             'So:\n```json\n{"name": "f", "arguments": {"a": "x"}}\n```',
+            f"1. The format is:\n\n    ```xml\n    {CALL}\n    ```\n",
+            f"* ```xml\n  {CALL}\n  ```\n",
+            f"12) ~~~~\n{CALL}\n~~~~\n",
+            f"> ```\n> {CALL}\n> ```\n",
+            f"The format is: ```xml\n{CALL}\n```\n",
+            f"````md\nSo:\n```xml\n{CALL}\n```\nor\n{CALL}\n````\n",
+            f"So: ~~~~\n~~~\n{CALL}\n~~~\n{CALL}\n~~~~\n",
+            f"Sure. <think>maybe {CALL}</think> no",
+            f"Sure. <think>maybe\n{CALL}\nor not</think> no",
+            f"Sure. <think>a</think> Or [THINK]maybe {CALL}[/THINK] no",
+            f"`the call is {CALL}`",
+            f"So `x`, ``a ` is {CALL}`` it.",
+            f"Format: ```{CALL}```",
+            f"`the call is {CODER}` it is",
+            f"Write `{CODER}` for a call.",
+            f"The tag <think> opens it:\n```\n{CALL}\n```\n",
         ],
     )
     def test_that_are_only_shown_are_none(self, shown: str, size: int) -> None:
         assert calls_in(shown, size) == (shown, [])
+        assert calls_in(f"{shown}\n{CALL}", size) == (f"{shown}\n", ["f"]), "a call after it counts"
 
     @SIZES
     @pytest.mark.parametrize(
@@ -151,10 +170,22 @@ class TestCalls:
             f"```x``` is code.\n{CALL}",
             f"The tag <think> opens it.\n{CALL}",
             f"<think>a</think>{CALL}",
+            f"Sure. <think>a</think> Now: {CALL}",
+            f"The tags <think> and `</think>`.\n{CALL}",
+            f"It`s the mast. {CALL}",
+            f"It`s the mast.\n{CALL}",
+            f"Three ``` open code.\n{CALL}",
+            f"Use `x`{CALL}",
         ],
     )
     def test_after_what_is_shown(self, said: str, size: int) -> None:
         assert calls_in(said, size) == (said.removesuffix(CALL), ["f"])
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.sampled_from(["`", "``", "```", "~~~", "\n", " ", "a", "* ", CALL, CODER, *TAGS])))
+    def test_pieces_change_nothing(self, parts: list[str]) -> None:
+        text = "".join(parts)
+        assert calls_in(text, 1) == calls_in(text, 7) == calls_in(text, len(text) or 1)
 
     @SIZES
     def test_a_fence_around_the_whole_answer_is_a_call(self, size: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
+from cacheclip_rag.serving.errors import RequestError
 from cacheclip_rag.serving.schema import ChatBody, parse
 from tests.integrations.fakes import fake_models, watched
 from tests.serving.conftest import NAME, Served, running
@@ -32,6 +33,7 @@ def read(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     return found[1:-1]
 
 
+DEEP = '{"a": ' + "[" * 500 + "]" * 500 + "}"
 ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": ('{"q": 1}', {"q": 1}),
     "object": ({"q": 1}, {"q": 1}),
@@ -46,6 +48,14 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "as Python writes it": ("{'q': None}", {"q": None}),
     "number": ("7", {"arguments": 7}),
     "deep": ("[" * 5000, {"arguments": "[" * 5000}),
+    "half a character": (r'{"a": "x\ud83d"}', {"a": "x\ufffd"}),
+    "half a character in a key": (r'{"\udd27": [{"b\ud83d": "\ud83d"}]}', {"\ufffd": [{"b\ufffd": "\ufffd"}]}),
+    "half a character in JSON in JSON": (json.dumps(r'{"a": "\ud83d"}'), {"a": "\ufffd"}),
+    "half a character as Python writes it": (r"{'a': '\ud83d'}", {"a": "\ufffd"}),
+    "half a character in a string": (r'"\ud83d"', {"arguments": "\ufffd"}),
+    "a whole one in two halves": (r'{"a": "\ud83d\udd27"}', {"a": "\U0001f527"}),
+    "deeper than a template can write": (DEEP, {"arguments": DEEP}),
+    "a set": ("{'a': {1}}", {"arguments": "{'a': {1}}"}),
     "two objects": ("{}{}", {"arguments": "{}{}"}),
 }
 
@@ -99,6 +109,14 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"content": [{"type": "text", "text": ENGLISH}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
         {"content": ENGLISH},
     ),
+    "part without text": ({"content": [{"type": "text", "text": None}, "More."]}, {"content": "More."}),
+    "part of an unknown kind": (
+        {"content": [{"type": "never_heard_of"}, {"type": "text", "text": ENGLISH}, {"no": "type"}, {"type": []}, 3]},
+        {"content": ENGLISH},
+    ),
+    "picture": ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, {"content": ""}),
+    "object": ({"content": {"answer": "zwölf"}}, {"content": '{"answer": "zwölf"}'}),
+    "number": ({"content": 12}, {"content": "12"}),
     "parts of other APIs": (
         {"content": [{"type": "output_text", "text": ENGLISH, "annotations": []}, "More."]},
         {"content": f"{ENGLISH}\nMore."},
@@ -114,6 +132,12 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             {"thinking_blocks": [{"type": "thinking", "thinking": "x"}]},
             {"reasoning_details": [{"type": "reasoning.text", "text": "x"}]},
             {"images": []},
+            {"images": ["x"]},
+            {"files": [{"id": "f"}]},
+            {"attachments": ["x"]},
+            {"documents": ["x"]},
+            {"prefix": True},
+            {"partial": True},
             {"never_heard_of": 1},
         )
     },
@@ -141,6 +165,45 @@ class TestAnswers:
     def test_of_others(self, role: str, fields: dict[str, Any]) -> None:
         role_read = "system" if role == "developer" else role
         assert read({"role": role, "content": "x", **fields}) == [{"role": role_read, "content": "x"}]
+
+    @pytest.mark.parametrize("role", ["tool", "function"])
+    @pytest.mark.parametrize(
+        ("content", "expected"),
+        [
+            ({"metres": 12, "è": [None]}, '{"metres": 12, "è": [null]}'),
+            (12, "12"),
+            (1.5, "1.5"),
+            (0, "0"),
+            (False, "false"),
+            ({}, "{}"),
+            ([1, {"a": 2}], '[1, {"a": 2}]'),
+            ([{"name": "x"}], '[{"name": "x"}]'),
+            ([{"type": "text", "text": "x"}, "y"], "x\ny"),
+            ([], ""),
+            (None, ""),
+        ],
+    )
+    def test_of_tools(self, role: str, content: Any, expected: str) -> None:
+        assert read({"role": role, "content": content}) == [{"role": "tool", "content": expected}]
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({"content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "x"}]}, "x"),
+            ({"content": "x", "images": ["y"]}, "x"),
+            ({"content": 3}, "3"),
+            ({"content": None}, ""),
+            ({"content": "x", "tool_calls": [call()]}, "x"),
+        ],
+    )
+    @pytest.mark.parametrize("role", ["user", "tool"])
+    def test_of_another_model(self, role: str, fields: dict[str, Any], expected: str) -> None:
+        """What was read by another model before is no error in later turns, only in this one."""
+        message = {"role": role, **fields}
+        assert read(message) == [{"role": role, "content": expected}]
+        if role == "user":
+            with pytest.raises(RequestError):
+                parse(ChatBody, {"messages": [message]})
 
     def test_parts_that_are_cached(self) -> None:
         parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in "ab"]
@@ -174,6 +237,41 @@ def test_marks_for_caches_in_tools() -> None:
     assert found == {"type": "function", "function": {"name": "f"}}
 
 
+HALF = "x\ud83d"
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"role": "assistant", "content": HALF},
+        {"role": "assistant", "content": None, "tool_calls": [call({HALF: HALF})]},
+        {"role": "assistant", "content": None, "tool_calls": [call(json.dumps({HALF: HALF}))]},
+        {"role": "tool", "tool_call_id": "call_1", "content": HALF},
+        {"role": "tool", "tool_call_id": "call_1", "content": {HALF: 1}},
+        USER | {"content": HALF},
+    ],
+    ids=["answer", "arguments", "arguments as text", "result", "result as an object", "earlier question"],
+)
+def test_half_a_character_in_an_old_turn(served: Served, old: dict[str, Any]) -> None:
+    for messages, status in [([USER, old, USER], 200), ([USER, USER, old], 400 if old["role"] == "user" else 200)]:
+        body = json.dumps({"messages": messages, "max_tokens": 2})
+        json_type = {"content-type": "application/json"}
+        response = served.client.post("/v1/chat/completions", content=body, headers=json_type)
+        assert response.status_code == status, response.text
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"content": HALF}, {"content": None}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}],
+)
+def test_instructions_hold_in_every_turn(served: Served, role: str, fields: dict[str, Any]) -> None:
+    """So nothing of them is left out."""
+    body = json.dumps({"messages": [{"role": role, **fields}, USER], "max_tokens": 2})
+    response = served.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+
+
 def test_ignored_fields_are_counted(served: Served) -> None:
     def counted(field: str) -> float:
         lines = served.client.get("/metrics").text.splitlines()
@@ -182,18 +280,25 @@ def test_ignored_fields_are_counted(served: Served) -> None:
         return float(found[0]) if found else 0.0
 
     names = ("user", "verbosity", "messages.cache_control", "messages.other", "messages.id", "reasoning_effort")
+    names += ("messages.files", "messages.content")
     before = {name: counted(name) for name in names}
     odd = {**USER, "cache_control": {"type": "ephemeral"}, 'x"}\n': 1, "id": None}
-    assert served.chat(user="u", verbosity="medium", reasoning_effort="none", messages=[odd, odd]).status_code == 200
+    answer = {"role": "assistant", "content": [{"type": "text", "text": None}, ENGLISH], "files": ["x"]}
+    whole = {"role": "assistant", "content": [{"type": "text", "text": ENGLISH}, {"type": "thinking", "thinking": "x"}]}
+    messages = [odd, answer, odd]
+    assert served.chat(user="u", verbosity="medium", reasoning_effort="none", messages=messages).status_code == 200
+    assert served.chat(messages=[odd, whole, USER]).status_code == 200
     assert served.chat(verbosity="medium").status_code == 200
     after = {name: counted(name) - before[name] for name in names}
     assert after == {
         "user": 1,
         "verbosity": 2,
-        "messages.cache_control": 1,
-        "messages.other": 1,
+        "messages.cache_control": 2,
+        "messages.other": 2,
         "messages.id": 0,
         "reasoning_effort": 0,
+        "messages.files": 1,
+        "messages.content": 1,
     }
 
 
