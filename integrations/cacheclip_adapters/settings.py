@@ -182,8 +182,8 @@ class ModelFields(EngineFields):
     max_ttft_s: float | None = _ENGINE.max_ttft_s
     """Seconds after which the first token should be there, instead of a ratio."""
     finish: str = _ENGINE.finish
-    """What becomes of an answer from approximate KV: ``none``, ``idle``, ``verify`` or ``revise``. With ``revise``, a stream
-    holds text back until it is verified, because frameworks' streams cannot withdraw text."""
+    """What becomes of an answer from approximate KV: ``none``, ``idle``, ``verify`` or ``revise``. With ``revise``, a
+    stream holds text back until it is verified, because frameworks' streams cannot withdraw text."""
     max_tokens: int = _SAMPLING.max_tokens
     """Most new tokens of an answer. Also ``max_new_tokens``."""
     temperature: float = _SAMPLING.temperature
