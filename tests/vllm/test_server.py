@@ -61,6 +61,10 @@ class Served:
         given = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": TOKENS, **fields}
         return self.client(key).chat.completions.create(**given, extra_body=body)
 
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache: exact KV of earlier requests would be taken first."""
+        assert self.post("/reset_prefix_cache").status_code == 200
+
     def get(self, path: str, key: str = KEY) -> httpx.Response:
         return httpx.get(f"{self.address}{path}", headers={"authorization": f"Bearer {key}"}, timeout=60)
 
@@ -132,7 +136,7 @@ def serving(
         *("--method", "cacheclip", "--settings", str(folder / "settings.toml"), "--port", "0", "--json"),
         *("--tenants", str(tenants), *ours, "--", *FLAGS),
     ]
-    environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     try:
@@ -160,6 +164,10 @@ def serving(
 
 
 class TestEqualAnswers:
+    @pytest.fixture(autouse=True)
+    def _alone(self, served: Served) -> None:
+        served.forget()
+
     def test_chats(self, served: Served, setting: Setting, offline: Any) -> None:
         expected = setting.expected(PROMPTS, "cacheclip")
         assert offline == expected != setting.expected(PROMPTS, "full")
@@ -218,8 +226,10 @@ class TestEqualAnswers:
         fusion = setting.planner().plan(PROMPTS[2], method="direct").fusion
         assert fusion is not None
         with gone(setting, fusion.pieces[-1].key):
+            served.forget()
             said = list(served.chat(PROMPTS[2], stream=True, field={"method": "direct"}))[-1].cacheclip
             assert (said["outcome"], said["cached_prefix_tokens"]) == ("plain", 0) and "log" in said["reason"]
+            served.forget()
             again = served.chat(PROMPTS[2], field={"method": "direct"}).cacheclip
             assert (again["outcome"], again["hits"], again["misses"]) == ("fused", 3, 1), "it is missing now"
 
