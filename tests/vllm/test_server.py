@@ -462,11 +462,14 @@ def test_shadow_checks(setting: Setting, tmp_path: Path) -> None:
             nonlocal count
             found = []
             for each in PROMPTS:
+                served.forget()  # the comparison left exact KV
                 said = served.chat(each, stream=stream, field={"method": method, "ratio": ratio})
                 choices = [c for chunk in said for c in chunk.choices] if stream else said.choices
                 found.append(tuple(id for c in choices for id in getattr(c, "token_ids", None) or ()))
                 count += 1
+                end = time.monotonic() + 30
                 while _metric(served, "cacheclip_shadow_checks_total") < count:
+                    assert time.monotonic() < end, "it was not compared"
                     assert not _metric(served, "cacheclip_shadow_skipped_total")
                     time.sleep(0.05)
             return found
@@ -481,5 +484,6 @@ def test_shadow_checks(setting: Setting, tmp_path: Path) -> None:
             assert checked(stream, "direct") == setting.expected(PROMPTS, "direct")
             assert before + 4 <= agreement() < before + 8
         assert _metric(served, "cacheclip_outcomes_total") == count == 16
+        served.forget()
         served.chat(PROMPTS[0], temperature=0.7), served.chat(PROMPTS[0], field={"method": "full"})
         assert _metric(served, "cacheclip_shadow_checks_total") == count
