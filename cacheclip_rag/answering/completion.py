@@ -135,8 +135,8 @@ class IdleCompletion:
                 return self._extend(prompt)
         except CallerLeft:
             return True
-        except RuntimeError as error:  # for instance out of memory
-            logger.warning("the exact KV of a prompt could not be completed: %s", error)
+        except Exception as error:  # for instance out of memory: the answer itself is not affected
+            logger.warning("the exact KV of a prompt could not be completed: %s", str(error) or type(error).__name__)
             return True
 
     @torch.inference_mode()

@@ -292,15 +292,17 @@ class TestLimits:
         assert idle.wait_for_observers()
         assert len(slices.tokens) == 1 and idle.prefixes.stats.blocks == 0
 
+    @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, ValueError])
     def test_an_error_is_logged(
         self,
+        kind: type[Exception],
         idle: CacheClipEngine,
         passages: list[str],
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         def fail(number: int) -> None:
-            raise RuntimeError("out of memory")
+            raise kind("out of memory")
 
         slices = Slices(idle, monkeypatch)
         slices.within = fail
