@@ -30,8 +30,6 @@ from .runtime.base import DTYPES
 if TYPE_CHECKING:
     from .methods.base import Method
 
-__all__ = ["EngineConfig"]
-
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
 

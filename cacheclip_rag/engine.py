@@ -41,8 +41,6 @@ from .selection.heads import HeadSet
 from .store import ChunkStore, TenantStore
 from .timing.controller import Profile
 
-__all__ = ["CacheClipEngine", "WarmUp", "get_engine"]
-
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:

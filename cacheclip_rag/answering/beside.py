@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..runtime.base import State
     from .prefill import Keeping
 
-__all__ = ["Beside", "Continuation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Continuation:

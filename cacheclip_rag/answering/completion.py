@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..runtime.base import Runtime
     from ..runtime.transformers.prefix_cache import PrefixCache
 
-__all__ = ["IdleCompletion"]
-
 logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.15

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..runtime.base import Constraint, Runtime
     from .prefill import Prefilled
 
-__all__ = ["decode"]
-
 logger = logging.getLogger(__name__)
 
 

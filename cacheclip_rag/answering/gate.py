@@ -13,8 +13,6 @@ from .sampler import confidence
 if TYPE_CHECKING:
     from .verification import Verification
 
-__all__ = ["Gate"]
-
 
 class Gate(Beside):
     """Has the exact KV completed before the first token of which the model is unsure."""

@@ -35,8 +35,6 @@ from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
 from ..timing.engine_controllers import Controllers
 from .turns import CALLER
 
-__all__ = ["Parts"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX = CONTEXTS["prefix"]

@@ -25,9 +25,10 @@ from ..methods.base import Method
 from ..plan.plan import ROWS_FOR_EXACT_KV, Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
+from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
-from .calls import parameters_of, read_calls
+from .calls import read_calls
 from .completion import IdleCompletion
 from .decoding import decode
 from .gate import Gate
@@ -38,8 +39,6 @@ from .sampler import room_for
 from .turns import turns_of
 from .verification import Verification
 from .writer import ChunkWriter
-
-__all__ = ["Answering"]
 
 
 class _ReadPrompt(NamedTuple):

@@ -23,8 +23,6 @@ from ..runtime.base import State, wait_for
 from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
-__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
-
 logger = logging.getLogger(__name__)
 
 

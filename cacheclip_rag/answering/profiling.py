@@ -29,8 +29,6 @@ from .parts import Parts
 from .pipeline import Answering
 from .writer import ChunkWriter
 
-__all__ = ["QUESTION", "make_texts", "measure_profile"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS, _MOST_TOKENS = 128, 8192

@@ -12,8 +12,6 @@ from ..base.sampling import GREEDY_BELOW, SamplingParams
 if TYPE_CHECKING:
     from ..runtime.base import Constraint
 
-__all__ = ["Sampler", "confidence", "room_for"]
-
 
 def confidence(logits: torch.Tensor) -> float:
     """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus

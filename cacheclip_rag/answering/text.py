@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ..prompt.reasoning import OPENINGS, ReasoningReader, may_begin
 
-__all__ = ["TextStream"]
-
 _UNFINISHED = "\ufffd"
 """What an unfinished character decodes to."""
 _FIRST = frozenset(opening[0] for opening in OPENINGS)

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from ..runtime.base import Runtime
 
-__all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
-
-
 logger = logging.getLogger(__name__)
 
 

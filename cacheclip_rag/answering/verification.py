@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..runtime.transformers.prefix_cache import Match
     from .prefill import Keeping
 
-__all__ = ["Verification"]
-
 logger = logging.getLogger(__name__)
 
 _BLOCK_ROWS = {"cpu": 16}

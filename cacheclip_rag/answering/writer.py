@@ -20,8 +20,6 @@ from ..prompt.segments import chunk_texts, normalise_chunk
 if TYPE_CHECKING:
     from .parts import Parts
 
-__all__ = ["ChunkWriter"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_LATE = 256

@@ -9,25 +9,6 @@ from typing import Any
 
 from .errors import ConfigurationError
 
-__all__ = [
-    "ALIASES",
-    "check_namespace",
-    "check_choice",
-    "check_flag",
-    "check_number",
-    "check_ratio",
-    "check_confidence",
-    "check_probability",
-    "check_share",
-    "check_whole_number",
-    "did_you_mean",
-    "aliases_of",
-    "by_real_names",
-    "is_whole_number",
-    "path_as_text",
-]
-
-
 ALIASES = {
     "model": "primary",
     "model_name": "primary",

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["PHASES", "PhaseClock"]
-
 PHASES = ("lookup", "read", "select", "assemble", "recompute")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
 tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the

@@ -17,8 +17,6 @@ from urllib.parse import quote
 from .errors import CacheClipError, ConfigurationError, StoreError
 from .folder import is_file, open_folder, private_mode
 
-__all__ = ["ANSWER_WAIT_S", "Database", "FormatError", "is_busy", "may_be_whole", "waiting_at_most"]
-
 _BUSY_TIMEOUT_S = 30.0
 """Longest wait for other processes, unless :func:`waiting_at_most` says less."""
 ANSWER_WAIT_S = 0.2

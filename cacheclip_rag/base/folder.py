@@ -13,8 +13,6 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Folder", "is_file", "open_folder", "private_mode"]
-
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and os.listdir in os.supports_fd
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_LINK

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["late_names"]
-
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """A package's ``__getattr__``, which finds each name in its module.

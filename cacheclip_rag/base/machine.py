@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computes_bfloat16", "processor_name", "unit_name"]
-
 
 @cache
 def processor_name() -> str:

@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 
 from .paths import atomic_path
 
-__all__ = ["READ_ERRORS", "read_tensors", "write_tensors"]
-
 READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError)
 """What reading a damaged file, and taking its contents apart, may raise."""
 

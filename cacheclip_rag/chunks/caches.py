@@ -24,8 +24,6 @@ from ..store import (
 from .context import ChunkContext
 from .write_behind import WriteBehind
 
-__all__ = ["ChunkCaches"]
-
 logger = logging.getLogger(__name__)
 
 _TOKENIZED_CHUNKS = 256

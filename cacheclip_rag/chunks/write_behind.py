@@ -18,8 +18,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["WriteBehind"]
-
 
 class WriteBehind:
     """Writes that wait for the next computation. Use it in a ``with`` block, at whose end all is written and the thread

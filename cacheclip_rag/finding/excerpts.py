@@ -43,8 +43,6 @@ from .common_parts import (
 )
 from .folding import Column
 
-__all__ = ["SCHEMA", "ExcerptIndex"]
-
 logger = logging.getLogger(__name__)
 
 _NEIGHBOURS = 8

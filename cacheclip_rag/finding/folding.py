@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Column", "code_points", "fold"]
-
 Column = np.ndarray[Any, np.dtype[Any]]
 
 _SEEN_BY_NOBODY = (

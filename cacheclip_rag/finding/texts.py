@@ -33,8 +33,6 @@ from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex
 from .folding import Column, code_points
 
-__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "GivenTexts", "TextIndex", "TextMatch", "TextRow", "text_row"]
-
 logger = logging.getLogger(__name__)
 
 REACH = 256

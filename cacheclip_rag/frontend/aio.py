@@ -12,8 +12,6 @@ from typing import TypeVar
 from ..answering.turns import Waiter
 from ..base.errors import is_panic
 
-__all__ = ["iterate_in_thread"]
-
 T = TypeVar("T")
 
 

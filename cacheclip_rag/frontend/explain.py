@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..prompt.layout import Span
     from ..prompt.messages import Prompt
 
-__all__ = ["MissReport", "explain_miss", "plausible"]
-
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
 _OTHER_FORM = (

@@ -12,8 +12,6 @@ from ..base.errors import ModelError
 if TYPE_CHECKING:
     from ..fusion.answer import Answer, Event
 
-__all__ = ["final_events"]
-
 
 def final_events(events: Iterable[Event], *, one_call: bool = False, must_end: bool = False) -> Iterator[Event]:
     """The events with text that may still be withdrawn held back until it is final, so that no event is a revision.

@@ -14,9 +14,6 @@ from ..prompt.tools import call_schema, check_tools
 if TYPE_CHECKING:
     from ..runtime.base import Message, Runtime
 
-__all__ = ["SCHEMA_OF_CALLS", "can_constrain", "forced_tool", "uses_tools", "with_tool_choice"]
-
-
 SCHEMA_OF_CALLS = "call_or_answer"
 """Name of a ``response_format`` whose schema holds the calls of the tools already."""
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..fusion.answer import Answer
 
-__all__ = ["telemetry", "token_usage"]
-
 
 def token_usage(answer: Answer) -> dict[str, Any]:
     """Token counts under OpenAI's names. ``prompt_tokens_details["cached_tokens"]`` counts tokens whose KV was

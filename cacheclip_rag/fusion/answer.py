@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..prompt.tools import ToolCall
 
-__all__ = ["Answer", "Event", "FusionStats", "Trace"]
-
 
 @dataclass(frozen=True, slots=True)
 class FusionStats:

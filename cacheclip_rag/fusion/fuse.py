@@ -40,8 +40,6 @@ from .wire import FusionPlan, StoredPiece, runs_of
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["choose_ahead", "choose_rows", "chunk_rows", "fuse", "plan_ahead", "trace_of"]
-
 
 def fuse(
     runtime: ModelRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False

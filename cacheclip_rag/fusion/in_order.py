@@ -27,8 +27,6 @@ from .wire import runs_of
 if TYPE_CHECKING:
     from ..runtime.llamacpp.context import Cells
 
-__all__ = ["fuse_in_order"]
-
 
 def fuse_in_order(
     runtime: LlamaRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False

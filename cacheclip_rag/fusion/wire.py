@@ -17,8 +17,6 @@ from typing import Any
 from ..base.checks import is_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = ["FORMAT_VERSION", "FusionPlan", "Interval", "StoredPiece", "runs_of"]
-
 FORMAT_VERSION = 1
 """Increase this number when fields change meaning. Plans of other versions are refused."""
 

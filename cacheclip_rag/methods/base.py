@@ -22,8 +22,6 @@ from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
 
-__all__ = ["CacheView", "Method", "PromptView", "RowFilter", "recompute_nothing"]
-
 
 @dataclass(frozen=True, slots=True)
 class Method(ABC):

@@ -30,8 +30,6 @@ from .correction import install_correction
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["CacheBlend"]
-
 logger = logging.getLogger(__name__)
 
 _CHOICES = {"deviation": ("v", "k", "kv"), "schedule": ("single", "gradual")}

@@ -22,8 +22,6 @@ from ..runtime.transformers.rotary import Tables, rotate, unrotate
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["Chunks", "Split", "install_correction", "offsets"]
-
 
 def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:
     """Correct the stale KV of the chunks at ``spans`` during the next pass over ``cache``, which recomputes some of

@@ -15,8 +15,6 @@ import torch
 from ..selection.views import CacheView
 from .base import Method, recompute_nothing
 
-__all__ = ["Direct"]
-
 
 @dataclass(frozen=True, slots=True)
 class Direct(Method):

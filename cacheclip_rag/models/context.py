@@ -10,8 +10,6 @@ from pathlib import Path
 from .packaged.catalogue import PACKAGED_MODELS, packaged_name
 from .packaged.pull import model_folder
 
-__all__ = ["is_here", "known_context", "knows_tools"]
-
 
 def known_context(name: str) -> int | None:
     """Context of a model in tokens, from the catalogue or its config file. None if the model is not on this machine, or

@@ -38,23 +38,6 @@ if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.planning import PlanningRuntime
 
-__all__ = [
-    "DEVICE_MAPS",
-    "check_device",
-    "check_name",
-    "choose_device",
-    "concrete",
-    "is_gguf",
-    "load_any",
-    "load_model",
-    "load_planning",
-    "load_tokenizer",
-    "quantization_of",
-    "register_runtime",
-    "resolve",
-    "unload_models",
-]
-
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")

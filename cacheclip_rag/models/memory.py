@@ -13,8 +13,6 @@ import torch
 
 from ..base.errors import ModelError
 
-__all__ = ["check_fits", "check_room", "free_bytes", "weight_bytes", "weights_dtype"]
-
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ..methods.base import Method
     from ..prompt.layout import Layout, Span
 
-__all__ = ["Plan", "Prediction", "Reading"]
-
 FOLLOW_UP_SHARE = 0.5
 """Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
 the tokens that no question has recomputed yet."""

@@ -15,8 +15,6 @@ from ..prompt.segments import Chunk, Segment
 from .plan import Plan
 from .sources import Sources
 
-__all__ = ["choose_method", "make_plan"]
-
 
 def make_plan(
     segments: Sequence[Segment],

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..selection.auxiliary_pass import AuxiliaryPass
     from .plan import Plan
 
-__all__ = ["Sources"]
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sources:

@@ -12,8 +12,6 @@ from ..runtime.base import REASONING_MARKERS
 from .reasoning import may_begin
 from .tools import ToolCall, as_object, check_tools, is_name
 
-__all__ = ["CallReader", "Parameters", "parameters_of"]
-
 _JSON = json.JSONDecoder(strict=False)
 """Models write line ends and tabs into strings as they are."""
 _OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")

@@ -14,8 +14,6 @@ from itertools import islice, pairwise
 
 from ..runtime.base import REASONING_MARKERS, Message
 
-__all__ = ["escaped", "find_contents"]
-
 _LOOKED_FOR = (
     *(marker for pair in REASONING_MARKERS for marker in pair),
     *("<tool_response>", "</tool_response>", "/no_think", "/think"),

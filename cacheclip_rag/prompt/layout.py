@@ -22,17 +22,6 @@ from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, TokenizedText
 
-__all__ = [
-    "LEAST_PART",
-    "Layout",
-    "Span",
-    "check_least_length",
-    "check_length",
-    "lay_out",
-    "question_slots",
-    "question_text",
-]
-
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
 _LEAST_RUN = 2

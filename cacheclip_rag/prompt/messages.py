@@ -9,8 +9,6 @@ from typing import Any
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 
-__all__ = ["Documents", "Prompt", "check_template_kwargs"]
-
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also gives each text's ``(source, document)`` pairs, as in

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from .layout import Span
 
-__all__ = ["MOST_PARTIAL", "Occurrence", "occurrences", "share_of"]
-
 MOST_PARTIAL = 0.9
 """Largest share of a chunk's tokens in a partial hit."""
 

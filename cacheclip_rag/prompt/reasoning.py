@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..runtime.base import REASONING_MARKERS
 
-__all__ = ["OPENINGS", "ReasoningReader", "may_begin"]
-
 OPENINGS = tuple(opening for opening, _ in REASONING_MARKERS)
 """Markers before reasoning."""
 

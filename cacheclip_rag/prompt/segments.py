@@ -23,23 +23,6 @@ if TYPE_CHECKING:
     from ..finding.texts import TextIndex
     from ..runtime.base import Runtime, TokenizedText
 
-__all__ = [
-    "Chunk",
-    "Fresh",
-    "PromptReader",
-    "Segment",
-    "as_segments",
-    "check_messages",
-    "check_segments",
-    "chunk_texts",
-    "given_texts",
-    "normalise_chunk",
-    "segment_chat",
-    "segment_text",
-    "tokenize_whole",
-    "without_parts",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Fresh:

@@ -25,23 +25,6 @@ from typing import Any, TypeGuard
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 
-__all__ = [
-    "Marks",
-    "ToolCall",
-    "as_object",
-    "call_schema",
-    "calls_as_text",
-    "check_calls",
-    "check_name",
-    "check_tools",
-    "as_name",
-    "is_name",
-    "past_calls",
-    "unmarked",
-    "with_short_ids",
-    "with_whole_characters",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 """What the name of a tool and the id of a call may be: templates write them as control text."""
 _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})

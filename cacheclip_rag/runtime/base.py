@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from ..base.clock import PhaseClock
     from .transformers.prefix_cache import Match
 
-__all__ = [
-    "CALL_MARKERS",
-    "DTYPES",
-    "REASONING_MARKERS",
-    "Constraint",
-    "Message",
-    "Runtime",
-    "State",
-    "TokenizedText",
-    "wait_for",
-    "weights_digest",
-]
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 

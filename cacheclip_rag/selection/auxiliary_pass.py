@@ -23,8 +23,6 @@ from .scorers.auxiliary_attention import AuxiliaryAttention
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryPass", "question_ids"]
-
 logger = logging.getLogger(__name__)
 
 MAX_QUESTION_TOKENS = 96

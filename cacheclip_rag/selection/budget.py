@@ -14,8 +14,6 @@ from ..base.errors import ConfigurationError
 from .grouping import Grouping, Windows
 from .views import PromptView
 
-__all__ = ["Budget", "FixedStarts", "TokenBudget"]
-
 _MOST_START_TOKENS = 16
 """Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
 

@@ -15,8 +15,6 @@ from .heads import HeadSet, find_head_set, load_named
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["HeadSets"]
-
 
 class HeadSets:
     """Head sets of one engine's auxiliary model, each read once. Safe to share between threads.

@@ -19,8 +19,6 @@ import torch
 from ..base.checks import check_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = ["AlignedWindows", "Grouping", "Tokens", "Windows"]
-
 Scores = Sequence[torch.Tensor]
 """Per chunk ``(num_tokens,)`` float scores; tokens with higher scores are recomputed first."""
 Masks = list[torch.Tensor]

@@ -22,18 +22,6 @@ from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
 from .question import pick_layers
 
-__all__ = [
-    "HEADS_FILE",
-    "HeadSet",
-    "check_head_set_name",
-    "find_head_set",
-    "head_set_path",
-    "load_named",
-    "model_digest",
-    "shipped_set",
-    "weights_digest",
-]
-
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1

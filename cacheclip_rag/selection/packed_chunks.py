@@ -23,8 +23,6 @@ from .heads import HeadSet
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["PackedChunks", "pack_chunks", "score_chunks"]
-
 _WIDER = 1.5
 """Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
 as tokens."""

@@ -19,8 +19,6 @@ from ..runtime.transformers.cache import FusedCache
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["attention_to_tokens", "pick_layers"]
-
 
 def pick_layers(spec: str, num_layers: int) -> list[int]:
     """Layer numbers for a specification.

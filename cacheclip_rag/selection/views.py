@@ -14,8 +14,6 @@ from ..runtime.transformers.cache import FusedCache
 if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["CacheView", "PromptView", "split_by_span"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptView:

@@ -14,8 +14,6 @@ from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from .errors import RequestError
 
-__all__ = ["Access", "Caller", "check_origins", "read_tenants"]
-
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 _LEAST_KEY = 8

@@ -32,8 +32,6 @@ from .queue import Queue
 from .replies import ChatReply, CompletionReply, Reply, as_json, server_sent
 from .schema import Body, ChatBody, CompletionBody, parse, read_json
 
-__all__ = ["App", "Limits"]
-
 logger = logging.getLogger(__name__)
 
 _SEND_S = 30.0

@@ -13,8 +13,6 @@ from .bounds import LARGE_BODY
 from .errors import RequestError
 from .queue import Queue
 
-__all__ = ["Bodies", "check_host"]
-
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _READ_AT_MOST = 4
 """Times the limit of a body, after which the connection is cut."""

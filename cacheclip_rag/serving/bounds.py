@@ -10,8 +10,6 @@ from typing import Any
 
 from .errors import RequestError
 
-__all__ = ["LARGE_BODY", "MOST_ANSWERS", "check_counts", "check_size", "check_values"]
-
 LARGE_BODY = 1 << 16
 """Bytes of a body from which on it is read in a thread, one of them at a time."""
 MOST_VALUES = 200_000

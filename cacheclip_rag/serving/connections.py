@@ -9,8 +9,6 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["Connection", "allow_many_files"]
-
 _HEAD_S = 15.0
 """Seconds for the line and the headers of a request."""
 _MOST_EXPECTING = 1024

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Counters", "exposition"]
-
 
 @dataclass
 class Counters:

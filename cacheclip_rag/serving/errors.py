@@ -7,8 +7,6 @@ from typing import Any
 
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, PromptTooLongError
 
-__all__ = ["RequestError", "error_body", "error_of", "unsupported"]
-
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients repeat a request after some errors unless this header is there."""
 

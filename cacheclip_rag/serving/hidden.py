@@ -10,8 +10,6 @@ from typing import Any
 
 from ..fusion.answer import Event, FusionStats
 
-__all__ = ["SEEN", "without_hits"]
-
 SEEN = ("prompt_tokens", "ttft_s", "queued_s", "generated_tokens", "decode_s")
 """Statistics that users may see. All others are as for a prompt without a stored chunk."""
 

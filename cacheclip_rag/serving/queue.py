@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from .errors import RequestError
 
-__all__ = ["Queue", "QueueFull"]
-
 
 class QueueFull(RequestError):
     """Too many questions of a tenant wait already."""

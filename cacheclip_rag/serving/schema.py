@@ -19,8 +19,6 @@ from .bounds import MOST_ANSWERS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "parse", "parse_field", "read_json"]
-
 _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),

@@ -18,8 +18,6 @@ from .app import App, Limits
 from .backend import ServingBackend
 from .connections import Connection, allow_many_files
 
-__all__ = ["Server", "address_of", "check_reachable", "served_name"]
-
 
 class Server:
     """The server of one backend, on one address.

@@ -26,8 +26,6 @@ from ..store import ChunkStore
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import without_hits
 
-__all__ = ["TransformersBackend"]
-
 _SHARE_FOR_KV = 0.5
 """Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
 cache and stored KV that is being read."""

@@ -21,8 +21,6 @@ from .codecs import StoredKV, keeps
 if TYPE_CHECKING:
     from .tenant import TenantStore
 
-__all__ = ["ReadAgain", "ReadAhead"]
-
 _AHEAD_BYTES = 1 << 26
 """Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
 _LEAST_AHEAD = 4

@@ -23,8 +23,6 @@ from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 
-__all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
-
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")

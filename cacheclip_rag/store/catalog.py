@@ -25,8 +25,6 @@ from ..finding.texts import TextRow
 from .codecs import FrameError
 from .eviction import BATCH, EVERYONE, Run, make_room
 
-__all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
-
 FILE_NAME = "catalog.sqlite3"
 VERSION = 4
 """Increase this number when a table changes."""

@@ -34,8 +34,6 @@ from .memory import MemoryBackend, check_limit
 from .process import Writer
 from .tiers import Tiers, TierStats
 
-__all__ = ["ChunkStore", "StoreStats", "is_store"]
-
 logger = logging.getLogger(__name__)
 
 _HEAD_BYTES = 1 << 16

@@ -32,26 +32,6 @@ from ..finding.texts import TextRow
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "CODECS",
-    "KV",
-    "Codec",
-    "Frame",
-    "FrameError",
-    "LayerKV",
-    "OtherVersionError",
-    "ArrayPart",
-    "bytes_of",
-    "StoredKV",
-    "decode_frame",
-    "encode_frame",
-    "frame_bytes",
-    "keeps",
-    "layer_of",
-    "most_bytes",
-    "part_of",
-]
-
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")

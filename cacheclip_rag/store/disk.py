@@ -31,8 +31,6 @@ from .process import Writer
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CAN_DROP_PAGE_CACHE", "PAGE_CACHE", "DiskBackend"]
-
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 1 << 22  # smaller pieces cost more calls than the cache saves

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..base.keys import is_key
 
-__all__ = ["BATCH", "EVERYONE", "Run", "make_room"]
-
 EVERYONE = ""
 """Namespace of the row with the totals of all tenants. No tenant has an empty name."""
 

@@ -19,8 +19,6 @@ import torch
 
 from .codecs import CODECS, KV, LayerKV, StoredKV
 
-__all__ = ["Joined", "join"]
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:

@@ -25,8 +25,6 @@ try:
 except ImportError:  # Windows: all writers are taken for living
     fcntl = None
 
-__all__ = ["Writer"]
-
 _NAME = re.compile("[0-9a-f]{32}")
 
 

@@ -12,8 +12,6 @@ from .backend import Sink
 from .codecs import Frame, FrameError, StoredKV, keeps
 from .disk import DiskBackend
 
-__all__ = ["StoreReader"]
-
 
 class StoreReader:
     """One tenant's entries of a store folder."""

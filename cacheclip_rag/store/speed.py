@@ -17,8 +17,6 @@ from .chunk_store import ChunkStore
 from .codecs import frame_bytes
 from .tenant import TenantStore
 
-__all__ = ["TimedRead", "has_room", "measure_reads"]
-
 _NAMESPACE = "cacheclip-profile"
 """Tenant of the KV that is read. What a killed run left of it is removed by the next one."""
 

@@ -24,8 +24,6 @@ from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode_frame, most_bytes
 
-__all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
-
 logger = logging.getLogger(__name__)
 
 Shape = Sequence[int]

@@ -14,8 +14,6 @@ from .memory import MemoryBackend
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TierStats", "Tiers"]
-
 
 @dataclass(slots=True)
 class TierStats:

@@ -39,8 +39,6 @@ from ..plan.plan import Plan, Prediction, Reading
 from ..plan.sources import Sources
 from ..store import PAGE_CACHE, TimedRead
 
-__all__ = ["Controller", "Cost", "Profile", "Timing", "Work", "find_profile", "fit"]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2

@@ -16,8 +16,6 @@ from ..methods.base import Method
 from ..runtime.base import Runtime
 from .controller import Controller, Profile, find_profile
 
-__all__ = ["Controllers"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -30,20 +30,6 @@ from ..base.checks import is_whole_number
 from ..base.errors import ConfigurationError
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 
-__all__ = [
-    "CAPTURE",
-    "Capture",
-    "CapturedRows",
-    "CaptureSchedule",
-    "Captor",
-    "ContextFile",
-    "open_context",
-    "read_capture",
-    "remove_capture",
-    "remove_context",
-    "write_context",
-]
-
 FORMAT_VERSION = 1
 CAPTURE = "cacheclip_capture"
 """Name in ``kv_transfer_params``."""

@@ -33,8 +33,6 @@ from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_con
 from .offline import engine_options, worker_of
 from .served import Served
 
-__all__ = ["BATCH_CHARACTERS", "ChunkEncoder", "encoding_options", "encoding_primary", "start_vllm", "vllm_engine"]
-
 BATCH_CHARACTERS = 32_000
 """Characters of chunks that vLLM gets at once: several of its steps. The KV of twice so many is in memory
 meanwhile: of these, and of those that are written."""

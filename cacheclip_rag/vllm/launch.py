@@ -30,8 +30,6 @@ from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-__all__ = ["Command", "command", "launch"]
-
 _MODULE = "vllm.entrypoints.openai.api_server"
 _MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20

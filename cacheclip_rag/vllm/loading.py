@@ -27,8 +27,6 @@ from .stored import StoredInterval, check_shape, slots_of
 if TYPE_CHECKING:
     from .rows import RowRunner
 
-__all__ = ["Loader", "local_heads"]
-
 
 class Loader:
     """Carries out loads in one worker process."""

@@ -36,8 +36,6 @@ from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, rea
 from .settings import ServerSettings
 from .shadow_checks import ShadowChecks
 
-__all__ = ["CacheClip"]
-
 logger = logging.getLogger(__name__)
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["WarnOnce"]
-
 _MOST = 1000
 """Errors that are warned of: requests can make up new ones."""
 

@@ -10,8 +10,6 @@ from itertools import islice
 from ..base.errors import ConfigurationError, MissingExtraError
 from .served import installed
 
-__all__ = ["absolute_paths", "check_flags", "check_given", "check_vllm", "is_on", "value_of"]
-
 _VERSION = "0.32"
 
 _NO_EFFECT = {

@@ -25,17 +25,6 @@ from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = [
-    "EXACT",
-    "NAMESPACES_VARIABLE",
-    "PARAMETER",
-    "SEAL_VARIABLE",
-    "UNREADABLE",
-    "Ready",
-    "Settings",
-    "request_parameters",
-]
-
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
 SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from ..base.errors import ConfigurationError
 from ..fusion.wire import FusionPlan, Interval
 
-__all__ = ["Pass", "computed_rows", "passes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:

@@ -38,8 +38,6 @@ from ..runtime.transformers.planning import PlanningRuntime
 from ..store import ChunkStore
 from .served import Served
 
-__all__ = ["PlannedPrompt", "Planner"]
-
 logger = logging.getLogger(__name__)
 
 

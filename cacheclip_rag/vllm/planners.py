@@ -32,8 +32,6 @@ from .planner import PlannedPrompt, Planner
 from .requests import NotPlanned, PlannablePrompt
 from .settings import ServerSettings
 
-__all__ = ["Planning", "Route"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 64

@@ -14,8 +14,6 @@ from ..serving.replies import as_json, server_sent
 from .parameters import EXACT, UNREADABLE
 from .planners import Route
 
-__all__ = ["Result", "ReplyText", "StreamReply", "WholeReply", "with_code"]
-
 _END = b"data: [DONE]"
 _TOO_LONG = ("maximum context length", "maximum model length")
 """What vLLM's errors of long prompts say; there are several, with no field in common."""

@@ -18,8 +18,6 @@ from ..serving.errors import unsupported
 from ..serving.field import CacheClipField
 from ..serving.schema import parse_field
 
-__all__ = ["PlannablePrompt", "NotPlanned", "check_carried", "read_chat", "read_completion", "take_field"]
-
 
 class NotPlanned(Exception):
     """A request goes to vLLM as it is; the message says why, in words that fit for counting."""

@@ -20,8 +20,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from ..fusion.wire import Interval
 from .stored import slots_of
 
-__all__ = ["RowRunner"]
-
 
 class RowRunner:
     """Forward passes over rows of one request."""

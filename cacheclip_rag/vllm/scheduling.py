@@ -13,8 +13,6 @@ from ..fusion.wire import FusionPlan
 from ..runtime.base import DTYPES
 from .parameters import PARAMETER, UNREADABLE, Ready
 
-__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "untested"]
-
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that keep no KV of their own."""
 

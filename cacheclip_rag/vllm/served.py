@@ -10,8 +10,6 @@ from typing import Any
 
 from ..models.load import quantization_of, resolve
 
-__all__ = ["Served", "installed"]
-
 
 def installed() -> tuple[str, str]:
     """Name and version of the distribution that vLLM was installed from; ``("vllm", "unknown")`` if there is none."""

@@ -15,8 +15,6 @@ from ..serving.access import Access, read_tenants
 from .parameters import SEAL_VARIABLE
 from .served import Served
 
-__all__ = ["SETTINGS_VARIABLE", "ServerSettings"]
-
 SETTINGS_VARIABLE = "CACHECLIP_VLLM_SERVER"
 """Environment variable with the settings as JSON. Only this user can read the environment of a process, while all can
 read its command line."""

@@ -23,8 +23,6 @@ from typing import Any
 
 from ..guards.metrics import Metrics
 
-__all__ = ["SHADOW_TOKENS", "Shadow"]
-
 logger = logging.getLogger(__name__)
 
 SHADOW_TOKENS = 16

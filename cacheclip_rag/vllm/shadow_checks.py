@@ -18,8 +18,6 @@ from .planners import Planning
 from .replies import ReplyText, Result
 from .shadow import SHADOW_TOKENS, Shadow
 
-__all__ = ["ShadowChecks"]
-
 _NOT_AGAIN = {"stream", "stream_options", "max_completion_tokens", "kv_transfer_params", "request_id"}
 """Fields of a request that its repetition has not, or has otherwise."""
 _END = -1

@@ -12,8 +12,6 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate
 from ..store import KV, Joined, join, part_of
 
-__all__ = ["StoredInterval", "check_shape", "slots_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredInterval:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["model_runner"]
-
 _runners: list[weakref.ref[Any]] = []
 """The model runners of this process, once their weights are loaded. Several engines can live in one process."""
 

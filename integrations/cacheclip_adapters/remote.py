@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.base.sampling import SamplingParams
     from cacheclip_rag.prompt.messages import Prompt
 
-__all__ = ["RemoteEngine", "ServedModel"]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0

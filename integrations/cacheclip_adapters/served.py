@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.engine import CacheClipEngine
     from cacheclip_rag.fusion.answer import Answer
 
-__all__ = ["ServedFields"]
-
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("auxiliary", "store", "dtype", "device", "engine_kwargs")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.base.checks import AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from cacheclip_rag.engine import CacheClipEngine, WarmUp
     from cacheclip_rag.timing.controller import Profile
-
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "Tokenizer"]
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -41,7 +39,7 @@ class EngineFields(BaseModel):
     """Settings of a component's engine. Weights load when the engine is first used.
 
     Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
-    are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too. Its other settings
+    are those of :class:`~cacheclip_rag.config.EngineConfig`; those of frameworks are accepted too. Its other settings
     (``codec``, ``on_miss``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
 
     Raises:

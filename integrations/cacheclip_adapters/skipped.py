@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-__all__ = ["warn_skipped"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
     from cacheclip_rag import Answer, Event
 
-__all__ = [
-    "ContextTooLongError",
-    "LangChainFields",
-    "ending",
-    "langchain_errors",
-    "last_answer",
-    "last_answer_async",
-    "origin",
-    "unchanging",
-]
-
 
 class ContextTooLongError(PromptTooLongError, ContextOverflowError):
     """A prompt or document is longer than the model's context. LangChain's code catches this as its own error."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
     from cacheclip_rag.prompt.tools import ToolCall
 
-__all__ = ["ChatCacheClip"]
-
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 _PASSED_OVER = {

@@ -11,8 +11,6 @@ from langchain_core.stores import BaseStore
 
 from .base import LangChainFields, unchanging
 
-__all__ = ["CacheClipDocumentStore"]
-
 
 class CacheClipDocumentStore(BaseStore[str, Document]):
     """Wraps the ``docstore`` of a ``ParentDocumentRetriever`` or ``MultiVectorRetriever``. Documents that are set are

@@ -17,8 +17,6 @@ from .base import LangChainFields, ending, last_answer, last_answer_async
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
 
-__all__ = ["CacheClipLLM"]
-
 
 class CacheClipLLM(LangChainFields, BaseLLM):
     """A local text model that reuses the precomputed KV of documents found in its prompts, like :class:`ChatCacheClip`.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from .base import LangChainFields
 
-__all__ = ["CacheClipVectorStore"]
-
 logger = logging.getLogger(__name__)
 
 _UPDATES = ("update_document", "update_documents")

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert_gguf"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,16 +13,6 @@ from typing import Any
 
 from ...base.errors import UnsupportedModelError
 
-__all__ = [
-    "SUPPORTED",
-    "Architecture",
-    "check_architecture",
-    "check_supported",
-    "has_pinned_rope",
-    "reuse_tokens",
-    "rope_pin",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

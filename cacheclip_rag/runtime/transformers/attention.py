@@ -12,8 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_plan import AttentionRule, Block, Geometry, SideBySide
 
-__all__ = ["block_attention", "query_attention", "row_attention", "sdpa_backends"]
-
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
 products cost more than the mask."""

@@ -21,19 +21,6 @@ import torch
 
 from .rotary import Tables
 
-__all__ = [
-    "ROWS_PER_BLOCK",
-    "AttentionPlan",
-    "AttentionRule",
-    "Block",
-    "Geometry",
-    "PassEnded",
-    "Probe",
-    "SideBySide",
-    "causal_plan",
-    "rows_of",
-]
-
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 ROWS_PER_BLOCK = 64

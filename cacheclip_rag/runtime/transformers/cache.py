@@ -13,8 +13,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .attention_plan import Geometry
 from .rotary import Tables
 
-__all__ = ["FusedCache", "FusedLayer", "StepLayer", "cache_argument", "cache_of"]
-
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
     """The keyword argument that gives ``cache`` to a transformers model; version 5.24 renamed it."""

@@ -11,8 +11,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["counted"]
-
 _CHARACTERS = 1_000
 """Characters of a template that are written in one step."""
 

@@ -19,8 +19,6 @@ import torch
 
 from ...base.errors import ConfigurationError, MissingExtraError, ModelError, is_panic
 
-__all__ = ["Grammars", "SchemaConstraint", "closed"]
-
 _WRITING = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]{1,2}|[ ]?\n[ \t]{0,24}"}
 """White space where JSON may hold it: a space or two, or a line's end and its indentation. Models write lists over
 several lines, and do not end them on one. Without a limit, a model could write white space for ever."""

@@ -18,8 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["ContinuedCache", "ContinuedMatch", "KeptKV"]
-
 _Array = np.ndarray[Any, Any]
 
 

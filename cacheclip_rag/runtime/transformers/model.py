@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ...base.clock import PhaseClock
     from .prefix_cache import Match
 
-__all__ = ["ModelRuntime", "Passes", "device_of"]
-
 logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "cacheclip"

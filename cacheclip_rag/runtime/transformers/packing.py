@@ -15,8 +15,6 @@ import torch
 from .attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block
 from .rotary import unrotate
 
-__all__ = ["encode_packed", "packs"]
-
 _ROWS_PER_PASS = 512
 """Tokens of all chunks of a pass. More rows gain nothing: matrix products are efficient from here on."""
 _SLOTS_PER_PASS = 8192

@@ -16,8 +16,6 @@ import torch
 from ...base.errors import ModelError
 from .model import ModelRuntime
 
-__all__ = ["Encoder", "PlanningRuntime"]
-
 Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
 

@@ -23,8 +23,6 @@ from typing import Any
 from ...base.errors import ConfigurationError
 from .continued import ContinuedCache, KeptKV
 
-__all__ = ["Match", "PrefixCache", "PrefixStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Tables", "changed", "rotate", "unrotate"]
-
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
 attention scaling of YaRN and longrope."""

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-__all__ = ["LeastTokens", "text_tokenizer"]
-
 
 def text_tokenizer(tokenizer: Any, end_ids: Collection[int]) -> tuple[Any, frozenset[int]]:
     """A copy of a fast tokenizer that gives no control token for any text, and the ids of the control tokens.

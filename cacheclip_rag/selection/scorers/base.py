@@ -14,8 +14,6 @@ import torch
 
 from ..views import CacheView, PromptView
 
-__all__ = ["CacheScorer", "PromptScorer", "Scorer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scorer(ABC):

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
 
-__all__ = ["CacheClipLLM"]
-
 dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger("cacheclip_rag.llama_index")
 """Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from .base import CacheClipLLM
 
-__all__ = ["CacheClipTransform"]
-
 
 class CacheClipTransform(EngineFields, TransformComponent):
     """Precomputes each node's text as the LLM will read it (including metadata) and returns the nodes unchanged.
