@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..runtime.base import State
-    from .prefill import Keeping
+from ..runtime.base import State
+from .prefill import Keeping
 
 
 @dataclass(frozen=True, slots=True)

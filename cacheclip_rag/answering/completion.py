@@ -12,16 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..runtime.base import Runtime
+from ..runtime.transformers.prefix_cache import PrefixCache
 from .turns import CallerLeft, Waiter, turns_of
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime
-    from ..runtime.transformers.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 

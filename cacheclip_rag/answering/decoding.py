@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..base.clock import PhaseClock
 from ..base.sampling import SamplingParams
 from ..fusion.answer import Answer, Event
+from ..runtime.base import Constraint, Runtime
 from .beside import Beside, Continuation
+from .prefill import Prefilled
 from .sampler import Sampler, room_for
 from .text import TextStream
-
-if TYPE_CHECKING:
-    from ..runtime.base import Constraint, Runtime
-    from .prefill import Prefilled
 
 logger = logging.getLogger(__name__)
 

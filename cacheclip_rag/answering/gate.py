@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .beside import Beside, Continuation
 from .sampler import confidence
-
-if TYPE_CHECKING:
-    from .verification import Verification
+from .verification import Verification
 
 
 class Gate(Beside):

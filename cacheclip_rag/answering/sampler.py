@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..base.errors import ModelError
 from ..base.sampling import GREEDY_BELOW, SamplingParams
-
-if TYPE_CHECKING:
-    from ..runtime.base import Constraint
+from ..runtime.base import Constraint
 
 
 def confidence(logits: torch.Tensor) -> float:

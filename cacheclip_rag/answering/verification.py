@@ -14,17 +14,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..guards.base import Verified
+from ..runtime.base import Runtime
+from ..runtime.transformers.prefix_cache import Match
 from .beside import Beside, Continuation
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime
-    from ..runtime.transformers.prefix_cache import Match
-    from .prefill import Keeping
+from .prefill import Keeping
 
 logger = logging.getLogger(__name__)
 

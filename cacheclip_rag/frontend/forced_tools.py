@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..base.sampling import SamplingParams
 from ..prompt.tools import call_schema, check_tools
-
-if TYPE_CHECKING:
-    from ..runtime.base import Message, Runtime
+from ..runtime.base import Message, Runtime
 
 SCHEMA_OF_CALLS = "call_or_answer"
 """Name of a ``response_format`` whose schema holds the calls of the tools already."""

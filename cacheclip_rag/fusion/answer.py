@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..prompt.tools import ToolCall
+from ..prompt.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

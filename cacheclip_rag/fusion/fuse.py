@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -30,15 +30,13 @@ from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.prefix_cache import Match
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .answer import Trace
 from .fused import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 
 def fuse(

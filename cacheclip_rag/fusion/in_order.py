@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..base.clock import PhaseClock
 from ..plan.plan import Plan
 from ..plan.sources import Sources
+from ..runtime.llamacpp.context import Cells
 from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
@@ -23,9 +24,6 @@ from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
 from .fused import Fused
 from .wire import runs_of
-
-if TYPE_CHECKING:
-    from ..runtime.llamacpp.context import Cells
 
 
 def fuse_in_order(

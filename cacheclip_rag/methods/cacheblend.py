@@ -14,21 +14,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ..base.checks import check_choice, check_flag, check_share, check_whole_number
 from ..base.errors import ConfigurationError
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.budget import Budget
 from ..selection.grouping import Tokens
 from ..selection.views import CacheView, split_by_span
 from .base import Method
 from .correction import install_correction
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..prompt.layout import Span
 from ..runtime.transformers.cache import FusedCache, FusedLayer
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 
 def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:

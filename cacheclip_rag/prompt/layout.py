@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..base.errors import PromptTooLongError
 from ..finding.folding import code_points, fold
+from ..runtime.base import Runtime, TokenizedText
 from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime, TokenizedText
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""

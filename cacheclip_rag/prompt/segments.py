@@ -10,18 +10,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..base.errors import ConfigurationError
-from ..finding.texts import GivenTexts
-from ..runtime.base import Message
+from ..finding.texts import GivenTexts, TextIndex
+from ..runtime.base import Message, Runtime, TokenizedText
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
-
-if TYPE_CHECKING:
-    from ..finding.texts import TextIndex
-    from ..runtime.base import Runtime, TokenizedText
 
 
 @dataclass(frozen=True, slots=True)

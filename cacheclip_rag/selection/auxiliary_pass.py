@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,14 +14,12 @@ from ..base.clock import PhaseClock
 from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
+from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .heads import HeadSet
 from .packed_chunks import score_chunks
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 logger = logging.getLogger(__name__)
 

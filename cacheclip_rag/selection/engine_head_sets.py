@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..runtime.base import Runtime
+from ..runtime.transformers.model import ModelRuntime
 from .auxiliary_pass import AuxiliaryPass
 from .heads import HeadSet, find_head_set, load_named
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 
 class HeadSets:

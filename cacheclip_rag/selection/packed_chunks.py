@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..runtime.transformers.attention_plan import AttentionPlan, Geometry, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
 from ..store import KV
 from .heads import HeadSet
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
 
 _WIDER = 1.5
 """Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much

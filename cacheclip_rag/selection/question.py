@@ -8,16 +8,13 @@ are reduced over heads, question tokens and layers, and the most attended tokens
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..base.errors import ConfigurationError
 from ..runtime.transformers.attention_plan import Block, Probe
 from ..runtime.transformers.cache import FusedCache
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.model import ModelRuntime
 
 
 def pick_layers(spec: str, num_layers: int) -> list[int]:

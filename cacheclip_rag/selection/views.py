@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.model import ModelRuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

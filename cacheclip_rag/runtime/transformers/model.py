@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ...base.clock import PhaseClock
 from ...store import KV, join, layer_of
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
@@ -27,13 +28,10 @@ from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, P
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
+from .prefix_cache import Match
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
 from .text import TextModel, check_process
-
-if TYPE_CHECKING:
-    from ...base.clock import PhaseClock
-    from .prefix_cache import Match
 
 logger = logging.getLogger(__name__)
 
