@@ -151,7 +151,6 @@ class EngineConfig:
 
     @property
     def fixed_ratio(self) -> float | None:
-        """``recompute_ratio`` if it is a number."""
         return None if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
     @property

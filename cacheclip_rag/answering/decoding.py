@@ -121,7 +121,6 @@ class _Decoding:
         return self.has_ended or len(self.ids) >= self._params.max_tokens
 
     def _read_last(self) -> Iterator[Event]:
-        """Turn the last token into text."""
         self.has_ended = self.ids[-1] in self._runtime.eos_ids
         if self.has_ended:
             return

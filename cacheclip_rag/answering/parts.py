@@ -121,14 +121,12 @@ class Parts:
 
     @property
     def library(self) -> ChunkLibrary:
-        """Precomputed texts of this namespace and their sources."""
         with self._lock:
             if self._library is None:
                 self._library = ChunkLibrary(self.store)
             return self._library
 
     def close(self) -> None:
-        """Close file handles and free memory; the parts may be used again afterwards."""
         if self._tenant is not None:
             self._tenant.close()
         self.prefix_cache.clear()
@@ -259,7 +257,6 @@ class Parts:
     # -- methods ------------------------------------------------------------------------------------------------
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
         given = self.config.method if method is None else method
         check_method(given)
         # both methods that auto can mean use the engine's setting

@@ -86,5 +86,4 @@ _RESERVED_TOKENS = 512
 
 
 def room_for(params: SamplingParams) -> int:
-    """Answer tokens for which a new cache gets room."""
     return min(params.max_tokens, _RESERVED_TOKENS)

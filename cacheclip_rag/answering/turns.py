@@ -237,7 +237,6 @@ class Turns:
         return mine.logits
 
     def _step_together(self, runtime: Runtime) -> None:
-        """One pass for all steps that wait."""
         steps: list[_AskedStep] = []
         try:
             with self.token():

@@ -89,7 +89,6 @@ class Verification(Beside):
 
     @property
     def may_withdraw(self) -> bool:  # type: ignore[override]
-        """Whether text given so far may still be withdrawn."""
         return self._revises and self._is_greedy and self.asks_after
 
     def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
@@ -129,7 +128,6 @@ class Verification(Beside):
         return None
 
     def _settled(self, answer: Sequence[int]) -> Continuation | None:
-        """Compare the answer so far, and decide from which KV it goes on."""
         self._compare(answer)
         assert self.result is not None
         self.asks_after = False

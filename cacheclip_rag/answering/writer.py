@@ -78,14 +78,12 @@ class ChunkWriter:
         source: str | None,
         document: str,
     ) -> None:
-        """Store texts and their sources."""
         for chunk in chunks:
             self._parts.library.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):
                 self._parts.library.add_source(chunk, name, whole)
 
     def release(self, texts: Iterable[str]) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # the prefix cache keeps its blocks
@@ -93,7 +91,6 @@ class ChunkWriter:
         return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
         if isinstance(gone, str):
             raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
         names = set(gone)

@@ -90,7 +90,6 @@ def check_number(
 
 
 def check_ratio(recompute_ratio: Any) -> None:
-    """Raise ConfigurationError unless the recompute ratio is a number from 0 to 1."""
     check_number("recompute_ratio", recompute_ratio, "between 0 (reuse all) and 1 (recompute all)", most=1.0)
 
 
@@ -123,7 +122,6 @@ def check_share(name: str, value: Any, of: str) -> None:
 
 
 def check_probability(name: str, value: Any) -> None:
-    """Raise ConfigurationError unless ``value`` is a number from 0 to 1."""
     check_number(name, value, "a probability, 0 to 1", most=1.0)
 
 
@@ -145,7 +143,6 @@ def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ConfigurationError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
 

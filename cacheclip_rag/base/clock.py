@@ -26,7 +26,6 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time for ``name``."""
         begin = time.perf_counter()
         try:
             yield
@@ -45,5 +44,4 @@ class PhaseClock:
             self.seconds[outer] -= seconds
 
     def elapsed(self) -> float:
-        """Seconds since the clock was made."""
         return time.perf_counter() - self.started

@@ -110,7 +110,6 @@ class Database:
         """Called when the file was found deleted or replaced, and a new one is open."""
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of a SELECT."""
         began = time.monotonic()
         while True:
             with self._lock:
@@ -348,7 +347,6 @@ _TEXT = partial(str, encoding="utf-8", errors="replace")
 
 
 def _is_text(value: object) -> bool:
-    """Whether the bytes of a column are text."""
     try:
         return isinstance(value, bytes) and value.decode() is not None
     except UnicodeDecodeError:
@@ -385,7 +383,6 @@ def _may_wait(error: BaseException, began: float) -> bool:
 
 
 def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Application id and version of a file."""
     (application,), (version,) = (
         connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
     )

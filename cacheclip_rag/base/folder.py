@@ -29,7 +29,6 @@ class Folder:
         self.path, self._descriptor = path, descriptor
 
     def names(self) -> list[str]:
-        """Names of everything in it."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
     def status(self, name: str) -> os.stat_result | None:
@@ -68,7 +67,6 @@ class Folder:
         )
 
     def is_folder(self, name: str) -> bool:
-        """Whether a name is a folder's, and no link's."""
         found = self.status(name)
         return found is not None and stat.S_ISDIR(found.st_mode)
 

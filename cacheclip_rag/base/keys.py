@@ -45,7 +45,6 @@ def chunk_key(
 
 
 def is_key(value: object) -> bool:
-    """Whether a value has the form of a store key."""
     return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 

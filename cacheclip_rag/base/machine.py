@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 @cache
 def processor_name() -> str:
-    """The CPU's name, or another description from the system."""
     with suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:

@@ -58,7 +58,6 @@ class ChunkCaches:
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         size = frame_bytes(self.runtime.kv_shape(num_tokens), self.codec, namespace=self._store.namespace)
         return self._store.chunk_store.tiers.round_up(size)
 
@@ -72,7 +71,6 @@ class ChunkCaches:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether :attr:`prefix` is in memory."""
         return self._prefix is not None
 
     @property
@@ -82,7 +80,6 @@ class ChunkCaches:
 
     @property
     def prefix_key(self) -> str:
-        """Store key of the KV of :attr:`prefix_ids`."""
         return self._key((), self.prefix_ids)
 
     @property
@@ -93,7 +90,6 @@ class ChunkCaches:
 
     @property
     def namespace(self) -> str:
-        """Tenant of the entries."""
         return self._store.namespace
 
     def encode_prefix(self) -> torch.Tensor:
@@ -101,7 +97,6 @@ class ChunkCaches:
         return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
 
     def _key_of(self, text: str) -> str:
-        """Store key of a chunk's text."""
         return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
@@ -209,7 +204,6 @@ class ChunkCaches:
         return [text in written and firsts[text] == number for number, text in enumerate(texts)]
 
     def _missing(self, texts: Sequence[str], behind: WriteBehind) -> list[str]:
-        """Texts that are not stored, each once."""
         held = self.held(texts)
         # what waits may be one of these texts, or evict one
         if (held or behind.awaits({self.key(text) for text in texts})) and behind.catch_up():

@@ -158,7 +158,6 @@ class ExcerptIndex:
                 )
 
     def remove(self, texts: Iterable[str]) -> None:
-        """Remove texts, for every process."""
         for text in texts:
             with self._database.transaction() as run:
                 found = run(_OF_CONTENT, (self._namespace, text_digest(text))).fetchall()
@@ -255,7 +254,6 @@ class ExcerptIndex:
             yield from comparison.parts(candidates)
 
     def _places(self, anchors: Column) -> _AnchorPlaces:
-        """Places of anchors of the prompt in stored texts."""
         try:
             salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
             rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
@@ -274,7 +272,6 @@ class ExcerptIndex:
             return _NOWHERE
 
     def _contents(self, wanted: set[int]) -> dict[int, object]:
-        """Compressed texts by id."""
         try:
             sql = (self._namespace, json.dumps(sorted(wanted)))
             return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
@@ -354,7 +351,6 @@ class _TextComparison:
         return found[: _MOST_CANDIDATES + len(self._compared) // 64]
 
     def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
-        """Common parts of the prompt and texts."""
         ours = self._compared
         for content, shift, first, last in candidates:
             # it hardly reaches the anchors before and after those that it shares
@@ -470,7 +466,6 @@ def _short_runs(column: Column) -> Column:
 
 
 def _decoded(written: Any, most: int = _LONGEST_TEXT) -> str:
-    """A text of the catalog."""
     unpacker = zlib.decompressobj()
     unpacked = unpacker.decompress(written, max(1, most))
     if not unpacker.eof:

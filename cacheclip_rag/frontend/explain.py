@@ -115,7 +115,6 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
 
 
 def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> str:
-    """Which part is reused, and why the rest is not."""
     reused = f"{share:.0%} of the text's tokens are in the prompt as they are stored, and are reused."
     first = min(span.at for span in spans)
     if first and _HEADER.fullmatch(chunk[:first].strip()):
@@ -183,7 +182,6 @@ def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
 
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
-    """Reason and explanation for a text that is known and cannot be used."""
     others = [context for context in _other_contexts(engine) if chunk in engine.parts.primary(context)]
     primary, *auxiliary = stored
     if primary.is_stored:
@@ -214,7 +212,6 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
 
 
 def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
-    """Chunk contexts of the primary that the engine's method does not use."""
     return [context for context in CONTEXTS.values() if context != engine.context_of()]
 
 
@@ -257,7 +254,6 @@ def _departure(chunk: str, written: str) -> str:
 
 
 def _longest_start(chunk: str, written: str) -> int:
-    """Length of the longest prefix of ``chunk`` that occurs in ``written``."""
     low, high = 0, len(chunk)
     while low < high:
         middle = (low + high + 1) // 2

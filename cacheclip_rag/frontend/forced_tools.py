@@ -17,7 +17,6 @@ SCHEMA_OF_CALLS = "call_or_answer"
 
 
 def can_constrain() -> bool:
-    """Whether the extra ``structured`` is installed."""
     return find_spec("llguidance") is not None
 
 

@@ -319,7 +319,6 @@ class _FusedPass:
         return stale
 
     def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Per span the tokens whose KV is a chunk's as it was stored."""
         assert self.stale is not None
         known = torch.from_numpy(self.stale)
         return [
@@ -359,7 +358,6 @@ class _Reads:
 
 
 def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
-    """The rows that belong to reused chunks."""
     numbers = rows.numpy()
     borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
     inside = np.searchsorted(borders, numbers, side="right") % 2 == 1

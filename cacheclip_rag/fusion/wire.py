@@ -133,7 +133,6 @@ class FusionPlan:
         return _digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as values for JSON or MessagePack."""
         return {
             "version": FORMAT_VERSION,
             "token_ids": list(self.token_ids),
@@ -185,7 +184,6 @@ def _digest(values: object) -> str:
 
 
 def _covers(pieces: Sequence[Interval], computed: Sequence[Interval], end: int) -> bool:
-    """Whether every position before ``end`` is in an interval."""
     covered = 0
     for start, stop in sorted((*pieces, *computed)):
         if start > covered:

@@ -127,7 +127,6 @@ class CacheBlend(Method):
         return counts
 
     def _check_depth(self, runtime: ModelRuntime) -> None:
-        """Raise ConfigurationError unless a layer follows the check layer."""
         last = runtime.num_layers - 2
         if self.check_layer > last:
             expected = f"a layer from 0 to {last}" if last >= 0 else "a model of two layers or more"

@@ -264,7 +264,6 @@ def concrete(config: EngineConfig) -> EngineConfig:
 
 
 def choose_device(device: str) -> str:
-    """``device``; for ``auto`` the best one of this machine."""
     import torch
 
     if device != "auto":

@@ -98,7 +98,6 @@ def _header(path: Path) -> list[dict[str, Any]]:
 
 
 def free_bytes(device: str) -> int | None:
-    """Free memory of a device in bytes; None if unknown."""
     kind = device.partition(":")[0]
     if kind == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])

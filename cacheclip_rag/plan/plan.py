@@ -85,7 +85,6 @@ class Plan:
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Spans of chunks that are computed as fresh text."""
         reused = set(self.reused)
         return tuple(span for span in self.layout.chunks if span not in reused)
 
@@ -105,7 +104,6 @@ class Plan:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
 
     def computed_after(self, known: int, continued: int = 0) -> int:

@@ -84,7 +84,6 @@ def _overlaps(chunk: Chunk, text: str) -> bool:
 
 
 def _nothing_found(plan: Plan, sources: Sources) -> str:
-    """Why nothing of a prompt is in the store for this plan."""
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
     if not missing and plan.layout.altered:
         return (

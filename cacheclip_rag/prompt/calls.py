@@ -66,7 +66,6 @@ class CallReader:
         return self._read(text, last=False)
 
     def close(self) -> tuple[str, list[ToolCall]]:
-        """The rest, after the last text."""
         return self._read("", last=True)
 
     def _read(self, text: str, *, last: bool) -> tuple[str, list[ToolCall]]:
@@ -142,7 +141,6 @@ class _Shown:
         """The same with the last line, once somebody asked."""
 
     def add(self, text: str) -> None:
-        """Add text of the answer."""
         self._found = None
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:

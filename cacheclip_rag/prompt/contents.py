@@ -170,7 +170,6 @@ def _by_marks(
 
 
 def _common_length(first: str, second: str) -> int:
-    """Length of the longest common beginning of two texts."""
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

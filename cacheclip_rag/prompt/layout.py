@@ -95,7 +95,6 @@ class Layout:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The token ids as a new tensor, ``(num_tokens,)`` int64."""
         return torch.tensor(self.token_ids, dtype=torch.int64)
 
     @property

@@ -42,7 +42,6 @@ class ReasoningReader:
         return self._read(text, last=False)
 
     def close(self) -> tuple[str, str]:
-        """The rest, after the last text."""
         return self._read("", last=True)
 
     def _read(self, text: str, *, last: bool) -> tuple[str, str]:

@@ -46,7 +46,6 @@ class Chunk:
 
     @property
     def whole(self) -> str:
-        """The text that is stored."""
         return self.text if self.of is None else self.of
 
 

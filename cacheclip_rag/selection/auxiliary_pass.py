@@ -41,7 +41,6 @@ class AuxiliaryPass:
 
     @property
     def runtime(self) -> ModelRuntime:
-        """The auxiliary model."""
         assert self.caches.runtime.can_score, "an auxiliary model must have can_score"
         return cast("ModelRuntime", self.caches.runtime)
 

@@ -58,7 +58,6 @@ class Budget(TokenBudget):
         check_flag("skip_first_chunk", self.skip_first_chunk)
 
     def num_tokens(self, view: PromptView) -> int:
-        """Tokens to recompute."""
         return round(self.ratio * view.num_chunk_tokens)
 
     def takes_all(self, view: PromptView) -> bool:

@@ -64,11 +64,9 @@ class HeadSet:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers in use, in increasing order."""
         return tuple(sorted({layer for layer, _ in self.heads}))
 
     def numbers_of(self, layer: int) -> list[int]:
-        """Numbers of the heads in use of a layer."""
         return [head for of, head in self.heads if of == layer]
 
     def weights_of(self, layer: int) -> torch.Tensor:
@@ -201,7 +199,6 @@ def load_named(heads: str) -> HeadSet:
 
 
 def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
-    """Path of the head set of a pair of models."""
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
 
 

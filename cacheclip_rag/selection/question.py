@@ -103,5 +103,4 @@ def attention_to_tokens(
 
 
 def _is_run(indices: Sequence[int] | torch.Tensor) -> bool:
-    """Whether the indices are consecutive."""
     return int(indices[-1]) - int(indices[0]) + 1 == len(indices)

@@ -31,7 +31,6 @@ class Caller:
     sees_metrics: bool
 
     def check_metrics(self) -> None:
-        """Raise RequestError unless the key may see the metrics."""
         if not self.sees_metrics:
             raise RequestError(
                 "metrics are over all tenants: they need the server's own API key (--api-key).",
@@ -85,7 +84,6 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
         return self.api_key is None and not self.tenants
 
     def identify(self, authorization: str | None) -> Caller:

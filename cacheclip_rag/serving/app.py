@@ -257,7 +257,6 @@ class App:
                         yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:
-        """Count a response."""
         self._counters.count(path, status)
 
     def count_disconnect(self) -> None:
@@ -401,7 +400,6 @@ def _in_time(send: Send) -> Send:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client is gone."""
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             pass

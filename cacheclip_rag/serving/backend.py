@@ -17,7 +17,6 @@ BACKENDS = ("transformers", "vllm")
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigurationError unless there is a backend of this name."""
     check_choice("backend", name, BACKENDS)
 
 

@@ -96,7 +96,6 @@ class Bodies:
         return bytes(found)
 
     async def _pieces(self, request: Request, client: str, limit: asyncio.Timeout, began: float) -> bytearray | None:
-        """The pieces of a body; None if it is too large."""
         found, read = bytearray(), 0
         self._reading[limit] = client, 0
         # what is too much is read and dropped, because many clients read no response before they have sent all

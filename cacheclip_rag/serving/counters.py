@@ -19,7 +19,6 @@ class Counters:
     """Requests whose client hung up before the end."""
 
     def count(self, path: str, status: int) -> None:
-        """Count a response."""
         self.requests[path, status] += 1
 
     def text(self, *, running: int, waiting: int) -> str:

@@ -61,5 +61,4 @@ def error_of(error: Exception) -> RequestError:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The error as the body of a response."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}

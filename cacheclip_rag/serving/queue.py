@@ -60,12 +60,10 @@ class Queue:
 
     @property
     def running(self) -> int:
-        """Questions that have a place."""
         return len(self._places)
 
     @property
     def waiting(self) -> int:
-        """Questions that wait for one."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager

@@ -219,12 +219,10 @@ class _Message(_ContentPart):
 
 
 def _stated(value: Any) -> str:
-    """A text, or none."""
     return value if isinstance(value, str) else ""
 
 
 def _reasoning(content: Any) -> str:
-    """The reasoning in the parts of a content."""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     texts = [part.get(_REASONING_PARTS.get(str(part.get("type")), "")) for part in parts]
     return "\n".join(filter(None, map(_stated, texts)))
@@ -268,7 +266,6 @@ class Body(_ContentPart):
 
     @property
     def field(self) -> CacheClipField:
-        """The field ``cacheclip``."""
         return self.cacheclip or CacheClipField()
 
     @property
@@ -454,7 +451,6 @@ def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
 
 
 def _list_of_prompts(value: Any) -> Any:
-    """Prompts as a list, also a single one."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
         raise ValueError("this server takes a text or a list of texts, none of them empty, and no token ids")
@@ -556,7 +552,6 @@ def _validated(kind: type[P], given: Mapping[str, Any]) -> P:
 
 
 def _named(error: ValidationError) -> RequestError:
-    """The first thing that is wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
     cause = getattr(cause, "__cause__", None) or cause

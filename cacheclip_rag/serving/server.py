@@ -155,7 +155,6 @@ def check_reachable(host: str, access: Access) -> None:
 
 
 def address_of(host: str, port: int) -> str:
-    """``http://host:port``."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 

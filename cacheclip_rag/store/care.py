@@ -29,8 +29,6 @@ R = TypeVar("R")
 
 
 def _explained(care: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of the system into StoreError."""
-
     @functools.wraps(care)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         try:

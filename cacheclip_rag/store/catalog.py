@@ -142,7 +142,6 @@ class Catalog:
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
-        """Close the file; the catalog may be used again afterwards."""
         self.database.close()
 
     # -- entries ------------------------------------------------------------------------------------------------
@@ -154,7 +153,6 @@ class Catalog:
         return Entry(*rows[0]) if rows else None
 
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
-        """The entries of the keys that the tenant has, by key."""
         found: dict[str, Entry] = {}
         for start in range(0, len(keys), _MOST_ARGUMENTS):
             some = keys[start : start + _MOST_ARGUMENTS]
@@ -169,7 +167,6 @@ class Catalog:
         return Entry(*rows[0]) if rows else None
 
     def entries(self) -> Iterator[Entry]:
-        """All entries, ordered by key."""
         last = ""
         sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? AND typeof(key) = 'text' ORDER BY key LIMIT 1000"
         while rows := self.database.query(sql, (last,)):
@@ -242,7 +239,6 @@ class Catalog:
         return Total(*rows[0]) if rows else Total(0, 0)
 
     def tenants(self) -> dict[str, Total]:
-        """What each tenant holds."""
         rows = self.database.query(f"SELECT namespace, {_TOTAL} FROM totals WHERE namespace != ?", (EVERYONE,))
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
@@ -402,7 +398,6 @@ class Catalog:
         return [namespace for (namespace,) in self.database.query(sql)]
 
     def namespaces_of_texts(self) -> list[str]:
-        """Every tenant whose texts are known."""
         sql = "SELECT DISTINCT namespace FROM contents UNION SELECT DISTINCT namespace FROM sources"
         return [namespace for (namespace,) in self.database.query(sql)]
 
@@ -431,7 +426,6 @@ class Catalog:
         return self.database.execute_many((f"DELETE FROM {table} WHERE {no}", ()) for table, no in _SENSELESS.items())
 
     def counted(self) -> dict[str, Total]:
-        """What each tenant holds, counted anew."""
         rows = self.database.query(f"SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
@@ -457,7 +451,6 @@ class Catalog:
         return self.database.execute(unused.format("texts"))
 
     def count_again(self) -> None:
-        """Count all totals anew."""
         with self.database.transaction() as run:
             run("DELETE FROM totals")
             run(f"INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
@@ -480,14 +473,12 @@ class Catalog:
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
-        """Record that a text comes from ``source``, which is part of ``document``. Other sources of the text stay."""
         self.database.execute(
             "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
             (namespace, source, document, text_digest(text), text),
         )
 
     def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
-        """Texts that have a source, each once; with ``source``, only the texts of that source."""
         rows = self.database.query(
             f"SELECT {_SOURCE} FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
             "GROUP BY digest ORDER BY min(rowid)",
@@ -496,7 +487,6 @@ class Catalog:
         return [text for _, text in _intact(rows)]
 
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
         gone = set(gone)
         found: dict[bytes, str] = {}
         for name in sorted(gone):
@@ -509,12 +499,10 @@ class Catalog:
         return list(found.values())
 
     def sources(self, namespace: str) -> list[str]:
-        """All sources, each once."""
         sql = "SELECT DISTINCT CAST(source AS BLOB) FROM sources WHERE namespace = ? ORDER BY source"
         return [source.decode("utf-8", "replace") for (source,) in self.database.query(sql, (namespace,))]
 
     def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
-        """Remove sources and documents; with ``texts``, only from these texts."""
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
         of_text = "" if texts is None else " AND digest = ?"
         self.database.execute_many(

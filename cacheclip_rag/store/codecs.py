@@ -96,7 +96,6 @@ class Codec(ABC):
         """
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a layer of this shape."""
         return sum(part.num_bytes for part in self.parts(shape))
 
     def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
@@ -222,7 +221,6 @@ class StoredKV:
 
     @property
     def codec(self) -> str:
-        """Name in :data:`CODECS`."""
         return self.frame.codec
 
     @property
@@ -398,12 +396,10 @@ class Frame:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole payload."""
         return self.start + self.shape[0] * self.layer_size
 
     @property
     def layer_size(self) -> int:
-        """Bytes of a layer."""
         return CODECS[self.codec].num_bytes(self.shape[1:])
 
 

@@ -58,7 +58,6 @@ class DiskBackend(Backend):
         self._writer = writer or Writer(Path(folder))
 
     def path_of(self, key: str) -> Path:
-        """Path of the payload of ``key``."""
         return self.folder / key[:2] / _file_name(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:

@@ -36,7 +36,6 @@ class Joined:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each piece."""
         return tuple(kv.shape[3] for kv in self.pieces)
 
     @property

@@ -54,7 +54,6 @@ class Writer:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether a name has the form of a writer's."""
         return _NAME.fullmatch(name) is not None
 
     def names(self) -> set[str]:
@@ -98,7 +97,6 @@ class Writer:
                 os.close(self._file)
 
     def _register(self) -> tuple[str, int]:
-        """Make and lock a file under a new name."""
         with open_folder(self._root, "writers", make=True) as folder:
             while True:
                 name = secrets.token_hex(16)

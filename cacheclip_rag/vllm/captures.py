@@ -67,7 +67,6 @@ class Capture:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The capture as values for JSON or MessagePack."""
         return {"name": self.name, "start": self.start, "context": self.context}
 
 
@@ -97,7 +96,6 @@ class CaptureSchedule:
         """By request: the capture, the prompt's length, the request's blocks."""
 
     def add(self, request_id: str, capture: Capture, num_tokens: int) -> None:
-        """Expect a request."""
         self._known[request_id] = capture, num_tokens, []
 
     def remove(self, request_id: str) -> None:

@@ -160,7 +160,6 @@ class ChunkEncoder:
         return kv.to(runtime.dtype)
 
     def _written(self, context: torch.Tensor) -> str:
-        """Name of the file with the KV before chunks."""
         if self._context is not None and self._context[0] is context:
             return self._context[1]
         self.close()
@@ -297,7 +296,6 @@ def _exchange() -> Path | None:
 
 
 def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for options that vLLM must not get."""
     refused = {
         **dict.fromkeys((*ours, "worker_cls", "kv_transfer_config"), "this package sets it"),
         **dict.fromkeys(("model", "dtype"), "it is the engine's primary or dtype"),

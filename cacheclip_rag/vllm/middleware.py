@@ -405,7 +405,6 @@ def _changing(send: Send, change: Callable[[bytes], bytes]) -> Send:
 
 
 async def _send_whole(send: Send, start: Message, body: bytes) -> None:
-    """Send a response that began with ``start``, with this body."""
     headers = [*_without_length(start)["headers"], (b"content-length", str(len(body)).encode())]
     await send({**start, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -425,7 +424,6 @@ def _without_length(message: Message) -> Message:
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:
-    """The scope of a request with this body."""
     dropped = (b"content-length", b"transfer-encoding")
     headers = [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]
     return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}

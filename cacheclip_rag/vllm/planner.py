@@ -248,7 +248,6 @@ class Planner:
         return tuple(tokenize_whole(segments, runtime).ids)
 
     def close(self) -> None:
-        """Close file handles; the planner may be used again afterwards."""
         self.parts.close()
 
     def _obstacle(self, method: Method) -> str | None:

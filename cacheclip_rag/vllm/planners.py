@@ -202,14 +202,12 @@ class Planning:
     # -- counters ---------------------------------------------------------------------------------------------------
 
     def count(self, outcome: str, reason: str | None) -> None:
-        """Count what became of a request."""
         self._outcomes[outcome] += 1
         if reason is not None:
             known = reason in self._plain or len(self._plain) < _MOST_REASONS
             self._plain[reason if known else "other"] += 1
 
     def text(self) -> str:
-        """Counters in Prometheus' text format."""
         outcomes = [(f'outcome="{name}"', n) for name, n in sorted(self._outcomes.items())]
         reasons = [(f'reason="{_escaped(reason)}"', n) for reason, n in sorted(self._plain.items())]
         return (

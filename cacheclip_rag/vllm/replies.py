@@ -218,7 +218,6 @@ class StreamReply:
         return server_sent({**held, **own})
 
     def _field(self, chunk: Mapping[str, Any]) -> dict[str, Any]:
-        """Our field, once."""
         if self._is_done:
             return {}
         self._is_done = True

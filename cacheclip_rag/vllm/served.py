@@ -60,7 +60,6 @@ class Served:
 
     @property
     def label(self) -> str:
-        """The engine in words, for certificates."""
         kv = "" if self.kv_cache_dtype == "auto" else f", KV as {self.kv_cache_dtype}"
         weights = f", {self.quantization}" if self.quantization else ""
         return f"vllm {self.version} on {self.device}{weights}{kv}"

@@ -56,7 +56,6 @@ class ServerSettings:
         return Access(self.config.namespace, self.api_key, read_tenants(self.tenants) if self.tenants else {})
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that :meth:`of_environment` reads."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seal"}
         values |= {"config": asdict(self.config), "served": asdict(self.served)}
         values["tenants"] = None if self.tenants is None else str(self.tenants)

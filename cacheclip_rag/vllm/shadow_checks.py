@@ -64,7 +64,6 @@ class ShadowChecks:
             self._running = asyncio.create_task(self._check(scope, body, result.stats, sent))
 
     def close(self) -> None:
-        """Give up the running comparison."""
         if self._running is not None:
             self._running.cancel()
 

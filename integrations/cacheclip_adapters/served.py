@@ -77,7 +77,6 @@ class ServedFields(ModelFields):
         return super().tokenizer
 
     def _remote(self) -> RemoteEngine | None:
-        """The server, if one answers."""
         if self.base_url is None:
             return None
         key = self.api_key.get_secret_value() if self.api_key else os.environ.get("CACHECLIP_API_KEY")
@@ -91,7 +90,6 @@ class ServedFields(ModelFields):
         )
 
     def _answering(self) -> CacheClipEngine | RemoteEngine:
-        """What answers."""
         return self._remote() or self.engine
 
     def _stored_tokens(self, answer: Answer) -> int:
@@ -128,5 +126,4 @@ class ServedFields(ModelFields):
         return replace(options, **nothing)
 
     def _is_set(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))

@@ -149,7 +149,6 @@ class EngineFields(BaseModel):
         self._full_config()
 
     def _shared_system_prompt(self) -> str | None:
-        """System prompt of the engine's shared prefix."""
         return self.system_prompt
 
     def _engine_config(self) -> EngineConfig:

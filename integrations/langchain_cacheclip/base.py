@@ -113,12 +113,10 @@ class LangChainFields(ServedFields):
 
 
 def ending(answer: Answer) -> dict[str, Any]:
-    """Response metadata of a finished answer."""
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict(), **telemetry(answer)}
 
 
 def last_answer(events: Iterable[Event]) -> Answer:
-    """The answer that a stream ends with."""
     *_, last = events
     assert last.answer is not None, "a stream ends with its answer"
     return last.answer

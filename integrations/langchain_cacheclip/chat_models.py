@@ -283,7 +283,6 @@ def _reasoned(text: str) -> dict[str, Any]:
 
 
 def _call_chunk(call: ToolCall, index: int) -> Any:
-    """A whole call as a chunk of a stream."""
     return tool_call_chunk(name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index)
 
 

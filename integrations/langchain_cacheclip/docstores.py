@@ -74,5 +74,4 @@ class CacheClipDocumentStore(BaseStore[str, Document]):
 
 
 def _keyed(pairs: Sequence[tuple[str, Document]]) -> list[Document]:
-    """The documents, with their keys as ids."""
     return [document.model_copy(update={"id": key}) for key, document in pairs]

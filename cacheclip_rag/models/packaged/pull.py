@@ -39,7 +39,6 @@ def known_names() -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a packaged model; it exists after :func:`pull`."""
     return cache_home() / "models" / name
 
 

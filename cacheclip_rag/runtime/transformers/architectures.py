@@ -58,7 +58,6 @@ _WORKS = (
 
 
 def check_architecture(model_type: str, name: str) -> None:
-    """Raise UnsupportedModelError unless KV of this ``model_type`` can be reused exactly."""
     if model_type not in SUPPORTED:
         _refuse(name, f"has architecture {model_type!r}, which is not among those proven exact")
 

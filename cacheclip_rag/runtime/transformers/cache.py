@@ -105,7 +105,6 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._values[0].index_copy_(1, slots, values)
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Set the KV of slots to 0."""
         self._keys.index_fill_(2, slots, 0)
         self._values.index_fill_(2, slots, 0)
 
@@ -127,7 +126,6 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def cut(self, length: int) -> None:
-        """Drop all tokens from slot ``length`` on."""
         self._resize(min(length, self.length))
 
     def _reserve(self, length: int) -> None:
@@ -163,7 +161,6 @@ class FusedCache(Cache):  # type: ignore[misc]
         return slot if self.geometry is None else int(self.geometry.positions_of(torch.tensor([slot])))
 
     def cut(self, length: int) -> None:
-        """Drop all tokens from slot ``length`` on."""
         for layer in self.layers:
             layer.cut(length)
 

@@ -156,7 +156,6 @@ class SchemaConstraint:
         return logits.masked_fill(~torch.from_numpy(mask).to(logits.device), float("-inf"))
 
     def accept(self, token_id: int) -> None:
-        """Take the chosen token into account."""
         self._matcher.consume_token(token_id)
         self._check()
 

@@ -52,7 +52,6 @@ class _Conversation:
     """What the runtime's cache gives of all tokens (:class:`KeptKV`)."""
 
     def equal(self, ids: _Array) -> int:
-        """Number of first tokens that are equal."""
         most = min(len(self.ids), len(ids))
         same = self.ids[:most] == ids[:most]
         return most if same.all() else int(same.argmin())
@@ -119,7 +118,6 @@ class ContinuedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all KV."""
         return self._bytes
 
     def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
@@ -171,12 +169,10 @@ class ContinuedCache:
             self._held[_Conversation((type(method), repr(method)), wanted, marks, turns, num_bytes, kv)] = None
 
     def shrink(self) -> None:
-        """Drop KV that the limit has no room for any more."""
         with self._lock:
             self._make_room(0)
 
     def clear(self) -> None:
-        """Drop all KV."""
         with self._lock:
             for conversation in list(self._held):
                 self._drop(conversation)

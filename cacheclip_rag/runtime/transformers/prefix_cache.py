@@ -187,7 +187,6 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """Sizes and counters."""
         with self._lock:
             continued = self.continued.num_bytes
             sizes = len(self._blocks), self._bytes - continued, self._max_bytes

@@ -407,7 +407,6 @@ class _Metadata(LLMMetadata):
     _reason: str = PrivateAttr(default="")
 
     def because(self, reason: str) -> Self:
-        """The same metadata, with the reason."""
         self._reason = reason
         return self
 
@@ -454,7 +453,6 @@ def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
 
 
 def _reasoning(message: ChatMessage) -> str:
-    """The reasoning of an earlier answer."""
     blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ThinkingBlock"]
     return "\n".join(block.content for block in blocks if isinstance(block.content, str))
 

@@ -117,7 +117,6 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
 
 def _fits(text: str, caches: ChunkCaches) -> bool:
-    """Whether the KV of a text can be stored at all."""
     try:
         caches.check_length(text)
     except CacheClipError:
