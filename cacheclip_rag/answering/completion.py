@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime.base import Runtime
+from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.prefix_cache import PrefixCache
 from .turns import CallerLeft, Waiter, turns_of
 
@@ -147,8 +147,7 @@ class IdleCompletion:
                 prompt.state = runtime.begin(match, len(ids))
         rows = torch.from_numpy(ids[prompt.done : prompt.done + max(self._rows, prefix_cache.block_tokens)])
         runtime.extend(prompt.state, rows, prompt.done, head=False)
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize(runtime.device)
+        wait_for(runtime.device)
         prompt.done += len(rows)
         done = ids[: prompt.done].tolist()
         prefix_cache.insert(done, prompt.state, cleared=prompt.cleared)

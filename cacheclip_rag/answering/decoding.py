@@ -108,17 +108,14 @@ class _Decoding:
         while True:
             yield from self._read_last()
             if self._beside.asks_after:
-                if self._is_last_token and (rest := self.stream.flush()):
+                is_last = self.has_ended or len(self.ids) >= self._params.max_tokens
+                if is_last and (rest := self.stream.flush()):
                     yield Event(rest, is_final=not self._beside.may_withdraw)
                 if self._settle():
                     continue
             if self.has_ended or len(self.ids) >= self._most:
                 return
             self.ids.append(self._sampler.pick(self._next_logits()))
-
-    @property
-    def _is_last_token(self) -> bool:
-        return self.has_ended or len(self.ids) >= self._params.max_tokens
 
     def _read_last(self) -> Iterator[Event]:
         self.has_ended = self.ids[-1] in self._runtime.eos_ids

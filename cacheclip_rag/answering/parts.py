@@ -6,12 +6,14 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..base.checks import check_ratio_and_limit
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
@@ -19,7 +21,7 @@ from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
 from ..guards.coverage import Certificates
-from ..methods import DEFAULT_METHOD, check_method, check_reads, preset
+from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
 from ..models.memory import free_bytes
@@ -65,7 +67,6 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
         self._tenant: TenantStore | None = None
-        self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
         self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
@@ -119,12 +120,9 @@ class Parts:
         with self._lock:
             return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
-    @property
+    @cached_property
     def library(self) -> ChunkLibrary:
-        with self._lock:
-            if self._library is None:
-                self._library = ChunkLibrary(self.store)
-            return self._library
+        return ChunkLibrary(self.store)
 
     def close(self) -> None:
         if self._tenant is not None:
@@ -255,6 +253,42 @@ class Parts:
         )
 
     # -- methods ------------------------------------------------------------------------------------------------
+
+    def choose_method(
+        self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
+    ) -> Method:
+        """The method for a call, at its recompute ratio.
+
+        Args:
+            method: a preset's name or an instance; default the engine's method.
+            recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own
+                ratio for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller
+                chooses.
+            any_ratio: its ratio is chosen by predicted time later.
+
+        Raises:
+            ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
+                needs an auxiliary model and an engine without one.
+        """
+        config = self.config
+        given = config.method if method is None else method
+        check_method(given)
+        check_ratio_and_limit(recompute_ratio, None)
+        by_name = method is None or isinstance(method, str)
+        wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
+        ratio = None if isinstance(wanted, str) else wanted
+        if given == DEFAULT_METHOD:
+            given = self.default_method
+        chosen = preset(given) if isinstance(given, str) else given
+        if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
+            chosen = chosen.at(ratio)
+        check_auxiliary(chosen, config.auxiliary)
+        least = config.min_confidence
+        if least is not None and by_name and chosen.reuses_chunks:
+            if isinstance(least, str):
+                least = self.certificates.confidence(chosen, any_ratio=any_ratio)
+            chosen = replace(chosen, min_confidence=least)
+        return chosen
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         given = self.config.method if method is None else method

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..guards.base import Verified
-from ..runtime.base import Runtime
+from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.prefix_cache import Match
 from .beside import Beside, Continuation
 from .prefill import Keeping
@@ -92,15 +92,7 @@ class Verification(Beside):
         return self._revises and self._is_greedy and self.asks_after
 
     def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
-        """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-            completely: compute all the rest, because no token waits for it.
-
-        Returns:
-            How to go on from the exact KV; None: go on as before.
-        """
+        """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt."""
         with self._timed(), self._survived():
             self._read_prompt(completely)
             if self._logits is not None:
@@ -109,14 +101,7 @@ class Verification(Beside):
 
     def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
         """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-
-        Returns:
-            The exact KV of prompt and answer, and the logits of the next token, ``(vocab_size,)``; None if it could
-            not be computed: go on as before.
-        """
+        Returns what :meth:`before` does; None if it could not be computed."""
         with self._timed(), self._survived():
             self._read_prompt(completely=True)
             self._compare(answer)
@@ -201,6 +186,5 @@ class Verification(Beside):
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        if self._runtime.device.type == "cuda":  # the decoded token waits for the block in any case
-            torch.cuda.synchronize(self._runtime.device)
+        wait_for(self._runtime.device)  # the decoded token waits for the block in any case
         self.seconds += time.perf_counter() - begin

@@ -83,12 +83,6 @@ class ChunkCaches:
         return self._key((), self.prefix_ids)
 
     @property
-    def holds_prefix(self) -> bool:
-        """Whether the KV of :attr:`prefix_ids` is stored, with at least the precision of this engine's codec."""
-        codec = self._store.codec_of(self.prefix_key)
-        return codec is not None and keeps(codec, self._prefix_codec)
-
-    @property
     def namespace(self) -> str:
         return self._store.namespace
 
@@ -164,10 +158,6 @@ class ChunkCaches:
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
-    def prefetch(self, text: str) -> bool:
-        """Read a chunk's KV into the store's fastest tier; True if it is stored."""
-        return self.read(text, ReadBuffer()) is not None
-
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already; True if it was computed."""
         with WriteBehind() as behind:
@@ -187,10 +177,12 @@ class ChunkCaches:
             for text in missing:
                 self.check_length(text)
             prefix = self.prefix if self.prefix.shape[3] else None
+            encoded: Sequence[torch.Tensor | None]
             failed: EncodingError | None = None
             try:
                 with behind.beside():
-                    encoded = self._encode([self.tokenize(text).ids for text in missing], prefix)
+                    found = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
+                    encoded = [kv.cpu() for kv in found]  # moved by another thread, it would wait for a busy GPU
             except EncodingError as error:
                 failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):
@@ -209,10 +201,6 @@ class ChunkCaches:
         if (held or behind.awaits({self.key(text) for text in texts})) and behind.catch_up():
             held = self.held(texts)
         return [text for text in dict.fromkeys(texts) if text not in held]
-
-    def _encode(self, chunks: Sequence[Sequence[int]], prefix: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """KV of chunks on the CPU. Moved by another thread, it would wait for a GPU that computes the next chunks."""
-        return [kv.cpu() for kv in self.runtime.encode_many(chunks, prefix)]
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..chunks.context import CONTEXTS, ChunkContext, context_name
+from ..chunks.context import CONTEXTS, context_name
 from ..finding.common_parts import WINDOW, standing_in
 from ..prompt.occurrences import MOST_PARTIAL, share_of
 from ..prompt.segments import check_messages, normalise_chunk
@@ -182,7 +182,7 @@ def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
 
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
-    others = [context for context in _other_contexts(engine) if chunk in engine.parts.primary(context)]
+    others = [each for each in CONTEXTS.values() if each != engine.context_of() and chunk in engine.parts.primary(each)]
     primary, *auxiliary = stored
     if primary.is_stored:
         name = auxiliary[0].name
@@ -209,10 +209,6 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
         f"the text is known, but no KV of it is stored: {why}. Precompute it again; an answer whose prompt has half of "
         "the text or more stores it too (on_miss='store')."
     )
-
-
-def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
-    return [context for context in CONTEXTS.values() if context != engine.context_of()]
 
 
 def _escaped(chunk: str, written: str) -> str | None:

@@ -281,7 +281,7 @@ class _FusedPass:
                 before_layer=before_layer,
             )
             assert logits is not None
-            wait_for(logits)
+            wait_for(logits.device)
         cache.tables = ()  # decoding goes on beyond the prompt
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..base.checks import check_ratio_and_limit
-from ..config import EngineConfig
 from ..finding.common_parts import standing_in
-from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment
@@ -106,41 +103,3 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     if others > 0:
         reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")
     return f"{why} for these settings; {', '.join(reasons)}"
-
-
-def choose_method(
-    config: EngineConfig,
-    method: str | Method | None,
-    recompute_ratio: float | str | None,
-    default: Callable[[], str],
-    certified_confidence: Callable[[Method], float],
-) -> Method:
-    """The method for a call, at its recompute ratio.
-
-    Args:
-        method: a preset's name or an instance; default the engine's method.
-        recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
-            for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
-        default: says which preset ``auto`` means; called for ``auto`` only, because it loads the models.
-        certified_confidence: the method's confidence gate by its certificate; called for ``auto`` only.
-
-    Raises:
-        ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
-            needs an auxiliary model and an engine without one.
-    """
-    given = config.method if method is None else method
-    check_method(given)
-    check_ratio_and_limit(recompute_ratio, None)
-    by_name = method is None or isinstance(method, str)
-    wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
-    ratio = None if isinstance(wanted, str) else wanted
-    if given == DEFAULT_METHOD:
-        given = default()
-    chosen = preset(given) if isinstance(given, str) else given
-    if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
-        chosen = chosen.at(ratio)
-    check_auxiliary(chosen, config.auxiliary)
-    least = config.min_confidence
-    if least is not None and by_name and chosen.reuses_chunks:
-        chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
-    return chosen

@@ -258,7 +258,7 @@ class Runtime(ABC):
         with clock.phase("recompute"):
             logits = self.extend(state, ids[match.num_tokens :], match.num_tokens)
             assert logits is not None
-            wait_for(logits)
+            wait_for(logits.device)
         return state, logits
 
     def begin(self, match: Match, capacity: int) -> State:
@@ -300,12 +300,12 @@ class Runtime(ABC):
         return [self.decode_step(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
 
 
-def wait_for(logits: torch.Tensor) -> None:
-    """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""
-    if logits.device.type == "cuda":
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has computed all queued work, so that measured seconds include it."""
+    if device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(logits.device)
+        torch.cuda.synchronize(device)
 
 
 def weights_digest(fingerprint: str) -> str:

@@ -30,7 +30,6 @@ from ..guards.misses import MissWarning
 from ..methods.base import Method
 from ..models.load import concrete, load_planning
 from ..plan.plan import Plan
-from ..plan.planner import choose_method
 from ..prompt.messages import Documents, Prompt
 from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ..prompt.tools import check_tools
@@ -132,13 +131,7 @@ class Planner:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""
-        return choose_method(
-            self.config,
-            method,
-            recompute_ratio,
-            lambda: self.parts.default_method,
-            self.parts.certificates.confidence,
-        )
+        return self.parts.choose_method(method, recompute_ratio)
 
     def warm_up(self) -> None:
         """Load what the settings' method needs, so that the first plan need not wait for it.
