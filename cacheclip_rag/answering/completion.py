@@ -72,12 +72,8 @@ class IdleCompletion:
 
     def add(self, runtime: Runtime, prefix_cache: PrefixCache, ids: Sequence[int], cleared: int) -> None:
         """Complete the exact KV of these tokens later, in whole blocks of the prefix cache. Takes the place of an
-        earlier prompt of the same conversation.
-
-        Args:
-            cleared: what :attr:`PrefixCache.cleared` was when the question came. If it is another number later, texts
-                of the prompt may have been released: its KV is not kept.
-        """
+        earlier prompt of the same conversation. ``cleared`` is what :attr:`PrefixCache.cleared` was when the question
+        came: if it is another number later, texts may have been released, and nothing is kept."""
         whole = len(ids) - len(ids) % prefix_cache.block_tokens
         if not runtime.can_extend or not 0 < whole <= runtime.reuse_tokens:
             return

@@ -54,11 +54,8 @@ class Parts:
         store: ChunkStore | None = None,
         load_primary: Callable[..., Runtime] | None = None,
     ) -> None:
-        """
-        Args:
-            store: used instead of the store in the settings.
-            load_primary: called with the primary's name and ``dtype=…``, instead of loading its weights.
-        """
+        """``store`` is used instead of the store in the settings; ``load_primary`` is called with the primary's name
+        and ``dtype=…``, instead of loading its weights."""
         self.config = config
         self._load_primary = load_primary
         self.prefix_cache = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
@@ -92,11 +89,8 @@ class Parts:
 
     def read_hot(self) -> tuple[int, int]:
         """Read the tenant's most recently used entries: as many as fit into the memory tier (``memory_bytes``), or
-        without one up to 1 GiB, and at most half of the free memory, so that the system's page cache has them.
-
-        Returns:
-            Number of entries, and their bytes in the store. Zeros without a folder.
-        """
+        without one up to 1 GiB, and at most half of the free memory, so that the system's page cache has them. Returns
+        their number, and their bytes in the store."""
         store, room = self.store, 0
         if self.config.store:
             free = free_bytes("cpu")
@@ -201,11 +195,8 @@ class Parts:
         variables: Mapping[str, Any] | None = None,
         isolated: bool = False,
     ) -> list[Segment]:
-        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`.
-
-        Args:
-            isolated: the chunk context is; finds whole chunks only.
-        """
+        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`. An
+        ``isolated`` chunk context finds whole chunks only."""
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
         check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
@@ -257,14 +248,10 @@ class Parts:
     def choose_method(
         self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
     ) -> Method:
-        """The method for a call, at its recompute ratio.
-
-        Args:
-            method: a preset's name or an instance; default the engine's method.
-            recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own
-                ratio for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller
-                chooses.
-            any_ratio: its ratio is chosen by predicted time later.
+        """The method for a call (default the engine's method), at its recompute ratio: default the engine's ratio for
+        names and for the engine's method, and the instance's own ratio for an instance. Presets without a ratio ignore
+        it. ``auto``: the method's own, until a controller chooses. ``any_ratio``: its ratio is chosen by predicted time
+        later.
 
         Raises:
             ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that

@@ -130,13 +130,7 @@ class Answering:
         clock: PhaseClock | None = None,
         read: _ReadPrompt | None = None,
     ) -> Plan:
-        """Decide how to answer. Computes no tensor.
-
-        Args:
-            sources: those of the request's method, if the caller has them already.
-            clock: started when the request came in; default now.
-            read: the prompt, if the caller has read it already.
-        """
+        """Decide how to answer. Computes no tensor. ``clock`` was started when the request came in."""
         sources = sources or self.parts.sources(request.method)
         clock = clock or PhaseClock()
         segments, question, given = read or self._read(request, sources, clock)

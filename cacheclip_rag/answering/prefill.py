@@ -85,13 +85,8 @@ class Prefilled:
 
 
 def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
-    """Carry out a plan.
-
-    Args:
-        answer_tokens: answer tokens for which the cache gets room.
-        clock: started when the request came in.
-        trace: also record scores, recomputed tokens and seconds per layer.
-    """
+    """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
+    also record scores, recomputed tokens and seconds per layer."""
     capacity = plan.layout.num_tokens + answer_tokens
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
@@ -208,13 +203,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
 def stats_of(
     plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
 ) -> FusionStats:
-    """Statistics of a plan that is carried out.
-
-    Args:
-        logits: of the first token, if they are known.
-        recomputed: chunk tokens that are recomputed.
-        charged: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.fusion.fused.Fused`.
-    """
+    """Statistics of a plan that is carried out. ``charged``: chunk tokens that got fresh KV, as in
+    :class:`~cacheclip_rag.fusion.fused.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     found = occurrences(reused)

@@ -71,12 +71,8 @@ def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed
 def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -> Profile:
     """Measure a method and plain prefill, and how long the tiers of the engine's store take to be read. The weights are
     those that are loaded; chunks of prompts go to a temporary folder, or to memory if the store is in memory. Takes one
-    to two minutes with the default models on two CPU cores.
-
-    Args:
-        identity: what the profile holds for
-            (:meth:`~cacheclip_rag.timing.engine_controllers.Controllers.profile_identity`).
-            Media of other stores, which a saved profile has for it, stay.
+    to two minutes with the default models on two CPU cores. Media of other stores stay, if a saved profile of the same
+    ``identity`` has them.
 
     Raises:
         ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.

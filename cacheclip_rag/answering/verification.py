@@ -55,16 +55,9 @@ class Verification(Beside):
         is_greedy: bool,
         revises: bool,
     ) -> None:
-        """Computes nothing yet.
-
-        Args:
-            ids: the prompt, ``(num_tokens,)`` int64.
-            capacity: tokens of prompt and answer for which the exact KV gets room.
-            find_match: looks the prompt up in the prefix cache, without its last token.
-            keeping: takes the exact KV into the prefix cache; None: nothing is kept.
-            is_greedy: whether the answer is decoded greedily.
-            revises: True: an answer that differs goes on from the first differing token.
-        """
+        """Computes nothing yet. ``ids``: the prompt, ``(num_tokens,)`` int64. ``capacity``: tokens of prompt and
+        answer. ``find_match`` looks the prompt up in the prefix cache, without its last token; ``keeping`` takes the
+        exact KV into it. ``revises``: an answer that differs goes on from the first differing token."""
         assert runtime.can_extend, "verified finishing needs a runtime with can_extend"
         self.keeping = keeping
         self.asks_after = True  # until the answer was compared

@@ -154,11 +154,8 @@ def _write_each(
 def _checked(
     batch: Sequence[str], models: Sequence[ChunkCaches], *, only_first: bool
 ) -> tuple[list[str], dict[str, CacheClipError]]:
-    """The chunks that can be stored for every model, and why the others cannot.
-
-    Args:
-        only_first: end at the first that cannot be stored.
-    """
+    """The chunks that can be stored for every model, and why the others cannot; ``only_first``: until the first of
+    these."""
     good: list[str] = []
     bad: dict[str, CacheClipError] = {}
     for chunk in batch:

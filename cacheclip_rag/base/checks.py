@@ -40,11 +40,7 @@ def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str,
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
-    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near.
-
-    Args:
-        given: an unknown name, or several.
-    """
+    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near."""
     known = list(known)
     several = [given] if isinstance(given, str) else given
     close = [match for name in several for match in get_close_matches(name, known, 1)]
@@ -62,11 +58,8 @@ def is_whole_number(value: Any) -> bool:
 
 
 def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | None = None, of: str = "") -> None:
-    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds.
-
-    Args:
-        of: the counted unit for the message (``tokens``).
-    """
+    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds. ``of``:
+    the counted unit for the message (``tokens``)."""
     if is_whole_number(value) and value >= least and (most is None or value <= most):
         return
     number = f"a whole number of {of}," if of else "a whole number"
@@ -78,11 +71,8 @@ def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | Non
 def check_number(
     name: str, value: Any, says: str, *, above: float | None = None, least: float = 0.0, most: float
 ) -> None:
-    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``.
-
-    Args:
-        says: the expected value, for the message.
-    """
+    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``, as the
+    message ``says``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value >= least if above is None else value > above) and value <= most:
         return

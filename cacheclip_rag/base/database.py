@@ -90,11 +90,8 @@ class Database:
     """
 
     def __init__(self, path: Path | None, schema: str, version: int) -> None:
-        """``path`` None keeps the tables in memory.
-
-        Args:
-            version: of the schema. Files of other versions, and databases of other programs, are refused.
-        """
+        """``path`` None keeps the tables in memory. Files of another schema ``version``, and of other programs, are
+        refused."""
         self._path = path
         self._schema = schema
         self._version = version

@@ -71,11 +71,7 @@ class Folder:
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def folder(self, name: str, mode: int | None = None) -> Folder:
-        """Open a folder in it, see :func:`open_folder`.
-
-        Args:
-            mode: permissions with which it is made if it is missing; None: it is not made.
-        """
+        """Open a folder in it, see :func:`open_folder`. With ``mode``, it is made if it is missing."""
         place = self._place(name)
         if mode is not None:
             with suppress(FileExistsError):

@@ -8,11 +8,7 @@ from typing import Any
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``, which finds each name in its module.
-
-    Args:
-        homes: module within the package, by name.
-    """
+    """A package's ``__getattr__``, which finds each name in its module within the package."""
 
     def find(name: str) -> Any:
         if name not in homes:

@@ -123,11 +123,7 @@ class ChunkCaches:
         return self._store.has_texts
 
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        """Stored KV of a chunk, or None.
-
-        Args:
-            buffer: memory to read into. The KV is then valid until the next read into it.
-        """
+        """Stored KV of a chunk, or None. KV in ``buffer`` is valid until the next read into it."""
         return self._read(self.key(text), self.codec, len(self.tokenize(text)), buffer)
 
     def read_ahead(
@@ -164,14 +160,9 @@ class ChunkCaches:
             return self.write_many([text], behind)[0]
 
     def write_many(self, texts: Sequence[str], behind: WriteBehind) -> list[bool]:
-        """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text.
-
-        Args:
-            behind: stores the KV, at the latest when it ends.
-
-        Raises:
-            EncodingError: some texts failed; the others are stored.
-        """
+        """Like :meth:`write`, for several texts; short ones are computed together. ``behind`` stores the KV, at the
+        latest when it ends. False for a repeated text. Raises EncodingError if some texts failed; the others are
+        stored."""
         missing = self._missing(texts, behind)
         if missing:
             for text in missing:

@@ -178,14 +178,8 @@ class ExcerptIndex:
         given_whole: Sequence[TextMatch] = (),
     ) -> list[TextMatch]:
         """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.
-
-        Args:
-            whole: whole stored texts that were found.
-            also: stored texts to look for whose contents the catalog may lack.
-            given: texts that may be in the prompt and are not stored. They take part where stored texts do not cover
-                them.
-            given_whole: where these are as a whole.
-        """
+        ``whole``: whole stored texts that were found. ``also``: stored texts to look for whose contents the catalog may
+        lack. ``given``: texts that are not stored, which take part where stored texts do not cover them."""
         compared = Compared(prompt)
         also = list(also)
         # numbered from -1 down: stored texts have numbers from 1 up
@@ -223,11 +217,7 @@ class ExcerptIndex:
     def _parts(
         self, comparison: _TextComparison, compared: Compared, given: Mapping[int, Compared], num_stored: int
     ) -> Iterator[Part]:
-        """Common parts of the prompt and stored texts, then of given texts.
-
-        Args:
-            num_stored: how many of the given texts are stored.
-        """
+        """Common parts of the prompt and stored texts, of which ``num_stored`` are also given, then of given texts."""
         anchors, places = compared.anchors
         also = {number: text for number, text in given.items() if number >= -num_stored}
         others = {number: text for number, text in given.items() if number < -num_stored}
@@ -317,14 +307,9 @@ class _TextComparison:
             self.longest[start:stop] = stop - start
 
     def candidates(self, places: Column, pairs: _AnchorPlaces) -> list[list[int]]:
-        """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
-        share the most anchors come first.
-
-        A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
-
-        Args:
-            places: where anchors were looked up.
-        """
+        """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt, at the
+        places where anchors were looked up. Those that share the most anchors come first. A text that shares anchors
+        with one whole text of the prompt only is left out: no part of it is much longer."""
         self._places = sorted({*self._places, *places.tolist()})
         if not len(pairs[0]):
             return []
@@ -380,12 +365,9 @@ class _TextComparison:
                 yield Part(start, stop, shift, source, content)
 
     def with_altered(self, found: list[TextMatch], least: int) -> list[TextMatch]:
-        """What was found, and texts of which half or more stands elsewhere in short pieces: with a mark or a name in
-        each line, or with words set off. Hardly a token of these can be reused; they are told to be counted.
-
-        Args:
-            least: number of the last text that may be told.
-        """
+        """What was found, and texts, by number up to ``least``, of which half or more stands elsewhere in short pieces:
+        with a mark or a name in each line, or with words set off. Hardly a token of these can be reused; they are
+        counted."""
         if not self._shared:
             return found
         ours = self._compared

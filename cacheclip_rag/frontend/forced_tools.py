@@ -78,12 +78,8 @@ def _schema_of(wanted: Any) -> Any:
 
 
 def forced_tool(choice: Any) -> tuple[bool, str | None]:
-    """Whether a tool must be called, and which; None: any of them.
-
-    Args:
-        choice: None, ``auto`` and ``none``: none must; ``any``, ``required`` and True: any; a name or an OpenAI dict
-            with a name: this one.
-    """
+    """Whether a tool must be called, and which; None: any of them. None, ``auto`` and ``none``: none must; ``any``,
+    ``required`` and True: any; a name or an OpenAI dict with a name: this one."""
     if isinstance(choice, Mapping):
         function = choice.get("function")
         named = (function if isinstance(function, Mapping) else choice).get("name")

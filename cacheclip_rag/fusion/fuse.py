@@ -61,15 +61,9 @@ def fuse(
 
 
 def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
-    """What :func:`fuse` would do with a plan, for another process. Needs no weights of the primary.
-
-    Args:
-        plan: reuses chunks by a method with :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, which changes no
-            positions.
-
-    Raises:
-        ConfigurationError: the method is not such a one.
-    """
+    """What :func:`fuse` would do with a plan that reuses chunks by a method with
+    :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
+    ConfigurationError for another method, or one that changes positions."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
     chosen, _ = choose_ahead(runtime, plan, sources, clock=clock)
@@ -106,15 +100,9 @@ def choose_ahead(
     stale: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
-    that looks at no KV of the primary.
-
-    Args:
-        when_read: called when the auxiliary's KV is read.
-        stale: of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored.
-
-    Raises:
-        ConfigurationError: the method does look at it, or changes positions.
-    """
+    that looks at no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
+    KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
+    method."""
     method, layout = plan.method, plan.layout
     if not method.plans_ahead:
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
@@ -243,11 +231,8 @@ class _FusedPass:
         scores: Sequence[torch.Tensor],
         before_layer: Callable[[int], None] | None,
     ) -> Fused:
-        """Choose tokens on the assembled cache and recompute them.
-
-        Args:
-            before_layer: writes the stored KV of a layer; None if the cache has that of all layers.
-        """
+        """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
+        None if the cache has that of all layers."""
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
@@ -386,17 +371,9 @@ def trace_of(
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Positions to compute: all tokens except the exact start and the reused chunks, plus the selected chunk tokens.
-
-    The prompt's last token is always computed: its logits give the first new token.
-
-    Args:
-        reused: chunk spans whose KV was assembled.
-        selected: spans, each with a ``(num_tokens,)`` bool mask of the tokens to recompute.
-
-    Returns:
-        Strictly increasing int64 positions.
-    """
+    """Strictly increasing int64 positions to compute: all tokens except the exact start and the ``reused`` chunks, plus
+    the selected chunk tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always
+    computed: its logits give the first new token."""
     active = np.ones(layout.num_tokens, np.bool_)
     active[: layout.num_known] = False
     for span in reused:

@@ -121,11 +121,7 @@ def _placed(
 
 
 def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored.
-
-    Args:
-        known: the same of continued KV.
-    """
+    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored; ``known`` is the same of continued KV."""
     stale = np.zeros(plan.layout.num_tokens, np.bool_)
     for span in plan.reused:
         stale[span.start : span.stop] = not plan.layout.is_exact(span)

@@ -22,11 +22,7 @@ from ..runtime.transformers.rotary import Tables, rotate, unrotate
 
 def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:
     """Correct the stale KV of the chunks at ``spans`` during the next pass over ``cache``, which recomputes some of
-    their tokens: in each layer before its rows attend.
-
-    Args:
-        weight: share of the mean change that is added, 0 to 1.
-    """
+    their tokens: in each layer before its rows attend. ``weight``: share of the mean change that is added, 0 to 1."""
     if not spans:
         return
     chunks = Chunks([(span.start, span.stop) for span in spans])
@@ -121,13 +117,9 @@ class Chunks:
         self._last: tuple[torch.Tensor, torch.device, Split | None] | None = None
 
     def split(self, slots: torch.Tensor, device: torch.device) -> Split | None:
-        """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU; None if no chunk has both chosen
-        and stale tokens. Layers that share one tensor of slots share the split; it is made again after rows left the
-        pass or the device changed.
-
-        Args:
-            device: where the result is used.
-        """
+        """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU, for use on ``device``; None if no
+        chunk has both chosen and stale tokens. Layers that share one tensor of slots share the split; it is made again
+        after rows left the pass or the device changed."""
         if self._last is None or self._last[0] is not slots or self._last[1] != device:
             self._last = slots, device, self._make(slots, device)
         return self._last[2]

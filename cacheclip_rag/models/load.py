@@ -135,10 +135,8 @@ def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str
 
 
 def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> Runtime:
-    """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
-
-    Args:
-        dtype, device: as of :class:`~cacheclip_rag.config.EngineConfig`.
+    """The runtime of model ``name``, loaded at the first call and shared by later calls in this process. ``dtype`` and
+    ``device`` are those of :class:`~cacheclip_rag.config.EngineConfig`.
 
     Raises:
         UnsupportedModelError: the model's KV cannot be reused exactly.
@@ -197,18 +195,11 @@ def _encoder(folder: Path, name: str) -> Callable[[str], list[int]]:
 def load_planning(
     name: str | PathLike[str], *, dtype: str = "float32", quantization: str | None = None, backend: str = ""
 ) -> PlanningRuntime:
-    """The model called ``name`` without its weights: what plans prompts for a process that has them. Shared by later
-    calls in this process. Its fingerprint is that of the loaded model.
-
-    Args:
-        quantization: how the other process quantises the weights while it loads them. Its KV is that of other weights,
-            so that the fingerprint is another one. A checkpoint that is quantised already keeps its fingerprint, and
-            is accepted here, where its weights are not run.
-        backend: what runs the model there (:attr:`~cacheclip_rag.runtime.base.Runtime.backend`).
-
-    Raises:
-        The errors of :func:`load_model`, but for those of the device.
-    """
+    """The model called ``name`` without its weights: what plans prompts for a process (``backend``) that has them.
+    Shared by later calls in this process. Its fingerprint is that of the loaded model; with ``quantization`` of the
+    weights while they are loaded, whose KV is that of other weights, it is another one. A checkpoint that is quantised
+    already keeps its fingerprint, and is accepted here, where its weights are not run. Raises the errors of
+    :func:`load_model`, but for those of the device."""
     import torch
 
     from ..runtime.transformers.planning import PlanningRuntime

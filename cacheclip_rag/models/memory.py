@@ -35,12 +35,8 @@ def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None
 
 
 def check_room(needed: int, name: str, device: str, form: str = "", smaller: str = "") -> None:
-    """Raise ModelError if ``needed`` bytes of weights are more than is free on ``device``.
-
-    Args:
-        form: what the weights are loaded as, for the message.
-        smaller: what would make them smaller.
-    """
+    """Raise ModelError if ``needed`` bytes of weights are more than is free on ``device``. For the message: the
+    ``form`` in which they are loaded, and what would make them ``smaller``."""
     free = free_bytes(device)
     if free is None or needed <= free:
         return

@@ -21,16 +21,8 @@ def make_plan(
     question: str | None = None,
     given: Sequence[str] = (),
 ) -> Plan:
-    """Decide how a prompt is answered.
-
-    Args:
-        question: text that scores the chunks; default the text after the last chunk.
-        given: texts that should stand in the prompt.
-
-    Raises:
-        PromptTooLongError: the prompt does not fit the model's context.
-        ConfigurationError: the method cannot take this prompt.
-    """
+    """Decide how a prompt is answered. ``question``: text that scores the chunks; default the text after the last
+    chunk. ``given``: texts that should stand in the prompt. Raises PromptTooLongError."""
     runtime = sources.primary.runtime
     context = sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
@@ -58,12 +50,7 @@ def make_plan(
 
 
 def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Iterable[Segment]) -> int:
-    """Number of given texts of which no part stands in a prompt.
-
-    Args:
-        segments: the prompt.
-        found: chunks found in it, and parts of chunks.
-    """
+    """Number of given texts of which no part stands in a prompt, in which chunks and parts of chunks were ``found``."""
     absent = set(given)
     for chunk in found if absent else ():
         if isinstance(chunk, Chunk):

@@ -136,13 +136,9 @@ def lay_out(
     *,
     isolated: bool = False,
 ) -> Layout:
-    """Tokenise a prompt and find the tokens of its chunks.
-
-    Args:
-        tokenize_chunk: tokens of a whole chunk as it is stored.
-        isolated: True tokenises every chunk apart from the text around it, for models that were trained so. Parts of
-            chunks are fresh text then. A tokenizer without offsets does the same.
-    """
+    """Tokenise a prompt and find the tokens of its chunks, as ``tokenize_chunk`` gives those of a whole stored chunk.
+    ``isolated`` tokenises every chunk apart from the text around it, for models that were trained so: parts of chunks
+    are fresh text then. A tokenizer without offsets does the same."""
     spans: list[Span] = []
     isolated = isolated or not runtime.has_offsets
     for group in _groups(without_parts(segments) if isolated else segments, isolated):
@@ -169,11 +165,7 @@ def lay_out(
 
 
 def _altered(lost: Iterable[Chunk], tokenize_chunk: Callable[[str], TokenizedText]) -> dict[str, int]:
-    """See :attr:`Layout.altered`.
-
-    Args:
-        lost: segments of which no token is that of the chunk.
-    """
+    """See :attr:`Layout.altered`. ``lost``: segments of which no token is that of the chunk."""
     there: dict[str, int] = {}
     for segment in lost:
         there[segment.whole] = there.get(segment.whole, 0) + len(fold(segment.text)[0])

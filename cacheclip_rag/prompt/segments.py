@@ -79,13 +79,8 @@ def given_texts(documents: Documents) -> list[str]:
 def segment_text(
     text: str, index: TextIndex | None, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True
 ) -> list[Segment]:
-    """Cut ``text`` into chunks (stored texts, ``documents``, and parts of them) and fresh text. Joined, they equal
-    ``text``.
-
-    Args:
-        documents: normalised, see :func:`given_texts`.
-        parts: False finds whole texts only.
-    """
+    """Cut ``text`` into chunks (stored texts, normalised ``documents``, and their ``parts``) and fresh text. Joined,
+    they equal ``text``."""
     segments: list[Segment] = []
     position = 0
     for match in index.find(text, documents, parts=parts) if index is not None else ():

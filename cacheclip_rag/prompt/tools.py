@@ -325,15 +325,9 @@ def unmarked(tools: Iterable[Mapping[str, Any]]) -> list[str]:
 def call_schema(
     tools: Sequence[Mapping[str, Any]], only: str | None = None, *, otherwise: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """JSON schema of one call, for answers that must be a call (``SamplingParams(json_schema=…)``).
-
-    Args:
-        only: name of the tool that must be called; None: any of them.
-        otherwise: schema of an answer that is no call; None: it must be a call.
-
-    Raises:
-        ConfigurationError: there are no tools, or none with this name.
-    """
+    """JSON schema of one call, of the tool ``only`` or of any, for answers that must be a call
+    (``SamplingParams(json_schema=…)``) or else follow the schema ``otherwise``. Raises ConfigurationError if there are
+    no tools, or none with this name."""
     checked = check_tools(tools)
     wanted = [tool["function"] for tool in checked if only in (None, tool["function"]["name"])]
     if not wanted:
