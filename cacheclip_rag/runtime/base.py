@@ -269,15 +269,8 @@ class Runtime(ABC):
         self, state: Any, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
     ) -> torch.Tensor | None:
         """Read ``ids`` right after the first ``start`` tokens of a state of :meth:`begin`. Called only if
-        ``can_extend``.
-
-        Args:
-            head: False skips the language-model head and returns None.
-            logits_to_keep: number of last tokens whose logits are returned.
-
-        Returns:
-            Logits of the last token, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several.
-        """
+        ``can_extend``. Returns logits of the last token, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for
+        several; None without ``head``, which skips the language-model head."""
         raise AssertionError("extend was called on a runtime whose can_extend is False")
 
     def cut(self, state: Any, num_tokens: int) -> None:

@@ -53,11 +53,8 @@ class AuxiliaryPass:
         when_read: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` scores of the primary's tokens. Called within the clock's phase ``select``; time
-        spent on waiting for the store counts for ``read``.
-
-        Args:
-            when_read: called when all KV is read, while it is still being scored.
-        """
+        spent on waiting for the store counts for ``read``. ``when_read``: called when all KV is read, while it is still
+        being scored."""
         runtime, caches = self.runtime, self.caches
         asked = question_ids(runtime, question)
         least = min(len(asked), _LEAST_QUESTION_TOKENS)
@@ -103,12 +100,8 @@ class AuxiliaryPass:
         clock: PhaseClock,
         reading: ReadAhead,
     ) -> list[torch.Tensor]:
-        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens.
-
-        Args:
-            layers: those that are scored: of the head set, if there is one.
-            reading: of the pieces' texts.
-        """
+        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens in these layers: of the head set, if there is
+        one."""
         runtime, caches = self.runtime, self.caches
 
         def chunks() -> Iterator[KV]:
@@ -176,11 +169,8 @@ def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:
 def _mapped(
     spans: Sequence[Span], scores: Mapping[str, torch.Tensor], pieces: Mapping[str, _Piece]
 ) -> list[torch.Tensor]:
-    """Scores of the tokens of all spans; zeros for a span whose text has no scores.
-
-    Args:
-        scores: by whole text, of the tokens of its piece.
-    """
+    """Scores of the tokens of all spans, from those of the pieces by whole text; zeros for a span whose text has no
+    scores."""
     sources, targets, end = [], [], 0  # as if the texts were one text
     at: dict[str, int] = {}
     for text in scores:

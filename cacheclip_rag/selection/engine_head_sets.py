@@ -21,11 +21,7 @@ class HeadSets:
     """
 
     def __init__(self, primary: Callable[[], Runtime], auxiliary: Callable[[], ChunkCaches | None]) -> None:
-        """
-        Args:
-            primary: the primary model; loads it.
-            auxiliary: chunk caches of the auxiliary model, None if there is none; loads the model.
-        """
+        """Functions that load the primary model, and the auxiliary model's chunk caches, None if there is none."""
         self._primary, self._auxiliary = primary, auxiliary
         self._lock = threading.Lock()
         self._default: tuple[HeadSet | None] | None = None

@@ -148,11 +148,7 @@ class _Runs:
         self._is_long = (lengths >= size).repeat(counts)
 
     def means(self, flat: torch.Tensor) -> torch.Tensor:
-        """``(num_windows,)`` mean values, in order of chunks and tokens.
-
-        Args:
-            flat: ``(num_tokens,)`` values.
-        """
+        """``(num_windows,)`` mean values of ``(num_tokens,)`` values, in order of chunks and tokens."""
         found: torch.Tensor | None = None
         if self._is_long.any():
             means = flat.unfold(0, self._size, 1).mean(-1)

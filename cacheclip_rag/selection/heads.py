@@ -74,12 +74,7 @@ class HeadSet:
         return self.weights[torch.tensor([of == layer for of, _ in self.heads])]
 
     def check(self, auxiliary: Any, name: str = "") -> None:
-        """Raise ModelError unless the head set was made for this model.
-
-        Args:
-            auxiliary: a ModelRuntime.
-            name: the head set's name for the message, if it has one.
-        """
+        """Raise ModelError unless the head set, called ``name`` in the message, was made for this ModelRuntime."""
         called = f"the head set {name!r}" if name else "the head set"
         if weights_digest(auxiliary.fingerprint) != self.auxiliary_sha256:
             raise ModelError(

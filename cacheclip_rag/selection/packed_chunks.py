@@ -148,11 +148,8 @@ class PackedChunks:
         return flat.index_select(2, torch.from_numpy(where).to(flat.device))
 
     def sinks(self, count: int, *, spare: bool) -> torch.Tensor:
-        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each.
-
-        Args:
-            spare: leave out chunks without other tokens.
-        """
+        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each; ``spare`` leaves out chunks
+        without others."""
         firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
         return torch.from_numpy(np.concatenate(firsts))
 

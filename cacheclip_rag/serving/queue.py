@@ -44,12 +44,8 @@ class Queue:
     """Bytes of KV that running answers may hold together. An answer that needs more runs alone."""
 
     def __init__(self, most_running: int, most_waiting: int, *, is_shared: bool = False) -> None:
-        """
-        Args:
-            most_running: answers, whatever they hold.
-            most_waiting: of one tenant.
-            is_shared: whether there are several tenants. One place is then kept free of each of them.
-        """
+        """``most_running`` answers, whatever they hold; ``most_waiting`` of one tenant. With several tenants
+        (``is_shared``), one place is kept free of each of them."""
         self._most_running, self._most_waiting, self._is_shared = most_running, most_waiting, is_shared
         self._places: list[Place] = []
         """Of running answers."""

@@ -161,11 +161,7 @@ class _Message(_ContentPart):
         return {name if name in _COUNTED_IN_MESSAGES | _REFUSED_IN_MESSAGES else "other" for name in found}
 
     def for_engine(self, place: str, *, is_old: bool = False) -> Message:
-        """The message in the engine's format.
-
-        Args:
-            is_old: whether a user's message follows.
-        """
+        """The message in the engine's format; ``is_old``: whether a user's message follows."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value}
         is_old = is_old and self.role not in ("system", "developer")
         refused = _CONTINUED if self.role == "assistant" else _REFUSED_IN_MESSAGES

@@ -38,11 +38,8 @@ class TransformersBackend(ServingBackend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own, under one limit."""
 
     def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
-        """
-        Args:
-            config: settings of the engines; its namespace is that of the server's own tenant.
-            hide_hits: whether answers do not tell which chunks were stored (:mod:`.hidden`).
-        """
+        """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
+        were stored (:mod:`.hidden`)."""
         self._config, self._hide_hits = config, hide_hits
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes

@@ -202,23 +202,16 @@ class Catalog:
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
 
     def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
-        """Remove a tenant's entries; returns how many existed.
-
-        Args:
-            delete: deletes their payloads; returns how many existed. Called inside the transaction, so that no entry is
-                lost whose payload another process writes meanwhile.
-        """
+        """Remove a tenant's entries; returns how many existed. ``delete`` deletes their payloads, and is called inside
+        the transaction, so that no entry is lost whose payload another process writes meanwhile."""
         with self.database.transaction() as run:
             deleted = delete(keys) if delete is not None else 0
             sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
             return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
-        """Record what the medium holds under a key. Raises StoreError without waiting if another process is writing.
-
-        Args:
-            measure: the entry that the medium holds under a key, or None. Whatever it raises, the entry stays.
-        """
+        """Record what the medium holds under a key, as ``measure`` says; whatever it raises, the entry stays. Raises
+        StoreError without waiting if another process is writing."""
         with waiting_at_most(0), self.database.transaction() as run:
             _correct(run, key, measure)
 
@@ -272,15 +265,11 @@ class Catalog:
         self, namespace: str, key: str, num_bytes: int, writer: str, evict: Callable[[list[str]], None]
     ) -> tuple[int | None, int]:
         """Make room for a payload and announce its write: the number of the write, or None if there is no room, and the
-        number of entries evicted.
+        number of entries evicted. ``evict`` is called inside the transaction, so that their room cannot be taken twice.
 
         A tenant above its quota loses its own least recently used entries. Above the store's limit, the tenant with the
         most bytes loses its least recently used ones, so that one tenant's flood evicts none of the others. The write
-        must end with :meth:`finish` or :meth:`abandon`.
-
-        Args:
-            evict: deletes payloads. Called inside the transaction, so that their room cannot be taken twice.
-        """
+        must end with :meth:`finish` or :meth:`abandon`."""
         with self.database.transaction() as run:
             found = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
             if found is not None and found[0] != namespace:
@@ -318,12 +307,8 @@ class Catalog:
         return count
 
     def finish(self, number: int, measure: Callable[[], Entry | None], discard: Callable[[], None]) -> None:
-        """End a write whose payload is complete.
-
-        Args:
-            measure: looks at the medium: another process may have replaced or deleted the payload meanwhile.
-            discard: deletes the payload. Called instead if the tenant was dropped meanwhile.
-        """
+        """End a write whose payload is complete. ``measure`` looks at the medium: another process may have replaced or
+        deleted the payload meanwhile. If the tenant was dropped meanwhile, ``discard`` deletes it instead."""
         with self.database.transaction() as run:
             found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
             dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
@@ -349,13 +334,8 @@ class Catalog:
         measure: Callable[[str], Entry | None],
         evict: Callable[[list[str]], None],
     ) -> int:
-        """End the writes of killed processes; returns how many there were.
-
-        Args:
-            measure: the entry that the medium holds under a key, or None. A write for which it raises OSError,
-                MemoryError or FrameError stays announced.
-            evict: deletes payloads.
-        """
+        """End the writes of killed processes; returns how many there were. A write for which ``measure`` raises
+        OSError, MemoryError or FrameError stays announced."""
         count, last = 0, -1
         sql = "SELECT id, key, writer FROM writes WHERE id > ? ORDER BY id LIMIT ?"
         while rows := self.database.query(sql, (last, 4 * BATCH)):
@@ -368,11 +348,7 @@ class Catalog:
         return count
 
     def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
-        """Remove everything that the catalog knows of a tenant; returns the number of entries.
-
-        Args:
-            evict: deletes payloads.
-        """
+        """Remove everything that the catalog knows of a tenant; returns the number of entries."""
         tables = ("texts", "contents", "sources", "quotas")
         self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
         # writes that are going on count until their payloads are deleted

@@ -275,14 +275,8 @@ class ChunkStore:
         return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
 
     def sweep(self, most_s: float = math.inf) -> int:
-        """Complete or remove what killed processes left; returns how many writes there were.
-
-        Args:
-            most_s: stop after so many seconds.
-
-        Raises:
-            StoreError: the catalog is of another version. Other errors are only logged.
-        """
+        """Complete or remove what killed processes left, for ``most_s`` seconds at most; returns how many writes there
+        were. Raises StoreError if the catalog is of another version; other errors are only logged."""
         count, swept, until = 0, set[str](), time.monotonic() + most_s
         if self._writer is None:
             return 0

@@ -88,12 +88,9 @@ class Codec(ABC):
 
     @abstractmethod
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        """The layer from its arrays, on their device. The result may share memory with them.
-
-        Args:
-            arrays: one for each of :meth:`parts`. If tokens of several chunks stand side by side, an array that holds
-                for all tokens of a chunk has one entry per token, too.
-        """
+        """The layer from its arrays, one for each of :meth:`parts`, on their device. The result may share memory with
+        them. If tokens of several chunks stand side by side, an array that holds for all tokens of a chunk has one
+        entry per token, too."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         return sum(part.num_bytes for part in self.parts(shape))
@@ -303,14 +300,8 @@ class Frame:
 
     @classmethod
     def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
-        """Read the header of ``data``, the payload of ``key``. Layers are not read.
-
-        Args:
-            num_bytes: size of the whole payload, if ``data`` is only its beginning.
-
-        Raises:
-            FrameError: the payload is damaged, of another version, or of another key.
-        """
+        """Read the header of ``data``, the payload of ``key`` or its beginning, of ``num_bytes`` in all. Layers are not
+        read. Raises FrameError if the payload is damaged, of another version, or of another key."""
         view = memoryview(data)
         if view.readonly:  # torch warns about tensors over read-only memory
             view = memoryview(bytearray(view))
@@ -374,18 +365,8 @@ class Frame:
         return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
 
     def verify(self, first: int = 0, num_bytes: int | None = None) -> int:
-        """Compare layers with their checksums.
-
-        Args:
-            first: number of the first layer.
-            num_bytes: only the layers within the first ``num_bytes`` bytes of the frame; default all.
-
-        Returns:
-            Number of the first layer that was not compared.
-
-        Raises:
-            FrameError: a layer is damaged.
-        """
+        """Compare layers from ``first`` on, within the first ``num_bytes`` bytes of the frame (default all), with their
+        checksums; returns the number of the first layer that was not compared. Raises FrameError if one is damaged."""
         size = self.layer_size
         stop = len(self.checksums) if num_bytes is None else max(first, (num_bytes - self.start) // size)
         for number in range(first, stop):

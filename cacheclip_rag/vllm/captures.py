@@ -156,11 +156,7 @@ class Captor:
     """Of the step under way: rows of the forward pass, and which of ``_slots`` each is."""
 
     def begin(self, rows: Sequence[CapturedRows], slots: Sequence[torch.Tensor]) -> None:
-        """A step begins.
-
-        Args:
-            slots: per element of ``rows`` the slots of its positions in vLLM's paged cache.
-        """
+        """A step begins. ``slots``: per element of ``rows`` the slots of its positions in vLLM's paged cache."""
         self._rows, self._places = list(rows), None
         self._slots = torch.cat([torch.zeros(0, dtype=torch.int64), *slots])
 
@@ -274,12 +270,8 @@ class ContextFile:
 
 
 def write_context(folder: Path, kv: torch.Tensor, model: str) -> str:
-    """Write the KV before chunks atomically, and return its name.
-
-    Args:
-        kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys after RoPE.
-        model: fingerprint of the model.
-    """
+    """Write the KV before chunks, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` with keys after RoPE,
+    atomically; returns its name. ``model`` is the model's fingerprint."""
     name = secrets.token_hex(16)
     header = {"format": str(FORMAT_VERSION), "model": model}
     write_tensors(folder / f"{name}.safetensors", {"kv": kv.cpu().contiguous()}, header)

@@ -68,12 +68,8 @@ class ChunkEncoder:
     """Computes chunks by a ``vllm.LLM`` that was made with :func:`encoding_options`."""
 
     def __init__(self, llm: Any, runtime: PlanningRuntime, folder: str | PathLike[str]) -> None:
-        """
-        Args:
-            llm: the LLM, or a function that starts it, called at the first chunk.
-            runtime: the primary without its weights.
-            folder: that of :func:`encoding_options`.
-        """
+        """``llm``: the LLM, or a function that starts it, called at the first chunk. ``runtime``: the primary without
+        its weights. ``folder``: that of :func:`encoding_options`."""
         self._llm, self._runtime, self._folder = llm, runtime, Path(folder)
         self._is_started = False
         self._context: tuple[torch.Tensor, str] | None = None
@@ -182,14 +178,9 @@ def encoding_primary(
     max_tokens: int | None = None,
     keep: Callable[[ChunkEncoder], None] = lambda encoder: None,
 ) -> Callable[..., PlanningRuntime]:
-    """What an engine takes as ``load_primary``, so that vLLM computes its primary's chunks.
-
-    Args:
-        llm, folder: those of :class:`ChunkEncoder`.
-        quantization: vLLM's own.
-        max_tokens: vLLM's ``max_model_len``, if it is given.
-        keep: called with the encoder when it is made.
-    """
+    """What an engine takes as ``load_primary``, so that vLLM computes its primary's chunks. ``llm``, ``folder``: those
+    of :class:`ChunkEncoder`; ``max_tokens``: vLLM's ``max_model_len``; ``keep``: called with the encoder when it is
+    made."""
 
     def load(name: str, *, dtype: str) -> PlanningRuntime:
         planning = load_planning(name, dtype=dtype, quantization=quantization)

@@ -43,14 +43,9 @@ class Loader:
         max_runs: int,
         max_rows: int,
     ) -> None:
-        """
-        Args:
-            layers: vLLM's attention layers by number.
-            row_runner: makes what runs rows, once a plan computes some.
-            group: vLLM's tensor-parallel group.
-
-        Other arguments are those of :class:`~cacheclip_rag.vllm.parameters.Ready`.
-        """
+        """``layers``: vLLM's attention layers by number; ``row_runner`` makes what runs rows, once a plan computes
+        some; ``group``: vLLM's tensor-parallel group. The others are those of
+        :class:`~cacheclip_rag.vllm.parameters.Ready`."""
         self._layers = dict(layers)
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")

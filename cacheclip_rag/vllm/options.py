@@ -89,11 +89,7 @@ def is_on(flags: Sequence[str], name: str) -> bool:
 
 
 def value_of(flags: Sequence[str], name: str, short: str | None = None) -> str | None:
-    """What a flag of vLLM is set to; None if it is not given.
-
-    Args:
-        short: its name of one letter, such as ``-q``.
-    """
+    """What a flag of vLLM, also by its name of one letter (``-q``), is set to; None if it is not given."""
     found = None
     for number, flag in enumerate(flags):
         is_short = short is not None and flag.startswith(short)

@@ -110,17 +110,9 @@ class Ready:
         max_runs: int,
         max_rows: int,
     ) -> Ready:
-        """Read what a request carries.
-
-        Args:
-            given: the value under :data:`PARAMETER`.
-            token_ids: the prompt as vLLM has it.
-            runtime: vLLM's model.
-            max_runs, max_rows: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`).
-
-        Raises:
-            ConfigurationError, ValueError, OSError: why its KV cannot be made.
-        """
+        """Read what a request carries (the value under :data:`PARAMETER`) with a prompt as vLLM has it. ``max_runs``,
+        ``max_rows``: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`). Raises ConfigurationError, ValueError
+        or OSError, which say why its KV cannot be made."""
         named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
         if not isinstance(given, Mapping) or named != {"plan"}:
             raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")

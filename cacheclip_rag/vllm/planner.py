@@ -170,11 +170,8 @@ class Planner:
         variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
     ) -> list[Segment]:
-        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method.
-
-        Args:
-            as_it_stands: the prompt is a text without chat template and system prompt.
-        """
+        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method. ``as_it_stands``: it is a
+        text without chat template and system prompt."""
         chosen = method if isinstance(method, Method) else self.make_method(method)
         isolated = self.parts.context_of(chosen).isolated
         given = given_texts(documents)

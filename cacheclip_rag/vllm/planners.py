@@ -218,11 +218,8 @@ class Planning:
 
 
 def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) -> None:
-    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts.
-
-    Args:
-        shown: the prompt with empty texts.
-    """
+    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts, with which it is
+    ``shown``."""
     if not asked.without_content:
         return
     if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):

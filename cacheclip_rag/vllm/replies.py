@@ -48,14 +48,8 @@ class Result:
     def field_of(
         self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """The field.
-
-        Args:
-            usage: vLLM's token counts.
-            told: the connector's outcome; None in streams, where vLLM does not hand it on, so that its token counts
-                must tell.
-            metrics: vLLM's times.
-        """
+        """The field, from vLLM's token counts and times and the connector's outcome ``told``: None in streams, where
+        vLLM does not hand it on, so that its token counts must tell."""
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         outcome, reason = self._outcome(cached, told, bool(usage))
         stats = self._stats(outcome, reason, usage, cached, told or {})

@@ -101,14 +101,8 @@ def check_carried(body: Mapping[str, Any]) -> None:
 
 
 def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
-    """The prompt of a chat.
-
-    Args:
-        name: served name of the model.
-
-    Raises:
-        NotPlanned: a plan cannot follow it, or it is malformed, which vLLM will say.
-    """
+    """The prompt of a chat with the model's served name. Raises NotPlanned if a plan cannot follow it, or it is
+    malformed, which vLLM will say."""
     _check_fields(body, name, _CHAT)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

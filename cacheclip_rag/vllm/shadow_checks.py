@@ -30,12 +30,8 @@ class ShadowChecks:
     """Asks again, for one answer at a time. What goes wrong is counted, and never raised."""
 
     def __init__(self, app: ASGIApp, planning: Planning, rate: float) -> None:
-        """
-        Args:
-            app: vLLM's.
-            planning: has the tokenizer, and the metrics that count.
-            rate: share of the fused greedy answers, 0 to 1.
-        """
+        """``app`` is vLLM's. ``planning`` has the tokenizer, and the metrics that count. ``rate``: share of the fused
+        greedy answers, 0 to 1."""
         self.rate = rate
         self._app, self._planning = app, planning
         self._shadow = Shadow(rate, planning.metrics)
@@ -43,13 +39,8 @@ class ShadowChecks:
         self._default: float | None = None
 
     def offer(self, scope: Scope, body: Mapping[str, Any], result: Result, sent: bytes | bytearray) -> None:
-        """Compare an answer if it is chosen, unless another one is being compared. Returns at once.
-
-        Args:
-            scope: of the client's request.
-            body: as it went to vLLM.
-            sent: vLLM's response, or the beginning of its stream.
-        """
+        """Compare an answer if it is chosen, unless another one is being compared. Returns at once. ``scope``: of the
+        client's request; ``body``: as it went to vLLM; ``sent``: vLLM's response, or the beginning of its stream."""
         if not self.rate or result.stats is None or not result.stats.generated_tokens:
             return
         try:

@@ -63,15 +63,8 @@ def check_architecture(model_type: str, name: str) -> None:
 
 
 def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
-    """Check a transformers ``config``.
-
-    Args:
-        quantised: accept quantised weights, which another process runs.
-
-    Raises:
-        UnsupportedModelError: KV of this model cannot be reused exactly. The message gives one reason and an
-            alternative.
-    """
+    """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
+    ``config`` cannot be reused exactly. ``quantised``: accept quantised weights, which another process runs."""
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
         _refuse(

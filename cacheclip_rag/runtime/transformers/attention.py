@@ -24,15 +24,9 @@ def block_attention(
     blocks: Sequence[Block | SideBySide],
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attention of each block's rows over its keys. Blocks cover every row once, in order.
-
-    Args:
-        query: ``(1, num_heads, num_rows, head_dim)``.
-        key, value: ``(1, num_kv_heads, num_slots, head_dim)``; heads are shared in groups (GQA).
-
-    Returns:
-        ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects.
-    """
+    """Attention of each block's rows over its keys. Blocks cover every row once, in order. ``query``: ``(1, num_heads,
+    num_rows, head_dim)``; ``key``, ``value``: ``(1, num_kv_heads, num_slots, head_dim)``, whose heads are shared in
+    groups (GQA). Returns ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects."""
     num_kv_heads = key.shape[1]
     # (num_kv_heads, num_rows, groups, head_dim): a row's heads of one group are neighbours, because they see the same
     rows = query[0].unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
@@ -44,18 +38,11 @@ def block_attention(
 
 
 def row_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attention of one row, which sees all keys that its window covers: a decoded token.
+    """Attention of one row, which sees all keys that its window covers: a decoded token. Shapes are those of
+    :func:`block_attention`, with a batch.
 
     The heads of a group are the rows of one product, because they see the same keys. PyTorch's kernel for processors
-    multiplies them one by one otherwise, in bfloat16 ten times as slowly.
-
-    Args:
-        query: ``(batch, num_heads, 1, head_dim)``.
-        key, value: ``(batch, num_kv_heads, num_keys, head_dim)``.
-
-    Returns:
-        ``(batch, 1, num_heads, head_dim)``, the layout that transformers expects.
-    """
+    multiplies them one by one otherwise, in bfloat16 ten times as slowly."""
     rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (batch, num_kv_heads, groups, head_dim)
     if rule.window is not None:
         key, value = key[:, :, -rule.window :], value[:, :, -rule.window :]
@@ -78,12 +65,8 @@ def query_attention(
     heads: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention weights (or logits) of one block's rows: float32, in the shape that :attr:`Probe.record` takes.
-
-    Args:
-        query: ``(num_heads, num_rows, head_dim)``, queries of the block's rows.
-        key: ``(num_kv_heads, num_keys, head_dim)``, the block's keys.
-        heads: numbers of the query heads that are computed; default all.
-    """
+    ``query``: ``(num_heads, num_rows, head_dim)``, of the block's rows; ``key``: ``(num_kv_heads, num_keys,
+    head_dim)``, the block's keys; ``heads``: numbers of the query heads that are computed, default all."""
     if heads is not None and len(heads) < len(query):
         query, key, rule = _of_heads(query, key, rule, heads)
     if isinstance(block, SideBySide):
@@ -152,12 +135,9 @@ def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 def _of_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block | SideBySide, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of one block's rows over its keys: ``(num_kv_heads, num_rows * groups, head_dim)``.
-
-    Args:
-        query: ``(num_kv_heads, num_rows, groups, head_dim)``, the block's rows.
-        key, value: ``(num_kv_heads, num_slots, head_dim)``.
-    """
+    """Attention of one block's rows over its keys: ``(num_kv_heads, num_rows * groups, head_dim)``. ``query``:
+    ``(num_kv_heads, num_rows, groups, head_dim)``, the block's rows; ``key``, ``value``: ``(num_kv_heads, num_slots,
+    head_dim)``."""
     if isinstance(block, SideBySide):
         return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
     if not block.is_plain(rule):

@@ -249,13 +249,8 @@ def causal_plan(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
 ) -> AttentionPlan:
-    """Plan in which each row sees its own slot and earlier slots.
-
-    Args:
-        slots: ``(num_rows,)`` int64, strictly increasing; best on the CPU.
-        device: where the attention will run; default the device of ``slots``.
-        geometry: positions and contexts of a method that changes them; default slot = position.
-    """
+    """Plan in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
+    increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
     blocks, masks = [], Masks()
     placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
     is_long = len(slots) > 0 and int(slots[-1]) >= _LONG

@@ -69,12 +69,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on.
-
-        Args:
-            scale: ``(num_kv_heads, num_tokens, 1)``, by which the values are multiplied: 8-bit integers need no
-                memory for their floats but the cache.
-        """
+        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on. Values are multiplied by ``scale``,
+        ``(num_kv_heads, num_tokens, 1)``: 8-bit integers need no memory for their floats but the cache."""
         stop = start + keys.shape[-2]
         self._keys[0, :, start:stop] = keys
         target = self._values[0, :, start:stop]
@@ -88,12 +84,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._resize(max(self.length, length))
 
     def write_at(self, start: int, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor) -> None:
-        """Write one row of ``keys`` and ``values``, ``(num_kv_heads, num_tokens, head_dim)`` of the layer's dtype, to
-        each slot from ``start`` on.
-
-        Args:
-            source: ``(num_slots,)`` int64: the row for each slot.
-        """
+        """Write the row ``source``, ``(num_slots,)`` int64, of ``keys`` and ``values``, ``(num_kv_heads, num_tokens,
+        head_dim)`` of the layer's dtype, to each slot from ``start`` on."""
         stop = start + len(source)
         torch.index_select(keys, 1, source, out=self._keys[0, :, start:stop])  # six times as fast as index_copy_
         torch.index_select(values, 1, source, out=self._values[0, :, start:stop])

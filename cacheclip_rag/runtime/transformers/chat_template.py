@@ -31,15 +31,9 @@ _SYNTAX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, ex
 
 @lru_cache(maxsize=64)
 def counted(template: str, step: str) -> Any:
-    """A template as a syntax tree in which every pass of a loop and every call of a macro counts its steps.
-    Transformers takes it in place of the text, and compiles it once: the same text gives the same tree.
-
-    Args:
-        step: path of the function that is called with a number of steps and returns True.
-
-    Raises:
-        jinja2.TemplateSyntaxError: it is no template.
-    """
+    """A template as a syntax tree in which every pass of a loop and every call of a macro counts its steps, by the
+    function of path ``step``, which returns True. Transformers takes it in place of the text, and compiles it once: the
+    same text gives the same tree. Raises jinja2.TemplateSyntaxError."""
     tree = _SYNTAX.parse(template)
     with_bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)))
     for node in with_bodies:

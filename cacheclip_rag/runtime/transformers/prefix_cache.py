@@ -155,18 +155,12 @@ class PrefixCache:
         return len(found) * self.block_tokens
 
     def insert(self, ids: Sequence[int], cache: KeptKV, *, cleared: int | None = None) -> int:
-        """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
+        """Store all new whole blocks of ``ids`` that fit; returns their number. Their KV is copied from slots 0 to
+        ``len(ids) - 1``.
 
         Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
-        storing; the next insert continues after it.
-
-        Args:
-            cleared: what :attr:`cleared` was when the prompt was answered: if it is another number now, nothing is
-                stored. Default: not compared.
-
-        Returns:
-            Number of new blocks.
-        """
+        storing; the next insert continues after it. ``cleared`` is what :attr:`cleared` was when the prompt was
+        answered: if it is another number now, nothing is stored."""
         chain = self._chain(tuple(ids))
         if not chain:
             return 0
