@@ -214,12 +214,8 @@ class Database:
         self._connection = None
 
     def _open(self) -> sqlite3.Connection:
-        is_open, identity = self._connection is not None and self._owner_pid == os.getpid(), None
-        if self._path is not None:
-            with suppress(OSError):
-                found = os.lstat(self._path)
-                identity = found.st_dev, found.st_ino
-        if self._connection is None or not is_open or identity != self._identity:
+        is_open = self._connection is not None and self._owner_pid == os.getpid()
+        if self._connection is None or not is_open or _identity(self._path) != self._identity:
             self._disconnect()
             self._connection, self._owner_pid = self._connect(), os.getpid()
             self._identity = _identity(self._path)

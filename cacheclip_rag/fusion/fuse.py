@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,11 +51,8 @@ def fuse(
         else:
             match = sources.match(plan, usable=geometry is None)
     with match:
-        if isinstance(match, ContinuedMatch):
-            layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
-            stale = match.stale[: layout.num_cached]
-        else:
-            layout, stale = plan.layout.cached_until(match.num_tokens, plan.reused), None
+        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
+        stale = None if match.stale is None else match.stale[: layout.num_cached]
         pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
         return pass_.run(match)
 
@@ -143,20 +140,20 @@ class _FusedPass:
                 view = PromptView(**self._seen(scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
-                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, reading, numbers, scores)
         while True:  # something turned out to be damaged, and is gone
             with reading.again() as reading, suppress(ReadAgain):
-                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, reading, numbers, scores)
 
     def _assemble_and_recompute(
-        self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]
+        self,
+        match: Match | ContinuedMatch,
+        reading: ReadAhead,
+        numbers: Mapping[str, int],
+        scores: Mapping[Span, torch.Tensor],
     ) -> Fused | None:
-        """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
-        text.
-
-        Raises:
-            ReadAgain: some KV turned out to be damaged.
-        """
+        """Write prefix and chunk KV, which ``reading`` gives by the numbers of texts, into a cache and recompute on it.
+        A chunk that cannot be read becomes ordinary text. Raises ReadAgain if some KV turned out to be damaged."""
         plan, clock = self.plan, self.clock
         layout = plan.layout
         with clock.phase("assemble"):
@@ -164,7 +161,7 @@ class _FusedPass:
             cache.geometry = self.geometry
             if layout.num_cached:
                 match.write_to(cache)  # tokens after num_cached are overwritten
-            reused, pieces = self._pieces(reads)
+            reused, pieces = self._pieces(reading, numbers)
             if not reused:
                 return None
             kept = plan.reusing(reused)
@@ -174,9 +171,9 @@ class _FusedPass:
 
             def write(layer: int) -> None:
                 with clock.phase_within("read", "assemble"):
-                    reads.reading.wait(layer)
+                    reading.wait(layer)
                 fill(layer)
-                reads.reading.done(layer)
+                reading.done(layer)
 
             if plan.method.reads_cache and not is_changed:
                 for layer in range(self.runtime.num_layers):
@@ -188,7 +185,7 @@ class _FusedPass:
         began: list[float] = []
 
         def before_layer(layer: int) -> None:
-            began.append(reads.reading.busy_s())
+            began.append(reading.busy_s())
             with clock.phase_within("assemble", "recompute"):
                 write(layer)
 
@@ -196,13 +193,11 @@ class _FusedPass:
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
-        if isinstance(match, ContinuedMatch):
-            found = replace(found, turns=match.turns)
-        busy_s = reads.reading.busy_s()
+        busy_s = reading.busy_s()
         clock.reading_s += busy_s
         if began:
             clock.left_to_read_s = busy_s - began[0]
-        return found
+        return replace(found, turns=match.turns)
 
     def choose(
         self, scorable: Sequence[Span], when_read: Callable[[], None] | None
@@ -281,6 +276,12 @@ class _FusedPass:
     def _seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
         layout, auxiliary = self.plan.layout, self.sources.auxiliary
+
+        def auxiliary_scores(scorer: Any) -> list[torch.Tensor]:
+            assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
+            asked = self.plan.question or question_text(layout)
+            return auxiliary.score(scorable, asked, scorer, self.clock, when_read)
+
         return {
             "layout": layout,
             "spans": scorable,
@@ -288,9 +289,7 @@ class _FusedPass:
             "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, self.plan.reused, []),
-            "auxiliary_scores": lambda scorer: (auxiliary or _no_auxiliary()).score(
-                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
-            ),
+            "auxiliary_scores": auxiliary_scores,
         }
 
     def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -311,7 +310,7 @@ class _FusedPass:
             for span in spans
         ]
 
-    def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
+    def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
         layout = self.plan.layout
         reused, pieces = list[Span](), list[tuple[int, KV]]()
@@ -322,24 +321,11 @@ class _FusedPass:
                 reused.append(span)
                 continue
             with self.clock.phase_within("read", "assemble"):
-                whole = reads.reading.kv(reads.numbers[span.whole])
+                whole = reading.kv(numbers[span.whole])
             if whole is not None:
                 reused.append(span)
                 pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
         return reused, pieces
-
-
-def _no_auxiliary() -> NoReturn:
-    raise AssertionError("a method that asks for the auxiliary's scores declares needs_auxiliary")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """Stored KV by text."""
-
-    numbers: Mapping[str, int]
-    """By text, the number of its KV in ``reading``."""
-    reading: ReadAhead
 
 
 def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:

@@ -33,9 +33,7 @@ def fuse_in_order(
     with clock.phase("lookup"):
         match: Match | ContinuedMatch = sources.continued_match(plan) if plan.continues else sources.match(plan)
     with match:
-        continued = match.num_tokens if isinstance(match, ContinuedMatch) else 0
-        exact = match.num_exact if isinstance(match, ContinuedMatch) else match.num_tokens
-        layout = plan.layout.cached_until(exact, plan.reused, continued=continued)
+        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
         return _fused(runtime, replace(plan, layout=layout), sources, match, capacity, clock, trace)
 
 
@@ -48,7 +46,7 @@ def _fused(
     clock: PhaseClock,
     trace: bool,
 ) -> Fused | None:
-    known = match.stale[: plan.layout.num_cached] if isinstance(match, ContinuedMatch) else None
+    known = None if match.stale is None else match.stale[: plan.layout.num_cached]
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
     in_spans = replace(plan, method=plan.method.in_spans(runtime.span_tokens))
     with sources.primary.read_ahead(texts) as reading:
@@ -76,7 +74,7 @@ def _fused(
         float(len(computed)),
         int(rows[0]),
         _stale(kept, computed, known),
-        match.turns if isinstance(match, ContinuedMatch) else 0,
+        match.turns,
         trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
 

@@ -24,7 +24,7 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.budget import Budget
 from ..selection.grouping import Tokens
-from ..selection.views import CacheView, split_by_span
+from ..selection.views import CacheView, per_span, split_by_span
 from .base import Method
 from .correction import install_correction
 
@@ -87,7 +87,7 @@ class CacheBlend(Method):
         """The tokens that run in the first layers."""
         self._check_depth(view.runtime)
         if self.budget.takes_all(view):
-            return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
+            return per_span(view.spans, True)
         skipped = self.budget.num_skipped(view)
         lengths = [len(span.tokens) for span in view.spans]
         budgets = self.budgets(view.runtime.num_layers, view.num_chunk_tokens, sum(lengths[skipped:]))

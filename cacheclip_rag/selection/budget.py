@@ -12,7 +12,7 @@ import torch
 from ..base.checks import check_flag, check_ratio, check_share, check_whole_number
 from ..base.errors import ConfigurationError
 from .grouping import Grouping, Windows
-from .views import PromptView
+from .views import PromptView, per_span
 
 _MOST_START_TOKENS = 16
 """Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
@@ -70,8 +70,7 @@ class Budget(TokenBudget):
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_open(view):
             return self.choose(view, scores, self.num_tokens(view), view.candidates)
-        lengths = [len(span.tokens) for span in view.spans]
-        return list(torch.full((sum(lengths),), self.takes_all(view)).split(lengths))
+        return per_span(view.spans, self.takes_all(view))
 
     def choose(
         self,

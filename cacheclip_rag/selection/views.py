@@ -47,6 +47,12 @@ class CacheView(PromptView):
     """Takes the final scores per span, for an answer's trace."""
 
 
+def per_span(spans: Sequence[Span], value: float) -> list[torch.Tensor]:
+    """Per span ``(num_tokens,)`` of one value, bool or float."""
+    lengths = [len(span.tokens) for span in spans]
+    return list(torch.full((sum(lengths),), value).split(lengths))
+
+
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
     """Cut values of the whole prompt, ``(num_slots, ...)``, into one tensor per span."""
     return [values[span.start : span.stop] for span in spans]

@@ -322,7 +322,7 @@ def _is_garbage(store: ChunkStore, key: str) -> bool:
     except (OSError, MemoryError, OtherVersionError):
         return False
     except FrameError:
-        return True
+        pass
     return True
 
 

@@ -148,9 +148,7 @@ class Catalog:
 
     def entry(self, namespace: str, key: str) -> Entry | None:
         """The entry of a key, if the tenant has it. A key of another tenant is not distinguishable from none."""
-        sql = f"SELECT {_ENTRY} FROM entries WHERE key = ? AND namespace = ?"
-        rows = self.database.query(sql, (key, namespace))
-        return Entry(*rows[0]) if rows else None
+        return self.entries_of(namespace, [key]).get(key)
 
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
         found: dict[str, Entry] = {}

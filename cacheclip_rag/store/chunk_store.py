@@ -19,7 +19,7 @@ import math
 import os
 import time
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,7 @@ class StoreStats:
     """Fastest first."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "entries": self.entries,
-            "bytes": self.bytes,
-            "max_bytes": self.max_bytes,
-            "tenants": self.tenants,
-            "tiers": [tier.to_dict() for tier in self.tiers],
-        }
+        return {**asdict(self), "tiers": [tier.to_dict() for tier in self.tiers]}
 
 
 class ChunkStore:

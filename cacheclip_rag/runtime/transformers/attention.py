@@ -152,7 +152,9 @@ def _of_block(
         weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
         return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
     rows, groups = query.flatten(1, 2), query.shape[2]
-    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and _can_split(query):
+    # a kernel that also returns the log-sum-exp of the logits, without a gradient
+    can_split = query.device.type == "cpu" and not torch.is_grad_enabled()
+    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and can_split:
         mask = _additive_mask(block, block.first, rule, query, groups)
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
@@ -161,11 +163,6 @@ def _of_block(
             rows[None], keys[None], values[None], attn_mask=mask, scale=rule.scaling
         )
     return found[0]
-
-
-def _can_split(query: torch.Tensor) -> bool:
-    """Whether there is a kernel that also returns the log-sum-exp of the logits. It has no gradient."""
-    return query.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _in_two_parts(
@@ -246,23 +243,22 @@ def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, in
 
 def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
     """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
-    use = "positioned", rule.window, query.device  # a window of 1 equals True, hence the names
-    return block.kept(use, lambda: _make_positioned_mask(block, rule).to(query.device))
 
+    def make() -> torch.Tensor:
+        slots = torch.arange(block.keys.stop - block.keys.start)
+        row_slots = block.positions.cpu()
+        hidden = slots[None, :] > row_slots[:, None]
+        geometry = block.geometry
+        if geometry is not None and geometry.contexts is not None:
+            hidden &= ~geometry.contexts_of(slots)[None, :]
+        if rule.window is not None:
+            of_rows, of_keys = row_slots, slots
+            if geometry is not None:
+                of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
+            hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
+        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
 
-def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
-    slots = torch.arange(block.keys.stop - block.keys.start)
-    row_slots = block.positions.cpu()
-    hidden = slots[None, :] > row_slots[:, None]
-    geometry = block.geometry
-    if geometry is not None and geometry.contexts is not None:
-        hidden &= ~geometry.contexts_of(slots)[None, :]
-    if rule.window is not None:
-        of_rows, of_keys = row_slots, slots
-        if geometry is not None:
-            of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
-        hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
-    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return block.kept(("positioned", rule.window, query.device), make)  # a window of 1 equals True, hence the names
 
 
 def _additive_mask(

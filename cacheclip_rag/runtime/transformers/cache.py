@@ -79,10 +79,6 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
             target.mul_(scale)
         self._resize(max(self.length, stop))
 
-    def extend_to(self, length: int) -> None:
-        """As if KV were written up to slot ``length - 1``."""
-        self._resize(max(self.length, length))
-
     def write_at(self, start: int, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor) -> None:
         """Write the row ``source``, ``(num_slots,)`` int64, of ``keys`` and ``values``, ``(num_kv_heads, num_tokens,
         head_dim)`` of the layer's dtype, to each slot from ``start`` on."""
@@ -159,7 +155,7 @@ class FusedCache(Cache):  # type: ignore[misc]
     def extend_to(self, length: int) -> None:
         """Give all layers at least this length. Their KV is written later."""
         for layer in self.layers:
-            layer.extend_to(length)
+            layer._resize(max(layer.length, length))
 
     @torch.inference_mode()
     def blocks(self, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:

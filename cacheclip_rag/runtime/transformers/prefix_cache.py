@@ -57,13 +57,17 @@ class _PrefixBlock:
 class Match:
     """The longest stored prefix of a prompt. Its blocks cannot be evicted until the ``with`` block ends."""
 
+    turns = 0
+    """As of a :class:`~.continued.ContinuedMatch`."""
+    stale = None
+
     def __init__(
         self, blocks: Sequence[_PrefixBlock], num_tokens: int, release: Callable[[Sequence[_PrefixBlock]], None]
     ) -> None:
         self._blocks: Sequence[_PrefixBlock] | None = blocks
         self._release = release
         self._lock = threading.Lock()
-        self.num_tokens = num_tokens
+        self.num_tokens = self.num_exact = num_tokens
 
     def write_to(self, cache: KeptKV) -> None:
         """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
