@@ -25,7 +25,7 @@ from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .config import EngineConfig
-from .fusion.answer import Answer, Event
+from .fusion.answer import Answer, Event, last_answer
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
@@ -324,11 +324,7 @@ class CacheClipEngine:
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
-        answer = None
-        for event in self.stream(prompt, params, options=options, **given):
-            answer = event.answer or answer
-        assert answer is not None, "a stream ends with its answer"
-        return answer
+        return last_answer(self.stream(prompt, params, options=options, **given))
 
     def stream(
         self,

@@ -4,7 +4,8 @@ defaults. It needs pydantic, which both frameworks install.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from cacheclip_rag.engine import CacheClipEngine, WarmUp
     from cacheclip_rag.timing.controller import Profile
+
+logger = logging.getLogger(__name__)
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -247,6 +250,13 @@ class Tokenizer:
         from cacheclip_rag.models.load import load_tokenizer  # it loads torch
 
         return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
+
+
+def warn_skipped(text: str, sources: Sequence[str], error: Exception) -> None:
+    """Say which document has no KV, and why; the index is built all the same. Prompts with it are answered as without
+    this package."""
+    names = ", ".join(sources) or "without an id"
+    logger.warning("document %s (%r...) is not precomputed: %s", names, text[:40], error)
 
 
 def _without_per_call(config: EngineConfig) -> EngineConfig:

@@ -116,17 +116,6 @@ def ending(answer: Answer) -> dict[str, Any]:
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict(), **telemetry(answer)}
 
 
-def last_answer(events: Iterable[Event]) -> Answer:
-    *_, last = events
-    assert last.answer is not None, "a stream ends with its answer"
-    return last.answer
-
-
-async def last_answer_async(events: Callable[[], Iterator[Event]]) -> Answer:
-    """Like :func:`last_answer`, in a separate thread. A cancelled call stops before the next token."""
-    return last_answer([event async for event in iterate_in_thread(events)])
-
-
 def origin(document: Document) -> tuple[str, str]:
     """Source and document of a chunk: the document's id, and the ``source`` in its metadata. Each may be empty."""
     return document.id or "", str(document.metadata.get("source") or "")
@@ -153,6 +142,21 @@ def unchanging(store: Any, name: str) -> Any:
         )
 
     return refused
+
+
+def passed_on(attribute: str, name: str) -> tuple[Any, Any]:
+    """A method, and its asynchronous form (``a`` before its name, after underscores), of what a wrapper holds under
+    ``attribute``."""
+
+    def method(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(getattr(self, attribute), name)(*args, **kwargs)
+
+        call.__name__ = name
+        return call
+
+    public = name.lstrip("_")
+    return method(name), method(name.removesuffix(public) + "a" + public)
 
 
 def _listed(documents: Iterable[Document | str] | Document | str) -> list[Document | str]:

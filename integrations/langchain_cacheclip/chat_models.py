@@ -23,12 +23,13 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.forced_tools import can_constrain, with_tool_choice
+from cacheclip_rag.fusion.answer import last_answer
 from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
-from .base import LangChainFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending
 
 if TYPE_CHECKING:
     from cacheclip_adapters.remote import RemoteEngine
@@ -209,7 +210,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await last_answer_async(self._asked(messages, stop, kwargs)))
+        return self._result(await answer_in_thread(self._asked(messages, stop, kwargs)))
 
     def _stream(
         self,
