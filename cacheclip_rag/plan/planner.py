@@ -21,8 +21,9 @@ def make_plan(
     question: str | None = None,
     given: Sequence[str] = (),
 ) -> Plan:
-    """Decide how a prompt is answered. ``question``: text that scores the chunks; default the text after the last
-    chunk. ``given``: texts that should stand in the prompt. Raises PromptTooLongError."""
+    """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
+    ``question``: text that scores the chunks; default the text after the last chunk. ``given``: texts that should stand
+    in the prompt. Raises PromptTooLongError."""
     runtime = sources.primary.runtime
     context = sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
