@@ -377,7 +377,7 @@ class CacheClipEngine:
         """The request of a call, with the engine's settings for what the call leaves out."""
         called = (options or CallOptions()).with_options(given)
         whole = called.with_settings(self.config)
-        method = self.make_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
+        method = self.parts.choose_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
         return Request(prompt, method, whole)
 
 

@@ -178,7 +178,9 @@ class Turns:
         with self._changed:
             self._prompts.append(ticket)
             try:
-                self._wait_until(lambda: self._is_next(ticket))
+                self._wait_until(
+                    lambda: self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
+                )
             except BaseException:
                 self._prompts.remove(ticket)
                 self._changed.notify_all()
@@ -263,9 +265,6 @@ class Turns:
         with caller.waiting(self._changed):
             self._changed.wait_for(lambda: caller.has_left or has_come())
         caller.check()
-
-    def _is_next(self, ticket: object) -> bool:
-        return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
 
     def _wait_for_one_prompt(self) -> None:
         came = self._ended

@@ -74,11 +74,6 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-def tool_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of checked definitions."""
-    return [str(tool["function"]["name"]) for tool in tools]
-
-
 def is_name(name: Any) -> TypeGuard[str]:
     """Whether ``name`` is one word, as names of tools and ids of calls are."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -331,7 +326,8 @@ def call_schema(
     checked = check_tools(tools)
     wanted = [tool["function"] for tool in checked if only in (None, tool["function"]["name"])]
     if not wanted:
-        raise ConfigurationError(f"no tool {only or ''!r} to be called. Known: {', '.join(tool_names(checked))}.")
+        names = ", ".join(tool["function"]["name"] for tool in checked)
+        raise ConfigurationError(f"no tool {only or ''!r} to be called. Known: {names}.")
     calls: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
 

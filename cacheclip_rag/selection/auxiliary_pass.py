@@ -74,7 +74,8 @@ class AuxiliaryPass:
         asked = asked[-min(room[span] for span in scorable) :]
         # shortest first, because chunks of similar length are computed together
         texts = sorted(dict.fromkeys(span.whole for span in scorable), key=lambda text: len(pieces[text].tokens))
-        heads = self._head_set(scorer)
+        heads = self.heads if scorer.heads == "auto" else self.named.get(scorer.heads)
+        heads = heads if scorer.layers == "tuned" else None
         unset = "last" if scorer.layers == "tuned" else scorer.layers
         layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
@@ -134,11 +135,6 @@ class AuxiliaryPass:
         except ReadAgain:  # something turned out to be damaged, and is gone
             with reading.again() as another:
                 return self._scores(pieces, asked, scorer, heads, layers, clock, another)
-
-    def _head_set(self, scorer: AuxiliaryAttention) -> HeadSet | None:
-        if scorer.layers != "tuned" or scorer.heads == "none":
-            return None
-        return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
 
 
 @dataclass(frozen=True, slots=True)

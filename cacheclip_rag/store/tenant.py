@@ -156,10 +156,6 @@ class TenantStore:
 
     # -- in parts -----------------------------------------------------------------------------------------------------
 
-    def is_in_memory(self, key: str) -> bool:
-        """Whether a tier in memory holds a payload of any tenant under this key."""
-        return self.chunk_store.tiers.is_in_memory(key)
-
     def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
         """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""

@@ -14,12 +14,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from .prefix_cache import Match
 
 _Array = np.ndarray[Any, Any]
 
@@ -60,12 +57,22 @@ class _Conversation:
         return most if same.all() else int(same.argmin())
 
 
+class _Exact(Protocol):
+    """A match of the prefix cache."""
+
+    num_tokens: int
+
+    def write_to(self, cache: KeptKV) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class ContinuedMatch:
     """The first tokens of a prompt that an earlier prompt, or its answer, has too. Its KV can be read until the
     ``with`` block ends, even if it is evicted."""
 
     def __init__(
-        self, conversation: _Conversation | None = None, num_tokens: int = 0, exact: Match | None = None
+        self, conversation: _Conversation | None = None, num_tokens: int = 0, exact: _Exact | None = None
     ) -> None:
         self._kv = conversation.kv if conversation else None
         self._exact = exact
@@ -113,7 +120,7 @@ class ContinuedCache:
     def num_bytes(self) -> int:
         return self._bytes
 
-    def match(self, method: object, ids: Sequence[int], exact: Match | None = None) -> ContinuedMatch:
+    def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
         """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs logits
         leaves out the last token, which must be computed. The first tokens' ``exact`` KV is taken instead, and released
         with the match."""

@@ -76,7 +76,7 @@ class Match:
         if blocks:
             cache.write_blocks([block.kv for block in blocks], self.num_tokens)
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release the blocks. A second call does nothing."""
         with self._lock:
             blocks, self._blocks = self._blocks, None
@@ -86,8 +86,7 @@ class Match:
     def __enter__(self) -> Match:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
 
 class PrefixCache:
