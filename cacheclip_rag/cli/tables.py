@@ -19,7 +19,6 @@ from ..base.errors import ConfigurationError
 __all__ = [
     "CHUNK_TOKENS",
     "TABLES",
-    "CalibrateTable",
     "EvalTable",
     "FinetuneTable",
     "IngestTable",
@@ -106,25 +105,9 @@ class EvalTable(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateTable(Table):
-    """``[calibrate]``"""
-
-    data_limit: int = 40
-    """Most questions to take from ``--data``."""
-    samples: int = 90
-    """Synthetic questions for training."""
-    prompts: int = 10
-    """Test questions that the primary answers."""
-    seed: int = 0
-    """Seed of the synthetic questions."""
-
-
-@dataclass(frozen=True, slots=True)
 class FinetuneTable(Table):
     """``[finetune]``"""
 
-    data_limit: int = 40
-    """Most questions to take from ``--data``."""
     samples: int = 96
     """Synthetic questions for training."""
     targets: int = 36
@@ -141,7 +124,6 @@ TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
     "eval": EvalTable,
-    "calibrate": CalibrateTable,
     "finetune": FinetuneTable,
 }
 """By the name of their command."""

@@ -488,7 +488,7 @@ class TestSettingsFile:
             ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
             ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
             ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
-            ("[calibrate]\nsamples = -1", "samples must be a whole number, 0 or more"),
+            ("[finetune]\nsamples = -1", "samples must be a whole number, 0 or more"),
             ("primary =", "cannot read the settings file"),
         ],
     )

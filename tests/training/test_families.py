@@ -52,7 +52,7 @@ class TestSamples:
                 assert sample.answer in earlier and sample.answer in sample.question
             else:
                 assert sorted(sample.answer.split(", ")) == sorted(values)
-            assert ", ".join(part for [part] in sample.parts) == sample.answer
+            assert ", ".join(sample.parts) == sample.answer
             assert "parts" not in sample.as_read() and sample.as_read()["answer"] == sample.answer
 
     def test_the_answer_is_nowhere_else(self, samples: list[Sample]) -> None:

@@ -1,4 +1,4 @@
-"""Fine-tuning as a job, its commands, and samples from one's own data; on tiny models, from end to end."""
+"""Fine-tuning as a job, and its command; on tiny models, from end to end."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ import torch
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.cli import app
-from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
 from cacheclip_rag.lab.training import folder as folder_module
-from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
+from cacheclip_rag.lab.training.families import FAMILIES
 from cacheclip_rag.lab.training.figures import IN_USE, TUNED, UNTUNED, Figures
 from cacheclip_rag.lab.training.finetune import FineTuning, finetune
 from cacheclip_rag.lab.training.folder import Interrupted
-from cacheclip_rag.lab.training.given import given_samples, sample_of_record
 from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path
-from tests.conftest import CHUNKS
 from tests.training.conftest import made
 from tests.training.stopping import stopper
 
@@ -196,23 +193,19 @@ class TestJob:
         assert values["first_agrees"] == [True, True, True, False] and values["answer_kl"] == [0.25] * 4
 
     def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, tmp_path: Path) -> None:
-        given = synthetic_samples("train", 2, seed=9)
         prompted = replace(config, system_prompt="Answer\nin <one> | two words.")
-        found = tune(prompted, tmp_path / "work", num_prompts=0, given=given, given_from=["own.jsonl", "notes.txt"])
+        found = tune(prompted, tmp_path / "work", num_prompts=0)
         text = write_report(found, tmp_path / "report").read_text()
         for name, value in [
             ("families, train", ", ".join(FAMILIES["train"])),
             ("families, test", ", ".join(FAMILIES["test"])),
-            ("files given", "own.jsonl, notes.txt"),
             ("synthetic training questions", "12"),
-            ("given training questions", "2"),
             ("training questions with a target from the primary", "3"),
             ("test questions", "7"),
             ("seed", "0"),
         ]:
             assert f"| {name} | {value} |" in text, name
-        assert "Apache-2.0" in text and "under the licence of their files" in text
-        assert "Answer in <one> \\| two words." in text
+        assert "Apache-2.0" in text and "Answer in <one> \\| two words." in text
 
 
 class TestAcceptance:
@@ -294,44 +287,36 @@ class TestCommands:
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 
-    def test_calibrated_then_tuned_then_used(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tuned_then_used(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         assert CacheClipEngine(config).head_set is None
-        few = settings(tmp_path, "[calibrate]", "samples = 9", "prompts = 1")
-        calibrated = self.run("calibrate", *models, *few)
-        assert calibrated["layers"] and Path(calibrated["folder"]).is_dir()
+        few = ["[finetune]", "samples = 10", "targets = 2", "tests = 2", "prompts = 1"]
+        first = self.run("finetune", *models, *settings(tmp_path, *few))
         engine = CacheClipEngine(config)
-        assert engine.head_set is not None and engine.head_set.digest() == calibrated["digest"]
-        assert calibrated["chosen"] in calibrated["candidates"] and len(calibrated["ranking"]) >= 4
-        options = settings(tmp_path, "[finetune]", "samples = 10", "targets = 2", "tests = 2", "prompts = 1")
-        options += ["--report", str(tmp_path / "report")]
-        first = self.run("finetune", *models, *options)
-        used = CacheClipEngine(config).head_set
-        assert used is not None, "what was calibrated gives way to nothing worse"
-        assert used.digest() == (first if first["is_accepted"] else calibrated)["digest"]
-        assert (first["path"] is None) == (not first["is_accepted"])
-        assert IN_USE in first["figures"], "it would replace what was calibrated"
-        tuned = self.run("finetune", *models, *options, "--overwrite")
-        assert IN_USE not in tuned["figures"]
-        assert CacheClipEngine(config).head_set.digest() == tuned["digest"]  # type: ignore[union-attr]
-        auxiliary, primary = CacheClipEngine(config).auxiliary, CacheClipEngine(config).primary
+        assert engine.head_set is not None and engine.head_set.digest() == first["digest"]
+        auxiliary, primary = engine.auxiliary, engine.primary
         path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]
-        with pytest.raises(ConfigurationError, match=r"holds a head set already \(of finetune\)"):
-            CliRunner().invoke(app, ["finetune", *models, *options], catch_exceptions=False)
+        assert first["path"] == str(path) and IN_USE not in first["figures"]
+        other = settings(tmp_path, *few, "seed = 1")
+        second = self.run("finetune", *models, *other)
+        assert IN_USE in second["figures"] and second["digest"] != first["digest"]
+        used = CacheClipEngine(config).head_set
+        assert used.digest() == (second if second["is_accepted"] else first)["digest"]  # type: ignore[union-attr]
+        assert (second["path"] is None) == (not second["is_accepted"])
+        third = self.run("finetune", *models, *other, "--overwrite")
+        assert IN_USE not in third["figures"] and third["digest"] == second["digest"]
+        assert CacheClipEngine(config).head_set.digest() == third["digest"]  # type: ignore[union-attr]
         path.write_bytes(b"damaged")
-        with pytest.raises(ConfigurationError, match=r"the file cannot be read\). Replace it with --overwrite"):
-            CliRunner().invoke(app, ["calibrate", *models], catch_exceptions=False)
-        assert tuned["path"] == str(path) and [Path(each).name for each in tuned["reports"]] == ["report.md"]
+        with pytest.raises(ConfigurationError, match="cannot be read.* Replace it with --overwrite"):
+            CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
 
     @pytest.mark.parametrize("is_accepted", [True, False])
     def test_it_names_the_file_only_where_it_was_written(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
     ) -> None:
         out = tmp_path / "own.safetensors"
-        replace(heads, about={"command": "calibrate"}).save(out)
+        heads.save(out)
         found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {"right": "1 of 2"}, tmp_path)
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(out)]
@@ -356,21 +341,8 @@ class TestCommands:
         assert ("comes with the package" in result.stderr) == (not is_accepted)
         assert (CacheClipEngine(config).head_set.sinks == 1) == is_accepted  # type: ignore[union-attr]
 
-    def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        out = tmp_path / "own.safetensors"
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        few = settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 1")
-        result = CliRunner().invoke(app, ["calibrate", *models, *few, "--out", str(out)])
-        assert (
-            result.exit_code == 0
-            and "last layer" in result.stdout
-            and HeadSet.load(out).about["command"] == "calibrate"
-        )
-
-    @pytest.mark.parametrize(("command", "num_looks"), [("calibrate", 11), ("finetune", 5)])
     def test_stopped_it_says_where_it_goes_on_from(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, num_looks: int
+        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         original, looks = folder_module.look, []
@@ -382,144 +354,13 @@ class TestCommands:
             return original(*args, **options)
 
         monkeypatch.setattr(folder_module, "look", look)
-        further = () if command == "calibrate" else ("targets = 3", "tests = 1")
         options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        options += settings(tmp_path, f"[{command}]", "samples = 10", "prompts = 0", *further)
-        stopped = CliRunner().invoke(app, [command, *options, "--json"], catch_exceptions=False)
+        options += settings(tmp_path, "[finetune]", "samples = 10", "prompts = 0", "targets = 3", "tests = 1")
+        stopped = CliRunner().invoke(app, ["finetune", *options, "--json"], catch_exceptions=False)
         assert stopped.exit_code == 130 and stopped.stdout == ""
         [line] = stopped.stderr.strip().splitlines()
         [kept] = (tmp_path / "home" / "training").iterdir()
         assert line == (
             f"cacheclip: stopped. The work so far is saved in {kept}; the same command continues from there."
         )
-        assert self.run(command, *options)["folder"] == str(kept) and len(looks) == num_looks
-
-    def test_stopped_before_anything_was_kept_it_says_so(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def stopping(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("cacheclip_rag.lab.training.given.given_samples", stopping)
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
-        stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. This run saved no work.\n"
-
-    def test_it_says_how_much_of_the_data_it_takes(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        chunks = [{"text": each} for each in CHUNKS]
-        lines = [
-            json.dumps({"id": str(n), "task": "t", "question": "What?", "answers": [answer], "chunks": chunks})
-            for n, answer in enumerate(["Tom Garrow", "7316042", "Ada Thornbury", "Nobody named here"])
-        ]
-        (tmp_path / "data.jsonl").write_text("\n".join(lines))
-        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        options += ["--data", str(tmp_path / "data.jsonl")]
-        two, none = (
-            settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 0", f"data_limit = {limit}") for limit in (2, 0)
-        )
-        result = CliRunner().invoke(app, ["calibrate", *options, *two], catch_exceptions=False)
-        said = "learning from 2 of 3 records that can be learned from (4 in all); at most 2 (data_limit)."
-        assert result.exit_code == 0 and said in result.stderr and said not in result.stdout
-        with pytest.raises(ConfigurationError, match="data_limit must be 1 question or more, got 0"):
-            CliRunner().invoke(app, ["calibrate", *options, *none, "--overwrite"], catch_exceptions=False)
-
-    def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
-        record = {
-            "id": "a",
-            "task": "t",
-            "question": "Who?",
-            "answers": ["Nobody named here"],
-            "chunks": [{"text": c} for c in CHUNKS],
-        }
-        (tmp_path / "data.jsonl").write_text(json.dumps(record))
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        with pytest.raises(CacheClipError, match="no evidence in .*data.jsonl: a record's answer must be in one"):
-            CliRunner().invoke(
-                app, ["calibrate", *models, "--data", str(tmp_path / "data.jsonl")], catch_exceptions=False
-            )
-
-
-class TestGiven:
-    def test_evidence_of_a_record_is_the_sentences_with_its_answer(self) -> None:
-        chunks = (
-            RecordChunk("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
-            RecordChunk("", "In 18710 ships passed. Elsewhere 1871 is named too."),
-        )
-        sample = sample_of_record(Record("a", "t", "When was it lit?", ("1871",), chunks, {}))
-        assert sample is not None
-        texts = [sample.chunks[n][a:b] for n, a, b in sample.evidence]
-        assert texts == ["It was lit in 1871.", "Elsewhere 1871 is named too."]
-        assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
-
-    def test_any_wording_of_a_record_is_right(self) -> None:
-        chunks = (RecordChunk("", "The lamp was lit in 1871."), RecordChunk("", "More of it."))
-        sample = sample_of_record(Record("a", "t", "When?", ("in 1871", "1871", "year 71"), chunks, {}))
-        assert sample is not None and sample.parts == (("in 1871", "1871", "year 71"),)
-
-    def test_scripts_without_spaces(self) -> None:
-        chunks = (RecordChunk("", "他住在巴黎多年。他喜欢那里。"), RecordChunk("", "没有别的。"))
-        sample = sample_of_record(Record("a", "t", "他住在哪里？", ("巴黎",), chunks, {}))
-        assert sample is not None and [sample.chunks[n][a:b] for n, a, b in sample.evidence] == ["他住在巴黎多年。"]
-
-    def test_what_does_not_fit_is_left_out(self, config: EngineConfig, tmp_path: Path) -> None:
-        def line(text: str) -> str:
-            chunks = [{"text": f"{text} The code is 4711."}, {"text": "More."}]
-            return json.dumps({"id": text[:9], "task": "t", "question": "Code?", "answers": ["4711"], "chunks": chunks})
-
-        (tmp_path / "data.jsonl").write_text("\n".join([line("Short."), line("Long. " * 3000)]))
-        found = given_samples(CacheClipEngine(config), [tmp_path / "data.jsonl"])
-        assert [sample.chunks[0][:6] for sample in found.samples] == ["Short."]
-        assert (found.num_records, found.num_usable, found.num_taken, found.files) == (2, 1, 1, ("data.jsonl",))
-
-    @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
-    def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
-        chunks = (RecordChunk("", "Yes, no, x."), RecordChunk("", "More of it."))
-        assert sample_of_record(Record("a", "t", "?", (answer,), chunks, {})) is None
-
-    def test_documents_are_asked_about_by_the_primary(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The tiny model writes nonsense; what it is asked, and what is made of an answer, is ours."""
-        says = "This is sentence number {} of the file, and it is long."
-        text = "\n\n".join(f"{chunk} {says.format(number)}" for number, chunk in enumerate(CHUNKS * 6))
-        (tmp_path / "file.txt").write_text(text)
-        engine = CacheClipEngine(config)
-        prompts: list[str] = []
-
-        class Said:
-            text = "What does the file say?\nAnd more."
-
-        def generate(messages: Any, *_: Any, **__: Any) -> Any:
-            prompts.append(messages[1]["content"])
-            assert messages[0]["role"] == "system" and "questions" in messages[0]["content"]
-            return Said()
-
-        monkeypatch.setattr(engine, "generate", generate)
-        found = given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept")
-        assert not any(each.parts for each in found.samples), "nobody says a whole sentence word for word"
-        assert len(found.samples) == 3 and all(each.question == "What does the file say?" for each in found.samples)
-        assert found.num_asked == 3 < found.num_sentences
-        assert f"3 questions about documents, made from 3 of {found.num_sentences} sentences" == found.summary
-        for sample, prompt in zip(found.samples, prompts, strict=True):
-            [(number, start, end)] = sample.evidence
-            assert sample.chunks[number][start:end] in prompt and len(sample.chunks) == 4
-        assert given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept") == found
-        assert len(prompts) == 3, "what was written is kept"
-
-        def stopped(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "generate", stopped)
-        with pytest.raises(Interrupted) as stop:
-            given_samples(engine, [tmp_path / "file.txt"], limit=5, folder=tmp_path / "kept")
-        assert stop.value.folder == tmp_path / "kept"
-        with pytest.raises(KeyboardInterrupt):
-            given_samples(engine, [tmp_path / "file.txt"], limit=3)
-
-    def test_the_primary_itself_is_asked(self, config: EngineConfig, tmp_path: Path) -> None:
-        (tmp_path / "file.md").write_text("# A\n\n" + "\n\n".join(CHUNKS * 4))
-        with pytest.raises(ConfigurationError, match="no evidence in"):  # a model of random weights asks nothing
-            given_samples(CacheClipEngine(config), [tmp_path / "file.md"], limit=2)
+        assert self.run("finetune", *options)["folder"] == str(kept) and len(looks) == 5

@@ -61,7 +61,7 @@ class TestTargets:
     def test_short_samples_are_asked_about_too(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
         chunks = ("The lamp of the harbour is red.", "It was lit.")
-        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),), ((0, 4, 8),))
+        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),), ((0, 4, 8),), ("lamp",))
         found = attended_and_stale(engine, sample)
         assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
         assert not engine.is_stored(chunks[0])

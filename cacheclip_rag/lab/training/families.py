@@ -1,4 +1,4 @@
-"""Synthetic questions with known evidence, for calibration and fine-tuning of the auxiliary model.
+"""Synthetic questions with known evidence, for fine-tuning of the auxiliary model.
 
 Six families are for training: a needle; a needle among needles for other keys; several values of one key; a fact of one
 of several lives; a comparison of two lives; the mayor of a person's town. Three are for tests: the values of two keys;
@@ -43,8 +43,8 @@ class Sample:
     """Whole sentences from which the answer follows."""
     values: tuple[Span, ...]
     """The words of the answer within these sentences."""
-    parts: tuple[tuple[str, ...], ...] = ()
-    """Parts of a right answer, each with its possible wordings. Empty if there is no short right answer."""
+    parts: tuple[str, ...]
+    """Of a right answer."""
 
     def as_read(self) -> dict[str, Any]:
         """Everything that models read, for digests; without answers and evidence."""
@@ -116,8 +116,7 @@ def _sample(split: Split, family: str, seed: str, num_chunks: int, chunk_words: 
                 inside = start + sentence.text.index(sentence.value)
                 values.append((number, inside, inside + len(sentence.value)))
         chunks.append(text)
-    answer, wordings = ", ".join(parts), tuple((part,) for part in parts)
-    return Sample(family, tuple(chunks), question, answer, tuple(evidence), tuple(values), wordings)
+    return Sample(family, tuple(chunks), question, ", ".join(parts), tuple(evidence), tuple(values), tuple(parts))
 
 
 class _World:

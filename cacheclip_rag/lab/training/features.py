@@ -1,4 +1,4 @@
-"""Features of a sample for calibration and fine-tuning: the auxiliary's attention, and the evidence tokens."""
+"""Features of a sample for fine-tuning: the auxiliary's attention, and the evidence tokens."""
 
 from __future__ import annotations
 

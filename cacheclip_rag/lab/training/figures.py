@@ -20,7 +20,6 @@ from ...selection.heads import HeadSet, shipped_set
 from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
 from ..variants import ORACLE, RANDOM
-from .calibrate import SHIPPED, combined, is_combined
 from .families import Sample, synthetic_samples
 from .features import Seen
 from .folder import Kept
@@ -29,8 +28,10 @@ from .outcomes import RATIO, AnsweredSamples, Outcome, answered_rightly, capped_
 from .targets import after_sinks, attended_and_stale, attended_when_stale
 from .tuning import SINKS
 
-__all__ = ["IN_USE", "OWN_ATTENTION", "TUNED", "UNTUNED", "Figures", "figures_of"]
+__all__ = ["IN_USE", "OWN_ATTENTION", "SHIPPED", "TUNED", "UNTUNED", "Figures", "combined", "figures_of"]
 
+SHIPPED = "comes with the package"
+"""Name of the head set that engines use without tuning."""
 UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
 IN_USE = "in use so far"
 """Name of the head set that the new one would replace, unless it is the package's."""
@@ -82,7 +83,7 @@ def figures_of(
     sets: dict[str, HeadSet | Method] = {UNTUNED: _last_layer(runtime)}
     sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
     sets[TUNED] = heads
-    scored = {name: each for name, each in sets.items() if isinstance(each, HeadSet) and is_combined(each)}
+    scored = {name: each for name, each in sets.items() if isinstance(each, HeadSet) and each.sinks == SINKS}
     layers = sorted({layer for each in scored.values() for layer in each.layers})
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in scored}
     if num_prompts:
@@ -139,6 +140,12 @@ def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> 
         found["overlap"] = float((ours & theirs).sum() / (ours | theirs).sum())
         found["correlation"] = rank_correlation(scores, target)
     return found
+
+
+def combined(seen: Seen, heads: HeadSet) -> torch.Tensor:
+    """``(num_tokens,)`` scores of a head set, from recorded attention of its layers."""
+    picked = torch.stack([seen.scores[seen.layers.index(layer), head] for layer, head in heads.heads])
+    return heads.weights @ picked
 
 
 def _mean(name: str, rows: Sequence[dict[str, float]]) -> Figures:

@@ -20,19 +20,19 @@ from ...base.paths import cache_home
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
+from ...models.load import concrete
 from ...runtime.base import weights_digest
 from ...selection.heads import HeadSet
 from ..models import auxiliary_caches, transformers_model
-from .calibrate import SHIPPED, open_engine
-from .families import Sample, synthetic_samples
-from .figures import IN_USE, OWN_ATTENTION, TUNED, UNTUNED, Figures, figures_of
+from .families import FAMILIES, Sample, synthetic_samples
+from .features import check_offsets
+from .figures import IN_USE, OWN_ATTENTION, SHIPPED, TUNED, UNTUNED, Figures, figures_of
 from .folder import Kept, digest_of, engine_inputs, resumable
-from .given import data_of
 from .outcomes import may_replace
 from .targets import after_sinks, targets_of
 from .tuning import SINKS, fitted, spaced
 
-__all__ = ["FineTuning", "finetune"]
+__all__ = ["FineTuning", "finetune", "open_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,21 @@ class FineTuning:
     """Working folder, from which an interrupted run continues; may be deleted."""
 
 
+def open_engine(config: EngineConfig) -> CacheClipEngine:
+    """An engine for fine-tuning: in memory, with models whose KV can be reused.
+
+    Raises:
+        ConfigurationError: no auxiliary model is set, or a model's KV cannot be reused.
+        ModelError: the auxiliary's tokenizer has no character offsets.
+    """
+    if config.auxiliary is None:
+        raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
+    engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
+    engine.parts.use_heads(None)
+    check_offsets(transformers_model(engine.auxiliary))
+    return engine
+
+
 def finetune(
     config: EngineConfig,
     *,
@@ -62,8 +77,6 @@ def finetune(
     num_targets: int = 36,
     num_tests: int = 36,
     num_prompts: int = 12,
-    given: Sequence[Sample] = (),
-    given_from: Sequence[str] = (),
     seed: int = 0,
     folder: Path | None = None,
     rival: HeadSet | None = None,
@@ -77,8 +90,6 @@ def finetune(
         num_tests: number of synthetic test samples.
         num_prompts: number of test samples that are also measured on the primary. Samples that full prefill answers
             rightly are preferred.
-        given: further training samples.
-        given_from: names of the files of the given samples, for the report.
         seed: seed of the synthetic samples.
         folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
         rival: the head set that the new one would replace; None: the package's, if there is one.
@@ -88,18 +99,17 @@ def finetune(
         ModelError: the auxiliary cannot be used for training, or ``rival`` was made for another model.
         Interrupted: the user stopped the run; it can continue from the folder.
     """
-    num_training = num_samples + len(given)
-    if num_training < 10 or num_targets < 1 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
+    if num_samples < 10 or num_targets < 1 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
         raise ConfigurationError(
             f"fine-tuning needs at least 10 training samples, 1 target, 1 test sample, and no more prompts than tests, "
-            f"got {num_training}, {num_targets}, {num_tests} and {num_prompts}."
+            f"got {num_samples}, {num_targets}, {num_tests} and {num_prompts}."
         )
     started = time.perf_counter()
     engine = open_engine(config)
     if rival is not None:
         rival.check(engine.auxiliary)
-    samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
-    inputs = _inputs(engine, seed, samples, len(given))
+    samples = synthetic_samples("train", num_samples, seed=seed)
+    inputs = _inputs(engine, seed, samples)
     folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
     kept = Kept(folder, engine_inputs(engine))
     with resumable(folder):
@@ -113,7 +123,8 @@ def finetune(
             "primary": Path(config.primary).name,
             "tests": num_tests,
             "prompts": num_prompts,
-            **data_of(len(given), given_from),
+            "data": "questions written by cacheclip_rag.lab.training.families (Apache-2.0)",
+            "families": {split: list(of_split) for split, of_split in FAMILIES.items()},
         }
         figures, asked = figures_of(engine, found, num_tests, num_prompts, seed, kept, rival)
         if num_prompts:
@@ -139,14 +150,13 @@ def _is_accepted(figures: Mapping[str, Figures]) -> bool | None:
     return nearer and tuned.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
 
 
-def _inputs(engine: CacheClipEngine, seed: int, samples: Sequence[Sample], num_given: int) -> dict[str, Any]:
+def _inputs(engine: CacheClipEngine, seed: int, samples: Sequence[Sample]) -> dict[str, Any]:
     """Everything on which recorded attention depends, without names and folders of models."""
     return {
         **engine_inputs(engine),
         "sinks": SINKS,
         "seed": seed,
-        "samples": len(samples) - num_given,
-        "given": num_given,
+        "samples": len(samples),
         "samples_sha256": digest_of([each.as_read() for each in samples]),
     }
 

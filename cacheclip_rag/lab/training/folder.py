@@ -1,4 +1,4 @@
-"""The working folder of a calibration or fine-tuning. Each file holds a result and the digest of its inputs.
+"""The working folder of a fine-tuning. Each file holds a result and the digest of its inputs.
 
 A file with other inputs, or an unreadable file, is ignored, and its result is computed again.
 """
@@ -106,16 +106,6 @@ class Kept:
             return loaded[0]
         made = make()
         save(made, {"digest": digest}, path)
-        return made
-
-    def text(self, kind: str, about: Any, make: Callable[[], str]) -> str:
-        """A saved text for ``about``, or a new one from ``make``."""
-        path, digest = self._path_of(kind, about)
-        loaded = load(path, digest)
-        if loaded is not None:
-            return loaded[1]["text"]
-        made = make()
-        save({}, {"digest": digest, "text": made}, path)
         return made
 
     def look(self, caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0) -> Seen:

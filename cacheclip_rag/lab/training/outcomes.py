@@ -104,37 +104,29 @@ class AnsweredSamples(NamedTuple):
     samples: list[Sample]
     num_right: int
     """Number of samples that full prefill answers rightly."""
-    num_open: int
-    """Number of samples without a short right answer."""
 
     @property
     def summary(self) -> str:
         """Numbers of rightly answered and of all samples."""
-        said = f"{self.num_right} of {len(self.samples)}"
-        return f"{said}, and {self.num_open} have no short right answer" if self.num_open else said
+        return f"{self.num_right} of {len(self.samples)}"
 
 
 def answered_rightly(
     engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
 ) -> AnsweredSamples:
-    """The first ``count`` samples that full prefill answers rightly (with every part, in one of its wordings). If there
-    are fewer, other samples fill up. The distance from a wrong answer says little, because small changes alter it.
-
-    Samples without parts (questions about documents) are included without being asked, because no model repeats their
-    answer, a whole sentence, word for word.
-    """
+    """The first ``count`` samples that full prefill answers rightly (with every part). If there are fewer, others fill
+    up. The distance from a wrong answer says little, because small changes alter it."""
     if not count:
-        return AnsweredSamples([], 0, 0)
+        return AnsweredSamples([], 0)
     right: list[Sample] = []
     others: list[Sample] = []
     with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
         for sample in samples:
             if len(right) == count:
                 break
-            (right if not sample.parts or _is_answered(engine, sample, kept) else others).append(sample)
+            (right if _is_answered(engine, sample, kept) else others).append(sample)
             advance(len(right))
-    num_open = sum(not sample.parts for sample in right)
-    return AnsweredSamples([*right, *others][:count], len(right) - num_open, num_open)
+    return AnsweredSamples([*right, *others][:count], len(right))
 
 
 def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> bool:
@@ -144,7 +136,7 @@ def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> 
         engine.prefixes.clear()
         full = engine.prefill(segments_of(engine, sample), method=preset("full"))
         answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
-        known = (float(all(any(each.lower() in answer for each in wordings) for wordings in sample.parts)),)
+        known = (float(all(part.lower() in answer for part in sample.parts)),)
         if kept:
             kept.keep_outcome(about, known)
     return bool(known[0])

@@ -1,4 +1,4 @@
-"""Reports of calibration and fine-tuning: tables, JSON objects, and a page in Markdown."""
+"""The report of a fine-tuning: tables, JSON objects, and a page in Markdown."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ...base.paths import atomic_path
-from .calibrate import SHIPPED, Calibration
-from .figures import IN_USE
+from .figures import IN_USE, SHIPPED
 from .finetune import FineTuning
 from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
 
 __all__ = [
-    "calibration_json",
-    "calibration_note",
-    "calibration_table",
     "finetuning_json",
     "finetuning_note",
     "finetuning_table",
     "finetuning_verdict",
-    "ranking_tables",
     "write_report",
 ]
 
@@ -40,28 +35,6 @@ _OUTCOME_TITLES = [
 ]
 _SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
 
-_SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
-
-
-def calibration_table(found: Calibration) -> Table:
-    """Candidates, with the best candidate marked."""
-    rows = []
-    for each in found.candidates:
-        rows.append(
-            [
-                f"{each.name} (chosen)" if each.name == found.chosen else each.name,
-                f"{each.recall:.3f}",
-                f"{each.span_recall:.3f}",
-                *_outcome_cells(each.outcomes),
-            ]
-        )
-    return ["heads", "evidence recall", "whole values", *_OUTCOME_TITLES], rows
-
-
-def calibration_note(found: Calibration) -> str:
-    """Note under the table of candidates."""
-    return _note(found.heads.about.get("right"))
-
 
 def finetuning_note(found: FineTuning) -> str:
     """Note under the table of selectors."""
@@ -75,16 +48,6 @@ def _note(right: str | None) -> str:
         f"{_SCORES_ALONE} KL is measured on prompts that full prefill answers rightly; if there are too few, other "
         f"prompts fill up: {right}. First tokens, answers and F1 are compared with full prefill's on the same prompts."
     )
-
-
-def ranking_tables(found: Calibration) -> dict[str, Table]:
-    """Tables of the best heads and the best layers, by title."""
-    heads = [[f"{each.layer}.{each.head}", f"{each.recall:.3f}"] for each in found.ranking[:_SHOWN_HEADS]]
-    layers = [[f"{each.layer}", f"{each.recall:.3f}"] for each in found.layers[:_SHOWN_LAYERS]]
-    return {
-        "Best single heads": (["layer.head", "evidence recall"], heads),
-        "Best layers (mean of all heads)": (["layer", "evidence recall"], layers),
-    }
 
 
 def _outcome_cells(outcomes: Sequence[Outcome]) -> list[str]:
@@ -139,28 +102,6 @@ def finetuning_table(found: FineTuning) -> Table:
     return [*titles, *_OUTCOME_TITLES], rows
 
 
-def calibration_json(found: Calibration) -> dict[str, Any]:
-    """The result as a JSON object."""
-    return {
-        "chosen": found.chosen,
-        "about": found.heads.about,
-        "heads": [[*pair, float(weight)] for pair, weight in zip(found.heads.heads, found.heads.weights, strict=True)],
-        "digest": found.heads.digest(),
-        "candidates": {
-            each.name: {
-                "recall": each.recall,
-                "span_recall": each.span_recall,
-                **_outcome_values(each.outcomes),
-            }
-            for each in found.candidates
-        },
-        "ranking": [[rank.layer, rank.head, rank.recall] for rank in found.ranking],
-        "layers": [[rank.layer, rank.recall] for rank in found.layers],
-        "folder": str(found.folder),
-        "seconds": found.seconds,
-    }
-
-
 def finetuning_json(found: FineTuning) -> dict[str, Any]:
     """The result as a JSON object."""
     return {
@@ -212,10 +153,9 @@ def write_report(found: FineTuning, folder: Path) -> Path:
 def _sections(about: dict[str, Any]) -> dict[str, Table]:
     """Tables of data, settings, and other inputs of the result."""
     about = dict(about)
-    families, files = about.pop("families"), about.pop("given_from")
+    families = about.pop("families")
     numbers = {
         "samples": "synthetic training questions",
-        "given": "given training questions",
         "targets": "training questions with a target from the primary",
         "tests": "test questions",
         "prompts": "test questions asked of the primary",
@@ -224,7 +164,6 @@ def _sections(about: dict[str, Any]) -> dict[str, Table]:
     }
     data = [["questions and licence", about.pop("data")]]
     data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
-    data += [["files given", ", ".join(files) or "none"]]
     data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
     about.pop("prefix_ids", None)  # token ids of the system prompt
     rest = [[name, str(value)] for name, value in about.items()]
