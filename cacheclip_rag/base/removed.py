@@ -59,9 +59,11 @@ OPTIONS: dict[str, str] = {
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
+    "--report": "--report is gone: finetune prints its table, and --json has all figures.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
+    "--work": "--work is gone: a run of finetune takes minutes and is not continued.",
 }
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""

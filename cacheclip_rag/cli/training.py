@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.errors import ConfigurationError, ModelError
-from .common import JsonOption, check_folder, print_json, print_tables, stoppable
+from .common import JsonOption, print_json, print_tables
 from .options import CommandSettings, engine_options
 from .tables import FinetuneTable
 
@@ -16,70 +16,50 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..selection.heads import HeadSet
 
-OutOption = Annotated[
-    Path | None, typer.Option(show_default="where engines with these models look", help="File of the head set.")
-]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing head set.")]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder from which an interrupted run continues.")]
-
 
 @engine_options("primary", "auxiliary", "dtype", "device")
 def finetune(
     settings: CommandSettings,
-    out: OutOption = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.md.")] = None,
-    work: WorkOption = None,
-    overwrite: OverwriteOption = False,
+    out: Annotated[
+        Path | None, typer.Option(show_default="where engines with these models look", help="File of the head set.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the head set that is there, whatever the test says.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the heads of the auxiliary model to the tokens that the primary attends to and that are stale. An interrupted
-    run continues where it stopped."""
+    """Fit the heads of the auxiliary model to the tokens that the primary attends to and that are stale, and test them.
+    Engines with these models then use them."""
     from ..lab.evaluation.questions import INSTRUCTION
     from ..lab.training.finetune import finetune as run
     from ..lab.training.finetune import open_engine
-    from ..lab.training.report import (
-        finetuning_json,
-        finetuning_note,
-        finetuning_table,
-        finetuning_verdict,
-        write_report,
-    )
+    from ..lab.training.report import finetuning_json, finetuning_note, finetuning_table, finetuning_verdict
     from ..selection.heads import shipped_set
 
-    check_folder(report, "the report")
-    check_folder(work, "working files")
     table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out)
     rival = _head_set(path) if path.exists() and not overwrite else None
-    with stoppable():
-        found = run(
-            config,
-            num_samples=table.samples,
-            num_targets=table.targets,
-            num_tests=table.tests,
-            num_prompts=table.prompts,
-            seed=table.seed,
-            folder=work,
-            rival=rival,
-        )
+    found = run(
+        config,
+        num_samples=table.samples,
+        num_targets=table.targets,
+        num_tests=table.tests,
+        num_prompts=table.prompts,
+        seed=table.seed,
+        rival=rival,
+    )
     in_use = path.exists() or bool(out is None and shipped_set(open_engine(config).auxiliary))
-    kept = in_use and not overwrite and not found.is_accepted
-    if kept:
+    is_refused = in_use and not overwrite and not found.is_accepted
+    written = path.with_name(f"{path.stem}.refused{path.suffix}") if is_refused else path
+    found.heads.save(written)
+    if is_refused:
         current = f"the head set in {path}" if path.exists() else "the head set that comes with the package"
-        typer.echo(
-            f"The new head set was not accepted; engines keep using {current}. Write the new one with --overwrite "
-            "(nothing is computed twice), or to another file with --out.",
-            err=True,
-        )
-    else:
-        found.heads.save(path)
-    reports = [str(write_report(found, report))] if report else []
+        typer.echo(f"The new head set was not accepted; engines keep using {current}.", err=True)
     if as_json:
-        print_json({**finetuning_json(found), "path": None if kept else str(path), "reports": reports})
+        print_json({**finetuning_json(found), "path": None if is_refused else str(path)})
     else:
         tables = {"On families and words never trained on": finetuning_table(found)}
-        written = [] if kept else [f"Head set: {path}"]
-        print_tables(tables, finetuning_note(found), finetuning_verdict(found), *written)
+        print_tables(tables, finetuning_note(found), finetuning_verdict(found), f"Head set: {written}")
 
 
 def _head_set(path: Path) -> HeadSet:

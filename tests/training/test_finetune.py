@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,16 @@ from typer.testing import CliRunner
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.cli import app
-from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
-from cacheclip_rag.lab.training import folder as folder_module
-from cacheclip_rag.lab.training.families import FAMILIES
 from cacheclip_rag.lab.training.figures import IN_USE, TUNED, UNTUNED, Figures
 from cacheclip_rag.lab.training.finetune import FineTuning, finetune
-from cacheclip_rag.lab.training.folder import Interrupted
-from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
+from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_table, finetuning_verdict
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path
 from tests.training.conftest import made
-from tests.training.stopping import stopper
 
 OWN = "the primary's own attention"
 SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
@@ -47,19 +41,14 @@ def heads(config: EngineConfig) -> HeadSet:
     return HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0), (1, 1)), torch.full((3,), 1 / 3), sinks=4)
 
 
-def tune(config: EngineConfig, folder: Path, **changes: Any) -> FineTuning:
-    return finetune(config, folder=folder, **{**SMALL, **changes})
+def tune(config: EngineConfig, **changes: Any) -> FineTuning:
+    return finetune(config, **{**SMALL, **changes})
 
 
 @pytest.fixture(scope="module")
-def whole(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory, with_short_samples: None) -> FineTuning:
-    """A run from end to end, for all tests that read it or go on from a copy of its folder."""
-    return tune(config, tmp_path_factory.mktemp("whole") / "work")
-
-
-def copied(run: FineTuning, folder: Path) -> Path:
-    """What a run kept, to go on from."""
-    return Path(shutil.copytree(run.folder, folder))
+def whole(config: EngineConfig, with_short_samples: None) -> FineTuning:
+    """A run from end to end, for all tests that read it."""
+    return tune(config)
 
 
 @pytest.mark.xdist_group("finetuning")  # runs are shared
@@ -80,132 +69,52 @@ class TestJob:
         assert whole.about["right"].endswith(" of 2") and f": {whole.about['right']}." in finetuning_note(whole)
         assert whole.heads.about == whole.about and set(by_name[TUNED].recall_of_asked) == {"0.1", "0.2"}
 
-    def test_the_same_command_makes_the_same_head_set(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path
-    ) -> None:
-        again = tune(config, tmp_path / "work", num_prompts=0)
+    def test_the_same_command_makes_the_same_head_set(self, config: EngineConfig, whole: FineTuning) -> None:
+        again = tune(config, num_prompts=0)
         assert again.heads.digest() == whole.heads.digest() and again.is_accepted is None
-        assert tune(config, tmp_path / "work", num_prompts=0, seed=1).heads.digest() != whole.heads.digest()
+        assert tune(config, num_prompts=0, seed=1).heads.digest() != whole.heads.digest()
 
     def test_it_is_held_against_what_comes_with_the_package(
-        self, config: EngineConfig, heads: HeadSet, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, config: EngineConfig, heads: HeadSet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
         monkeypatch.setattr(figures_module, "shipped_set", lambda _: other)
-        found = tune(config, copied(whole, tmp_path / "work"))
+        found = tune(config)
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == [UNTUNED, "comes with the package", TUNED]
         shipped = by_name["comes with the package"]
         assert shipped.recall and len(shipped.outcomes) == 2 and shipped.outcomes != by_name[TUNED].outcomes
         assert IN_USE not in by_name
 
-    def test_it_is_held_against_what_it_would_replace(
-        self, config: EngineConfig, heads: HeadSet, whole: FineTuning, tmp_path: Path
-    ) -> None:
+    def test_it_is_held_against_what_it_would_replace(self, config: EngineConfig, heads: HeadSet) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        found = tune(config, copied(whole, tmp_path / "work"), rival=other)
+        found = tune(config, rival=other)
         by_name = {each.name: each for each in found.figures}
         assert list(by_name)[:3] == [UNTUNED, IN_USE, TUNED]
         used = by_name[IN_USE]
         assert used.recall and len(used.outcomes) == 2 and used.outcomes != by_name[TUNED].outcomes
         with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
-            tune(config, tmp_path / "none", rival=replace(other, auxiliary_sha256="b" * 64))
-        assert not (tmp_path / "none").exists()
+            tune(config, rival=replace(other, auxiliary_sha256="b" * 64))
 
-    def test_interrupted_it_goes_on_where_it_was(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Stopped while it reads, in what the primary is asked of the tests, and in the last comparison."""
-        stop, counts = stopper(monkeypatch)
-        stop(folder_module, "look", 2)
-        stop(figures_module, "attended_when_stale", 2)
-        stop(Reference, "follow", 10)
-        for _ in range(3):
-            with pytest.raises(Interrupted) as stopped:
-                tune(config, tmp_path / "parts")
-            assert stopped.value.folder == tmp_path / "parts"
-        resumed = tune(config, tmp_path / "parts")
-        assert resumed.figures == whole.figures and resumed.heads.digest() == whole.heads.digest()
-        assert counts["look"] == SMALL["num_targets"] + SMALL["num_tests"] + 1
-        assert counts["attended_when_stale"] == SMALL["num_prompts"] + 1
-        once = dict(counts)
-        assert tune(config, tmp_path / "parts").figures == whole.figures
-        assert counts == once, "a run that is done measures nothing again"
-
-    def test_a_run_that_finds_its_heads_keeps_them(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fitted(*_: Any, **__: Any) -> Any:
-            raise AssertionError("it is there already")
-
-        monkeypatch.setattr(module, "fitted", fitted)
-        again = tune(config, copied(whole, tmp_path / "work"), num_prompts=0)
-        assert again.heads.digest() == whole.heads.digest()
-        with pytest.raises(AssertionError, match="there already"):
-            tune(config, again.folder, num_prompts=0, seed=1)
-
-    @pytest.mark.parametrize(
-        "change", [{"dtype": "bfloat16"}, {"system_prompt": "Be brief."}, {"chunk_context": "prefix"}]
-    )
-    def test_another_engine_does_not_go_on_from_this(
-        self,
-        config: EngineConfig,
-        whole: FineTuning,
-        tmp_path: Path,
-        change: dict[str, str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """It looks at its first sample anew; the engine that the folder is of looks at none."""
-        folder = copied(whole, tmp_path / "work")
-        stop, counts = stopper(monkeypatch)
-        stop(folder_module, "look", 1)
-        with pytest.raises(Interrupted):
-            tune(replace(config, **change), folder, num_prompts=0)
-        assert tune(config, copied(whole, tmp_path / "same"), num_prompts=0).heads.digest() == whole.heads.digest()
-        assert counts == {"look": 1}
-
-    def test_damaged_files_are_made_again(self, config: EngineConfig, whole: FineTuning, tmp_path: Path) -> None:
-        folder = copied(whole, tmp_path / "work")
-        for path in folder.glob("*.safetensors"):
-            path.write_bytes(path.read_bytes()[:-50])
-        assert tune(config, folder, num_prompts=0).heads.digest() == whole.heads.digest()
-
-    def test_bad_wishes_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+    def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 3, 7 and 2"):
-            tune(config, tmp_path, num_samples=5)
+            tune(config, num_samples=5)
         with pytest.raises(ConfigurationError, match="1 target"):
-            tune(config, tmp_path, num_targets=0)
+            tune(config, num_targets=0)
         with pytest.raises(ConfigurationError, match="no auxiliary model"):
-            tune(replace(config, auxiliary=None), tmp_path)
-        assert not list(tmp_path.iterdir())
+            tune(replace(config, auxiliary=None))
 
-    def test_the_report(self, whole: FineTuning, tmp_path: Path) -> None:
-        text = write_report(whole, tmp_path / "report").read_text()
-        assert all(f"| {name} |" in text for name in (UNTUNED, TUNED, "direct", "epic"))
-        assert finetuning_note(whole) in text
+    def test_its_table(self, whole: FineTuning) -> None:
+        _, rows = finetuning_table(whole)
+        assert [row[0] for row in rows] == [each.name for each in whole.figures]
         with_figures = replace(whole, figures=(Figures("made up", outcomes=made(0.25, 3, 1, 4)),))
-        text = write_report(with_figures, tmp_path / "made up").read_text()
-        assert "| equal first tokens | equal answers | F1, share of full's |" in text
-        assert "| 0.250 / 0.250 | 75% | 25% | 62% |" in text
+        titles, [row] = finetuning_table(with_figures)
+        assert titles[-3:] == ["equal first tokens", "equal answers", "F1, share of full's"]
+        assert row[-4:] == ["0.250 / 0.250", "75%", "25%", "62%"]
         values = finetuning_json(with_figures)["figures"]["made up"]
         assert (values["first_token_agreement"], values["equal_answers"]) == (0.75, 0.25)
         assert values["f1_share_of_full"] == pytest.approx(0.625)
         assert values["first_agrees"] == [True, True, True, False] and values["answer_kl"] == [0.25] * 4
-
-    def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, tmp_path: Path) -> None:
-        prompted = replace(config, system_prompt="Answer\nin <one> | two words.")
-        found = tune(prompted, tmp_path / "work", num_prompts=0)
-        text = write_report(found, tmp_path / "report").read_text()
-        for name, value in [
-            ("families, train", ", ".join(FAMILIES["train"])),
-            ("families, test", ", ".join(FAMILIES["test"])),
-            ("synthetic training questions", "12"),
-            ("training questions with a target from the primary", "3"),
-            ("test questions", "7"),
-            ("seed", "0"),
-        ]:
-            assert f"| {name} | {value} |" in text, name
-        assert "Apache-2.0" in text and "Answer in <one> \\| two words." in text
 
 
 class TestAcceptance:
@@ -253,9 +162,9 @@ class TestAcceptance:
     @pytest.mark.parametrize(
         ("is_accepted", "said"), [(True, "are better"), (False, "are not better"), (None, "was not asked")]
     )
-    def test_the_verdict(self, heads: HeadSet, tmp_path: Path, is_accepted: bool | None, said: str) -> None:
+    def test_the_verdict(self, heads: HeadSet, is_accepted: bool | None, said: str) -> None:
         figures = tuple(self.figures({"comes with the package": 0.3, IN_USE: 0.3}).values())
-        found = FineTuning(heads, is_accepted, figures, 1.0, {}, tmp_path)
+        found = FineTuning(heads, is_accepted, figures, 1.0, {})
         verdict = finetuning_verdict(found)
         assert said in verdict
         assert ("what comes with the package" in verdict) == (is_accepted is not None)
@@ -317,12 +226,14 @@ class TestCommands:
     ) -> None:
         out = tmp_path / "own.safetensors"
         heads.save(out)
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {"right": "1 of 2"}, tmp_path)
+        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {"right": "1 of 2"})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(out)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
         assert result.exit_code == 0 and "1 of 2" in result.stdout
         assert (f"Head set: {out}" in result.stdout) == is_accepted == (HeadSet.load(out).sinks == 1)
+        refused = tmp_path / "own.refused.safetensors"
+        assert (f"Head set: {refused}" in result.stdout) == refused.exists() == (not is_accepted)
         assert ("The new head set was not accepted" in result.stderr) == (not is_accepted)
 
     @pytest.mark.parametrize("is_accepted", [True, False])
@@ -334,33 +245,9 @@ class TestCommands:
         heads.save(
             tmp_path / "shipped" / f"{heads_module.model_digest(CacheClipEngine(config).auxiliary)[:16]}.safetensors"
         )
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {}, tmp_path)
+        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
         assert ("comes with the package" in result.stderr) == (not is_accepted)
         assert (CacheClipEngine(config).head_set.sinks == 1) == is_accepted  # type: ignore[union-attr]
-
-    def test_stopped_it_says_where_it_goes_on_from(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        original, looks = folder_module.look, []
-
-        def look(*args: Any, **options: Any) -> Any:
-            looks.append(1)
-            if len(looks) == 3:
-                raise KeyboardInterrupt
-            return original(*args, **options)
-
-        monkeypatch.setattr(folder_module, "look", look)
-        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        options += settings(tmp_path, "[finetune]", "samples = 10", "prompts = 0", "targets = 3", "tests = 1")
-        stopped = CliRunner().invoke(app, ["finetune", *options, "--json"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stdout == ""
-        [line] = stopped.stderr.strip().splitlines()
-        [kept] = (tmp_path / "home" / "training").iterdir()
-        assert line == (
-            f"cacheclip: stopped. The work so far is saved in {kept}; the same command continues from there."
-        )
-        assert self.run("finetune", *options)["folder"] == str(kept) and len(looks) == 5

@@ -12,12 +12,10 @@ import torch
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.scores import token_f1
-from cacheclip_rag.lab.training import folder
-from cacheclip_rag.lab.training import outcomes as outcomes_module
 from cacheclip_rag.lab.training.families import Sample, synthetic_samples
 from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.figures import combined
-from cacheclip_rag.lab.training.outcomes import Outcome, answered_rightly, downstream, may_replace
+from cacheclip_rag.lab.training.outcomes import answered_rightly, downstream, may_replace
 from cacheclip_rag.lab.training.prompts import segments_of
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
@@ -90,22 +88,17 @@ class TestLook:
 
 
 class TestAnsweredRightly:
-    def test_those_that_are_come_first(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_those_that_are_come_first(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
-        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
         [wrong, other] = synthetic_samples("test", 2, chunk_words=20)
         prefilled = engine.prefill(segments_of(engine, other), method=preset("full"))
         said = Reference.of(engine, prefilled, 40).answer.split()
         right = replace(other, parts=(said[-1], said[0].upper()))
         half = replace(other, parts=(said[-1], "said by nobody"))
-        assert answered_rightly(engine, [wrong, right, other], 1, kept=kept) == ([right], 1)
-        assert answered_rightly(engine, [wrong, half, right], 1, kept=kept).samples == [right], "every part"
-        assert answered_rightly(engine, [wrong, right], 2, kept=kept) == ([right, wrong], 1), "others fill up"
+        assert answered_rightly(engine, [wrong, right, other], 1) == ([right], 1)
+        assert answered_rightly(engine, [wrong, half, right], 1).samples == [right], "every part"
+        assert answered_rightly(engine, [wrong, right], 2) == ([right, wrong], 1), "others fill up"
         assert answered_rightly(engine, [right], 0) == ([], 0)
-        monkeypatch.setattr(engine, "prefill", None)
-        assert answered_rightly(engine, [wrong, right], 2, kept=kept).samples == [right, wrong], "asked once"
 
 
 def test_what_may_replace_what() -> None:
@@ -116,47 +109,6 @@ def test_what_may_replace_what() -> None:
 
 
 class TestDownstream:
-    def test_only_sets_that_are_new_are_measured(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        engine = CacheClipEngine(config)
-        samples = synthetic_samples("test", 2, chunk_words=20)
-        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
-        first = downstream(engine, samples, [preset("direct")], kept=kept)
-        both = downstream(engine, samples, [preset("epic"), preset("direct")], kept=kept)
-        assert both[1] == first[0] and both == downstream(engine, samples, [preset("epic"), preset("direct")])
-        monkeypatch.setattr(engine, "prefill", None)
-        assert downstream(engine, samples, [preset("direct"), preset("epic")], kept=kept) == both[::-1]
-        with pytest.raises(TypeError):
-            downstream(engine, samples, [preset("direct")], ratio=0.3, kept=kept)
-
-    def test_outcomes_are_of_all_settings_of_a_method(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """With another default of a method, or of a part of one, it is measured anew."""
-        engine = CacheClipEngine(config)
-        samples = synthetic_samples("test", 1, chunk_words=20)
-        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
-        runtime: Any = engine.auxiliary
-        heads = HeadSet(weights_digest(runtime.fingerprint), (PLANTED,), torch.ones(1))
-        asking = vary(preset("anchored"), {"scorer": {"first": "AuxiliaryAttention"}})
-        sets = [heads, asking]
-        before = downstream(engine, samples, sets, kept=kept)
-        asked: list[str] = []
-        prefill = engine.prefill
-
-        def counting(*args: Any, **options: Any) -> Any:
-            asked.append(options["method"].name)
-            return prefill(*args, **options)
-
-        monkeypatch.setattr(engine, "prefill", counting)
-        assert downstream(engine, samples, sets, kept=kept) == before and not asked
-        others = {"cacheclip": vary(preset("cacheclip"), {"budget": {"chunk_starts": 0.25}}), "full": preset("full")}
-        monkeypatch.setattr(outcomes_module, "preset", others.__getitem__)
-        sets[1] = vary(asking, {"scorer": {"first": {"sinks": 2}}})
-        downstream(engine, samples, sets, kept=kept)
-        assert asked == ["full", "cacheclip", "anchored"]
-
     def test_it_is_the_engines_own_prefill_and_leaves_the_engine_as_it_was(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 2, chunk_words=20)
@@ -204,26 +156,6 @@ class TestDownstream:
             assert (outcome.first_agrees, outcome.equal_answer) == kinds[-1]
             assert [outcome.full_f1, outcome.f1] == [token_f1(text, [sample.answer]) for text in texts]
         assert set(kinds) == {(True, False), (False, False)}
-
-    def test_results_with_other_figures_are_measured_again(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Results of a version that kept two figures."""
-        engine = CacheClipEngine(config)
-        samples = synthetic_samples("test", 1, chunk_words=20)
-        kept = folder.Kept(tmp_path, folder.engine_inputs(engine))
-        about = outcomes_module._about(samples[0], preset("direct"), outcomes_module.RATIO)
-        older = {name: value for name, value in about.items() if name != "figures"}
-        kept.keep_outcome(older, (0.25, 0.5))
-        assert kept.outcome(older) == (0.25, 0.5) and kept.outcome(about) is None
-        [[outcome]] = downstream(engine, samples, [preset("direct")], kept=kept)
-        assert outcome == downstream(engine, samples, [preset("direct")])[0][0] and outcome.answer_kl != 0.5
-        assert len(list(tmp_path.glob("outcome-*"))) == 2
-        kept.keep_outcome(about, (0.25, 0.5, 1.0, 0.0, 0.75, 0.8))
-        monkeypatch.setattr(engine, "prefill", None)
-        found = downstream(engine, samples, [preset("direct")], kept=kept)
-        assert found == [[Outcome(0.25, 0.5, first_agrees=True, equal_answer=False, f1=0.75, full_f1=0.8)]]
-        assert found[0][0].first_agrees is True and found[0][0].equal_answer is False
 
     def test_an_engine_in_use_is_not_touched(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=tmp_path / "store")

@@ -13,7 +13,6 @@ from ...engine import CacheClipEngine
 from ...methods import preset
 from ...methods.base import Method
 from ...methods.recompute import Recompute
-from ...methods.settings import describe
 from ...runtime.base import weights_digest
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.heads import HeadSet, shipped_set
@@ -21,8 +20,7 @@ from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
 from ..variants import ORACLE, RANDOM
 from .families import Sample, synthetic_samples
-from .features import Seen
-from .folder import Kept
+from .features import Seen, look
 from .measures import chosen, rank_correlation, span_recall, token_recall
 from .outcomes import RATIO, AnsweredSamples, Outcome, answered_rightly, capped_mean, downstream
 from .targets import after_sinks, attended_and_stale, attended_when_stale
@@ -68,7 +66,6 @@ def figures_of(
     num_tests: int,
     num_prompts: int,
     seed: int,
-    kept: Kept,
     rival: HeadSet | None,
 ) -> tuple[list[Figures], AnsweredSamples]:
     """Figures on the test split of the last layer, the package's head set, the head set in use (``rival``) and the
@@ -78,7 +75,7 @@ def figures_of(
     caches = auxiliary_caches(engine)
     runtime = transformers_model(caches.runtime)
     samples = synthetic_samples("test", num_tests, seed=seed)
-    asked = answered_rightly(engine, samples, num_prompts, kept=kept)
+    asked = answered_rightly(engine, samples, num_prompts)
     prompts = asked.samples
     sets: dict[str, HeadSet | Method] = {UNTUNED: _last_layer(runtime)}
     sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
@@ -90,10 +87,10 @@ def figures_of(
         measured[OWN_ATTENTION] = []
     with progress_bar("testing", len(samples), "samples") as advance:
         for number, sample in enumerate(samples):
-            seen = kept.look(caches, sample, layers, sinks=SINKS)
+            seen = look(caches, sample, layers, sinks=SINKS)
             target = None
             if sample in prompts:
-                target, own = _asked(engine, sample, kept)
+                target, own = _asked(engine, sample)
                 target = after_sinks(target, seen.lengths, SINKS)
                 measured[OWN_ATTENTION].append(_measured(own, seen, target))
             for name, each in scored.items():
@@ -106,7 +103,7 @@ def figures_of(
         others = [preset("direct"), RANDOM, preset("cacheblend"), preset("epic")]
         others += [_BY_OWN_ATTENTION, preset("anchored"), ORACLE]
         sets |= {method.name: method for method in others}
-        outcomes = downstream(engine, prompts, list(sets.values()), kept=kept)
+        outcomes = downstream(engine, prompts, list(sets.values()))
         for name, of_set in zip(sets, outcomes, strict=True):
             figures[name] = replace(figures.get(name, Figures(name)), outcomes=tuple(of_set))
     return list(figures.values()), asked
@@ -118,15 +115,9 @@ def _last_layer(runtime: ModelRuntime) -> HeadSet:
     return replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=SINKS)
 
 
-def _asked(engine: CacheClipEngine, sample: Sample, kept: Kept) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _asked(engine: CacheClipEngine, sample: Sample) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Tokens that are attended and stale in the primary, and the primary's attention over the stale cache."""
-
-    def ask() -> dict[str, torch.Tensor]:
-        target, own = attended_and_stale(engine, sample), attended_when_stale(engine, sample, _BY_OWN_ATTENTION)
-        return {"own": own} | ({} if target is None else {"target": target})
-
-    found = kept.tensors("asked", {"sample": sample.as_read(), "own": describe(_BY_OWN_ATTENTION)}, ask)
-    return found.get("target"), found["own"]
+    return attended_and_stale(engine, sample), attended_when_stale(engine, sample, _BY_OWN_ATTENTION)
 
 
 def _measured(scores: torch.Tensor, seen: Seen, target: torch.Tensor | None) -> dict[str, float]:

@@ -1,22 +1,17 @@
-"""Fine-tuning as a job: record attention on samples, compute targets with the primary, fit a head set, and test it.
-
-Recorded attention, targets, the head set and every test result are saved in a working folder at once, so that an
-interrupted run can continue.
-"""
+"""Fine-tuning as a job: compute targets with the primary, record attention on samples, fit a head set, and test it."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...base.errors import ConfigurationError, ModelError
-from ...base.paths import cache_home
+from ... import __version__
+from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
@@ -25,16 +20,13 @@ from ...runtime.base import weights_digest
 from ...selection.heads import HeadSet
 from ..models import auxiliary_caches, transformers_model
 from .families import FAMILIES, Sample, synthetic_samples
-from .features import check_offsets
+from .features import check_offsets, look
 from .figures import IN_USE, OWN_ATTENTION, SHIPPED, TUNED, UNTUNED, Figures, figures_of
-from .folder import Kept, digest_of, engine_inputs, resumable
 from .outcomes import may_replace
-from .targets import after_sinks, targets_of
+from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
 
 __all__ = ["FineTuning", "finetune", "open_engine"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +43,6 @@ class FineTuning:
     """Figures on test families; the untuned last layer comes first."""
     seconds: float
     about: dict[str, Any]
-    folder: Path
-    """Working folder, from which an interrupted run continues; may be deleted."""
 
 
 def open_engine(config: EngineConfig) -> CacheClipEngine:
@@ -78,7 +68,6 @@ def finetune(
     num_tests: int = 36,
     num_prompts: int = 12,
     seed: int = 0,
-    folder: Path | None = None,
     rival: HeadSet | None = None,
 ) -> FineTuning:
     """Fit a head set of ``config.auxiliary`` for ``config.primary``.
@@ -91,13 +80,11 @@ def finetune(
         num_prompts: number of test samples that are also measured on the primary. Samples that full prefill answers
             rightly are preferred.
         seed: seed of the synthetic samples.
-        folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
         rival: the head set that the new one would replace; None: the package's, if there is one.
 
     Raises:
         ConfigurationError: no auxiliary model is set, or there are too few samples.
         ModelError: the auxiliary cannot be used for training, or ``rival`` was made for another model.
-        Interrupted: the user stopped the run; it can continue from the folder.
     """
     if num_samples < 10 or num_targets < 1 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
         raise ConfigurationError(
@@ -109,34 +96,33 @@ def finetune(
     if rival is not None:
         rival.check(engine.auxiliary)
     samples = synthetic_samples("train", num_samples, seed=seed)
-    inputs = _inputs(engine, seed, samples)
-    folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
-    kept = Kept(folder, engine_inputs(engine))
-    with resumable(folder):
-        targets = targets_of(engine, samples, spaced(range(len(samples)), num_targets), kept)
-        found = _fitted(engine, samples, targets, kept, digest_of([inputs, list(targets)]))
-        about = {
-            **inputs,
-            "targets": num_targets,
-            "command": "finetune",
-            "auxiliary": Path(str(config.auxiliary)).name,
-            "primary": Path(config.primary).name,
-            "tests": num_tests,
-            "prompts": num_prompts,
-            "data": "questions written by cacheclip_rag.lab.training.families (Apache-2.0)",
-            "families": {split: list(of_split) for split, of_split in FAMILIES.items()},
-        }
-        figures, asked = figures_of(engine, found, num_tests, num_prompts, seed, kept, rival)
-        if num_prompts:
-            about["right"] = asked.summary
-        return FineTuning(
-            replace(found, about=about),
-            _is_accepted({each.name: each for each in figures}),
-            tuple(figures),
-            time.perf_counter() - started,
-            about,
-            folder,
-        )
+    asked = spaced(range(len(samples)), num_targets)
+    found = _fitted(engine, [samples[number] for number in asked])
+    about = {
+        **_inputs(engine),
+        "sinks": SINKS,
+        "seed": seed,
+        "samples": num_samples,
+        "samples_sha256": hashlib.sha256(json.dumps([each.as_read() for each in samples]).encode()).hexdigest(),
+        "targets": num_targets,
+        "command": "finetune",
+        "auxiliary": Path(str(config.auxiliary)).name,
+        "primary": Path(config.primary).name,
+        "tests": num_tests,
+        "prompts": num_prompts,
+        "data": "questions written by cacheclip_rag.lab.training.families (Apache-2.0)",
+        "families": {split: list(of_split) for split, of_split in FAMILIES.items()},
+    }
+    figures, answered = figures_of(engine, found, num_tests, num_prompts, seed, rival)
+    if num_prompts:
+        about["right"] = answered.summary
+    return FineTuning(
+        replace(found, about=about),
+        _is_accepted({each.name: each for each in figures}),
+        tuple(figures),
+        time.perf_counter() - started,
+        about,
+    )
 
 
 def _is_accepted(figures: Mapping[str, Figures]) -> bool | None:
@@ -150,41 +136,31 @@ def _is_accepted(figures: Mapping[str, Figures]) -> bool | None:
     return nearer and tuned.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
 
 
-def _inputs(engine: CacheClipEngine, seed: int, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Everything on which recorded attention depends, without names and folders of models."""
+def _inputs(engine: CacheClipEngine) -> dict[str, Any]:
+    """Everything of an engine on which its models' outputs depend, without names and folders of models."""
+    config, auxiliary = engine.config, auxiliary_caches(engine)
     return {
-        **engine_inputs(engine),
-        "sinks": SINKS,
-        "seed": seed,
-        "samples": len(samples),
-        "samples_sha256": digest_of([each.as_read() for each in samples]),
+        "primary_sha256": engine.primary.fingerprint,
+        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+        "auxiliary_sha256": auxiliary.runtime.fingerprint,
+        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
+        "prefix_ids": list(auxiliary.prefix_ids),
+        "system_prompt": config.system_prompt,
+        "chunk_context": config.chunk_context,
+        "codecs": [config.codec, config.auxiliary_codec],
+        "device": [config.device, config.auxiliary_device],
+        "cacheclip_rag": __version__,
     }
 
 
-def _fitted(
-    engine: CacheClipEngine,
-    samples: Sequence[Sample],
-    targets: Mapping[int, torch.Tensor | None],
-    kept: Kept,
-    digest: str,
-) -> HeadSet:
-    """The head set, from an earlier run or fitted now."""
-    path = kept.folder / "fitted.safetensors"
-    if path.is_file():
-        try:
-            found = HeadSet.load(path)
-            if found.about.get("inputs") == digest:
-                return found
-        except ModelError as error:
-            logger.info("fitting again: %s", error)
+def _fitted(engine: CacheClipEngine, samples: Sequence[Sample]) -> HeadSet:
+    """The head set that is fitted to these samples."""
     caches = auxiliary_caches(engine)
     runtime = transformers_model(caches.runtime)
-    seen, aims = [], []
-    with progress_bar("reading with every head", len(targets), "samples") as advance:
-        for done, (number, target) in enumerate(targets.items(), 1):
-            seen.append(kept.look(caches, samples[number], range(runtime.num_layers), sinks=SINKS))
-            aims.append(after_sinks(target, seen[-1].lengths, SINKS))
+    seen, targets = [], []
+    with progress_bar("asking the primary", len(samples), "samples") as advance:
+        for done, sample in enumerate(samples, 1):
+            seen.append(look(caches, sample, range(runtime.num_layers), sinks=SINKS))
+            targets.append(after_sinks(attended_and_stale(engine, sample), seen[-1].lengths, SINKS))
             advance(done)
-    found = replace(fitted(seen, aims, weights_digest(runtime.fingerprint)), about={"inputs": digest})
-    found.save(path)
-    return found
+    return fitted(seen, targets, weights_digest(runtime.fingerprint))

@@ -1,14 +1,12 @@
-"""The report of a fine-tuning: tables, JSON objects, and a page in Markdown."""
+"""The report of a fine-tuning: a table, a verdict, and a JSON object."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from ...base.paths import atomic_path
 from .figures import IN_USE, SHIPPED
 from .finetune import FineTuning
 from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
@@ -18,7 +16,6 @@ __all__ = [
     "finetuning_note",
     "finetuning_table",
     "finetuning_verdict",
-    "write_report",
 ]
 
 Table = tuple[list[str], list[list[str]]]
@@ -119,7 +116,6 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
             for each in found.figures
         },
         "about": found.about,
-        "folder": str(found.folder),
         "seconds": found.seconds,
     }
 
@@ -137,47 +133,3 @@ def finetuning_verdict(found: FineTuning) -> str:
         f"EPIC{or_worse}, or find less than the primary's own attention.",
         None: "The primary was not asked the test questions.",
     }[found.is_accepted]
-
-
-def write_report(found: FineTuning, folder: Path) -> Path:
-    """Write ``report.md`` into ``folder``; returns its path."""
-    lines = [f"# Fine-tuning of {found.about['auxiliary']} for {found.about['primary']}", "", finetuning_verdict(found)]
-    lines += ["", *_markdown_table(finetuning_table(found)), "", finetuning_note(found), ""]
-    for name, table in _sections(found.about).items():
-        lines += [f"## {name}", "", *_markdown_table(table), ""]
-    with atomic_path(folder / "report.md") as temporary:
-        temporary.write_text("\n".join(lines), encoding="utf-8")
-    return folder / "report.md"
-
-
-def _sections(about: dict[str, Any]) -> dict[str, Table]:
-    """Tables of data, settings, and other inputs of the result."""
-    about = dict(about)
-    families = about.pop("families")
-    numbers = {
-        "samples": "synthetic training questions",
-        "targets": "training questions with a target from the primary",
-        "tests": "test questions",
-        "prompts": "test questions asked of the primary",
-        "right": "test questions answered rightly by full prefill",
-        "seed": "seed",
-    }
-    data = [["questions and licence", about.pop("data")]]
-    data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
-    data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
-    about.pop("prefix_ids", None)  # token ids of the system prompt
-    rest = [[name, str(value)] for name, value in about.items()]
-    return {
-        "Data": (["data", ""], data),
-        "Models and versions": (["of", "value"], rest),
-    }
-
-
-def _markdown_table(table: Table) -> list[str]:
-    titles, rows = table
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
-    return [
-        f"| {' | '.join(titles)} |",
-        f"|{'---|' * len(titles)}",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]

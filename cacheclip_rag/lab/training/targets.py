@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from ...base.progress import progress_bar
 from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
 from ...methods.base import Method
@@ -19,10 +17,9 @@ from ..models import auxiliary_caches
 from ..variants import ORACLE
 from .families import Sample
 from .features import Offsets, spread_over
-from .folder import Kept
 from .prompts import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "targets_of"]
+__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks"]
 
 _RATIO = 0.5
 """Any ratio except 0 and 1, at which methods score nothing."""
@@ -37,26 +34,6 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     """
     found = _rated(engine, sample, ORACLE)
     return found / found.sum() if found is not None and bool(found.any()) else None
-
-
-def targets_of(
-    engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], kept: Kept
-) -> dict[int, torch.Tensor | None]:
-    """:func:`attended_and_stale` of the ``samples`` with numbers ``asked``, by number; saved results are used."""
-    found: dict[int, torch.Tensor | None] = {}
-    if not asked:
-        return found
-
-    def ask(sample: Sample) -> dict[str, torch.Tensor]:
-        target = attended_and_stale(engine, sample)
-        return {} if target is None else {"target": target}
-
-    with progress_bar("asking the primary", len(asked), "samples") as advance:
-        for done, number in enumerate(asked, 1):
-            sample = samples[number]
-            found[number] = kept.tensors("target", {"target": sample.as_read()}, partial(ask, sample)).get("target")
-            advance(done)
-    return found
 
 
 def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
