@@ -112,8 +112,6 @@ class FinetuneTable(Table):
     """Synthetic questions for training."""
     targets: int = 36
     """Training questions for which the primary computes targets."""
-    tests: int = 36
-    """Synthetic test questions."""
     prompts: int = 12
     """Test questions that the primary answers."""
     seed: int = 0

@@ -43,7 +43,6 @@ def finetune(
         config,
         num_samples=table.samples,
         num_targets=table.targets,
-        num_tests=table.tests,
         num_prompts=table.prompts,
         seed=table.seed,
         rival=rival,
@@ -58,7 +57,7 @@ def finetune(
     if as_json:
         print_json({**finetuning_json(found), "path": None if is_refused else str(path)})
     else:
-        tables = {"On families and words never trained on": finetuning_table(found)}
+        tables = {"On questions of other kinds, with words never trained on": finetuning_table(found)}
         print_tables(tables, finetuning_note(found), finetuning_verdict(found), f"Head set: {written}")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from cacheclip_rag.lab.training import figures, finetune
+from cacheclip_rag.lab.training import finetune
 from cacheclip_rag.lab.training.families import synthetic_samples
 from cacheclip_rag.lab.training.outcomes import Outcome
 
@@ -24,6 +24,5 @@ def made(kl: float, first: int, answers: int, count: int = 10, f1: float = 0.5) 
 def with_short_samples() -> Iterator[None]:
     """Fine-tuning makes samples with less filler: the tiny models read many tokens per word."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (finetune, figures):
-            patch.setattr(module, "synthetic_samples", short_samples)
+        patch.setattr(finetune, "synthetic_samples", short_samples)
         yield

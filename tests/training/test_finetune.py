@@ -14,10 +14,17 @@ from typer.testing import CliRunner
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.cli import app
-from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
-from cacheclip_rag.lab.training.figures import IN_USE, TUNED, UNTUNED, Figures
-from cacheclip_rag.lab.training.finetune import FineTuning, finetune
+from cacheclip_rag.lab.training.finetune import (
+    IN_USE,
+    OWN_ATTENTION,
+    SHIPPED,
+    TUNED,
+    UNTUNED,
+    FineTuning,
+    finetune,
+)
+from cacheclip_rag.lab.training.outcomes import Outcome
 from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_table, finetuning_verdict
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.runtime.base import weights_digest
@@ -25,8 +32,7 @@ from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path
 from tests.training.conftest import made
 
-OWN = "the primary's own attention"
-SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
+SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_prompts": 2}
 pytestmark = pytest.mark.usefixtures("with_short_samples")
 
 
@@ -54,20 +60,14 @@ def whole(config: EngineConfig, with_short_samples: None) -> FineTuning:
 @pytest.mark.xdist_group("finetuning")  # runs are shared
 class TestJob:
     def test_what_it_finds(self, config: EngineConfig, whole: FineTuning) -> None:
-        by_name = {each.name: each for each in whole.figures}
-        scored = [UNTUNED, TUNED, OWN]
-        assert list(by_name) == [*scored, "direct", "random", "cacheblend", "epic", "anchored", "oracle"]
-        for name in scored:
-            figures = by_name[name]
-            assert set(figures.recall) == set(figures.span_recall) == {"0.1", "0.2"}
-            assert all(0 <= value <= 1 for value in (*figures.recall.values(), *figures.span_recall.values()))
-            assert figures.overlap is not None and figures.correlation is not None
-        assert all(len(each.outcomes) == 2 and each.kl is not None for each in by_name.values())
+        others = ["direct", "random", "cacheblend", "epic", "anchored", "oracle", OWN_ATTENTION]
+        assert list(whole.outcomes) == [UNTUNED, TUNED, *others]
+        assert all(len(each) == 2 for each in whole.outcomes.values())
         assert whole.is_accepted in (True, False) and whole.heads.sinks == 4
         assert whole.about["primary_sha256"] == CacheClipEngine(config).primary.fingerprint
         assert config.primary not in json.dumps(whole.about), "no path of a machine"
         assert whole.about["right"].endswith(" of 2") and f": {whole.about['right']}." in finetuning_note(whole)
-        assert whole.heads.about == whole.about and set(by_name[TUNED].recall_of_asked) == {"0.1", "0.2"}
+        assert whole.heads.about == whole.about
 
     def test_the_same_command_makes_the_same_head_set(self, config: EngineConfig, whole: FineTuning) -> None:
         again = tune(config, num_prompts=0)
@@ -78,26 +78,21 @@ class TestJob:
         self, config: EngineConfig, heads: HeadSet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        monkeypatch.setattr(figures_module, "shipped_set", lambda _: other)
-        found = tune(config)
-        by_name = {each.name: each for each in found.figures}
-        assert list(by_name)[:3] == [UNTUNED, "comes with the package", TUNED]
-        shipped = by_name["comes with the package"]
-        assert shipped.recall and len(shipped.outcomes) == 2 and shipped.outcomes != by_name[TUNED].outcomes
-        assert IN_USE not in by_name
+        monkeypatch.setattr(module, "shipped_set", lambda _: other)
+        found = tune(config).outcomes
+        assert list(found)[:3] == [UNTUNED, SHIPPED, TUNED] and IN_USE not in found
+        assert len(found[SHIPPED]) == 2 and found[SHIPPED] != found[TUNED]
 
     def test_it_is_held_against_what_it_would_replace(self, config: EngineConfig, heads: HeadSet) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        found = tune(config, rival=other)
-        by_name = {each.name: each for each in found.figures}
-        assert list(by_name)[:3] == [UNTUNED, IN_USE, TUNED]
-        used = by_name[IN_USE]
-        assert used.recall and len(used.outcomes) == 2 and used.outcomes != by_name[TUNED].outcomes
+        found = tune(config, rival=other).outcomes
+        assert list(found)[:3] == [UNTUNED, IN_USE, TUNED]
+        assert len(found[IN_USE]) == 2 and found[IN_USE] != found[TUNED]
         with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
             tune(config, rival=replace(other, auxiliary_sha256="b" * 64))
 
     def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 3, 7 and 2"):
+        with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 3 and 2"):
             tune(config, num_samples=5)
         with pytest.raises(ConfigurationError, match="1 target"):
             tune(config, num_targets=0)
@@ -106,8 +101,8 @@ class TestJob:
 
     def test_its_table(self, whole: FineTuning) -> None:
         _, rows = finetuning_table(whole)
-        assert [row[0] for row in rows] == [each.name for each in whole.figures]
-        with_figures = replace(whole, figures=(Figures("made up", outcomes=made(0.25, 3, 1, 4)),))
+        assert [row[0] for row in rows] == list(whole.outcomes)
+        with_figures = replace(whole, outcomes={"made up": made(0.25, 3, 1, 4)})
         titles, [row] = finetuning_table(with_figures)
         assert titles[-3:] == ["equal first tokens", "equal answers", "F1, share of full's"]
         assert row[-4:] == ["0.250 / 0.250", "75%", "25%", "62%"]
@@ -120,56 +115,48 @@ class TestJob:
 class TestAcceptance:
     """Figures made up."""
 
-    def figures(
-        self, kl: dict[str, float] | None = None, first: dict[str, int] | None = None, recall: float = 0.6
-    ) -> dict[str, Figures]:
-        kls = {UNTUNED: 0.5, "epic": 0.4, TUNED: 0.2, OWN: 0.3} | (kl or {})
-        figures = {
-            name: Figures(name, {"0.2": 0.6}, outcomes=made(each, (first or {}).get(name, 5), 5))
-            for name, each in kls.items()
-        }
-        figures[TUNED] = replace(figures[TUNED], recall_of_asked={"0.2": recall})
-        return figures
+    def outcomes(
+        self, kl: dict[str, float] | None = None, first: dict[str, int] | None = None
+    ) -> dict[str, tuple[Outcome, ...]]:
+        kls = {UNTUNED: 0.5, "epic": 0.4, TUNED: 0.2, OWN_ATTENTION: 0.1} | (kl or {})
+        return {name: made(each, (first or {}).get(name, 5), 5) for name, each in kls.items()}
 
     def test_it_is_accepted_if_nothing_is_wrong(self) -> None:
-        assert module._is_accepted(self.figures()) is True
-        assert module._is_accepted(self.figures({"comes with the package": 0.2})) is True, "as near"
+        assert module._is_accepted(self.outcomes()) is True
+        assert module._is_accepted(self.outcomes({SHIPPED: 0.2})) is True, "as near"
         bad = [
-            self.figures({TUNED: 0.4}),
-            self.figures(recall=0.57),
-            self.figures({"comes with the package": 0.35, TUNED: 0.36}),
-            self.figures({IN_USE: 0.35, TUNED: 0.36}),
-            self.figures({"comes with the package": 0.35}, {TUNED: 4}),
-            self.figures({IN_USE: 0.35}, {TUNED: 4}),
-            self.figures({"comes with the package": 0.35, IN_USE: 0.35}, {IN_USE: 4, TUNED: 4}),
-            self.figures(None, {TUNED: 4}),
+            self.outcomes({TUNED: 0.4}),
+            self.outcomes({SHIPPED: 0.35, TUNED: 0.36}),
+            self.outcomes({IN_USE: 0.35, TUNED: 0.36}),
+            self.outcomes({SHIPPED: 0.35}, {TUNED: 4}),
+            self.outcomes({IN_USE: 0.35}, {TUNED: 4}),
+            self.outcomes({SHIPPED: 0.35, IN_USE: 0.35}, {IN_USE: 4, TUNED: 4}),
+            self.outcomes(None, {TUNED: 4}),
         ]
-        assert [module._is_accepted(figures) for figures in bad] == [False] * len(bad)
+        assert [module._is_accepted(outcomes) for outcomes in bad] == [False] * len(bad)
 
-    @pytest.mark.parametrize("replaced", ["comes with the package", IN_USE])
+    @pytest.mark.parametrize("replaced", [SHIPPED, IN_USE])
     def test_first_tokens_count_against_what_is_replaced(self, replaced: str) -> None:
         """More of them with other methods, or with the last layer where another head set is there, refuse nothing."""
-        more = {"epic": 6, UNTUNED: 6, OWN: 6}
-        assert module._is_accepted(self.figures({replaced: 0.35}, more)) is True
-        assert module._is_accepted(self.figures(None, more)) is False, "the last layer is replaced"
-        assert module._is_accepted(self.figures({replaced: 0.35}, {TUNED: 6})) is True
+        more = {"epic": 6, UNTUNED: 6, OWN_ATTENTION: 6}
+        assert module._is_accepted(self.outcomes({replaced: 0.35}, more)) is True
+        assert module._is_accepted(self.outcomes(None, more)) is False, "the last layer is replaced"
+        assert module._is_accepted(self.outcomes({replaced: 0.35}, {TUNED: 6})) is True
 
     def test_nothing_is_said_where_the_primary_was_not_asked(self) -> None:
-        figures = {name: replace(each, outcomes=()) for name, each in self.figures().items()}
-        del figures[OWN]
-        assert module._is_accepted(figures) is None
+        assert module._is_accepted({}) is None
 
     @pytest.mark.parametrize(
         ("is_accepted", "said"), [(True, "are better"), (False, "are not better"), (None, "was not asked")]
     )
     def test_the_verdict(self, heads: HeadSet, is_accepted: bool | None, said: str) -> None:
-        figures = tuple(self.figures({"comes with the package": 0.3, IN_USE: 0.3}).values())
-        found = FineTuning(heads, is_accepted, figures, 1.0, {})
+        outcomes = self.outcomes({SHIPPED: 0.3, IN_USE: 0.3})
+        found = FineTuning(heads, is_accepted, outcomes, 1.0, {})
         verdict = finetuning_verdict(found)
         assert said in verdict
         assert ("what comes with the package" in verdict) == (is_accepted is not None)
         assert ("the head set in use" in verdict) == (is_accepted is not None)
-        assert "package" not in finetuning_verdict(replace(found, figures=figures[:3]))
+        assert "package" not in finetuning_verdict(replace(found, outcomes=self.outcomes()))
 
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:
@@ -200,7 +187,7 @@ class TestCommands:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         assert CacheClipEngine(config).head_set is None
-        few = ["[finetune]", "samples = 10", "targets = 2", "tests = 2", "prompts = 1"]
+        few = ["[finetune]", "samples = 10", "targets = 2", "prompts = 1"]
         first = self.run("finetune", *models, *settings(tmp_path, *few))
         engine = CacheClipEngine(config)
         assert engine.head_set is not None and engine.head_set.digest() == first["digest"]
@@ -226,7 +213,7 @@ class TestCommands:
     ) -> None:
         out = tmp_path / "own.safetensors"
         heads.save(out)
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {"right": "1 of 2"})
+        found = FineTuning(replace(heads, sinks=1), is_accepted, {}, 1.0, {"right": "1 of 2"})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(out)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
@@ -245,7 +232,7 @@ class TestCommands:
         heads.save(
             tmp_path / "shipped" / f"{heads_module.model_digest(CacheClipEngine(config).auxiliary)[:16]}.safetensors"
         )
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {})
+        found = FineTuning(replace(heads, sinks=1), is_accepted, {}, 1.0, {})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)

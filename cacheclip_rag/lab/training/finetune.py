@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,29 @@ from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
+from ...methods import preset
+from ...methods.base import Method
+from ...methods.recompute import Recompute
 from ...models.load import concrete
 from ...runtime.base import weights_digest
-from ...selection.heads import HeadSet
+from ...selection.heads import HeadSet, shipped_set
+from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
+from ..variants import ORACLE, RANDOM
 from .families import FAMILIES, Sample, synthetic_samples
 from .features import check_offsets, look
-from .figures import IN_USE, OWN_ATTENTION, SHIPPED, TUNED, UNTUNED, Figures, figures_of
-from .outcomes import may_replace
+from .outcomes import Outcome, answered_rightly, capped_mean, downstream, may_replace
 from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
 
 __all__ = ["FineTuning", "finetune", "open_engine"]
+
+
+UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
+SHIPPED, IN_USE = "comes with the package", "in use so far"
+"""Names of the head sets that the new one would replace: the package's, and one that an earlier run wrote."""
+_TRIES = 3
+"""Most questions tried for one that the primary answers rightly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +46,12 @@ class FineTuning:
 
     heads: HeadSet
     is_accepted: bool | None
-    """Whether the head set passes all tests on the test split: it is closer to full prefill than the untuned last layer
-    and EPIC; it :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the head set in use and the package's (without
-    these, the last layer); and its recall is at most 0.02 below the primary's own attention. None if the primary was
-    not asked."""
-    figures: tuple[Figures, ...]
-    """Figures on test families; the untuned last layer comes first."""
+    """Whether answers to the test questions are closer to full prefill's than with the untuned last layer and EPIC, and
+    the head set :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the one in use and the package's (without
+    these, the last layer). None if the primary was not asked."""
+    outcomes: dict[str, tuple[Outcome, ...]]
+    """Per test question, by what chose the tokens; the untuned last layer comes first. Empty if the primary was not
+    asked."""
     seconds: float
     about: dict[str, Any]
 
@@ -65,7 +76,6 @@ def finetune(
     *,
     num_samples: int = 96,
     num_targets: int = 36,
-    num_tests: int = 36,
     num_prompts: int = 12,
     seed: int = 0,
     rival: HeadSet | None = None,
@@ -76,9 +86,7 @@ def finetune(
         num_samples: number of synthetic training samples.
         num_targets: number of training samples, evenly spread, to which the head set is fitted: those for which the
             primary computes a target.
-        num_tests: number of synthetic test samples.
-        num_prompts: number of test samples that are also measured on the primary. Samples that full prefill answers
-            rightly are preferred.
+        num_prompts: number of test samples. Samples that full prefill answers rightly are preferred.
         seed: seed of the synthetic samples.
         rival: the head set that the new one would replace; None: the package's, if there is one.
 
@@ -86,10 +94,10 @@ def finetune(
         ConfigurationError: no auxiliary model is set, or there are too few samples.
         ModelError: the auxiliary cannot be used for training, or ``rival`` was made for another model.
     """
-    if num_samples < 10 or num_targets < 1 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
+    if num_samples < 10 or num_targets < 1 or num_prompts < 0:
         raise ConfigurationError(
-            f"fine-tuning needs at least 10 training samples, 1 target, 1 test sample, and no more prompts than tests, "
-            f"got {num_samples}, {num_targets}, {num_tests} and {num_prompts}."
+            "fine-tuning needs at least 10 training samples, 1 target, and prompts from 0 on, got "
+            f"{num_samples}, {num_targets} and {num_prompts}."
         )
     started = time.perf_counter()
     engine = open_engine(config)
@@ -103,37 +111,56 @@ def finetune(
         "sinks": SINKS,
         "seed": seed,
         "samples": num_samples,
-        "samples_sha256": hashlib.sha256(json.dumps([each.as_read() for each in samples]).encode()).hexdigest(),
+        "samples_sha256": hashlib.sha256(json.dumps([asdict(each) for each in samples]).encode()).hexdigest(),
         "targets": num_targets,
         "command": "finetune",
         "auxiliary": Path(str(config.auxiliary)).name,
         "primary": Path(config.primary).name,
-        "tests": num_tests,
         "prompts": num_prompts,
         "data": "questions written by cacheclip_rag.lab.training.families (Apache-2.0)",
         "families": {split: list(of_split) for split, of_split in FAMILIES.items()},
     }
-    figures, answered = figures_of(engine, found, num_tests, num_prompts, seed, rival)
+    outcomes: dict[str, tuple[Outcome, ...]] = {}
     if num_prompts:
+        tests = synthetic_samples("test", _TRIES * num_prompts, seed=seed)
+        answered = answered_rightly(engine, tests, num_prompts)
+        outcomes = _tested(engine, found, answered.samples, rival)
         about["right"] = answered.summary
     return FineTuning(
         replace(found, about=about),
-        _is_accepted({each.name: each for each in figures}),
-        tuple(figures),
+        _is_accepted(outcomes),
+        outcomes,
         time.perf_counter() - started,
         about,
     )
 
 
-def _is_accepted(figures: Mapping[str, Figures]) -> bool | None:
-    """Whether the head set passes all tests; see :attr:`FineTuning.is_accepted`."""
-    tuned, own = figures[TUNED], figures.get(OWN_ATTENTION)
-    if tuned.kl is None or own is None:
+def _tested(
+    engine: CacheClipEngine, heads: HeadSet, samples: Sequence[Sample], rival: HeadSet | None
+) -> dict[str, tuple[Outcome, ...]]:
+    """Outcomes of the samples with the last layer, the head sets that the new one would replace, the new one, and other
+    methods."""
+    runtime = transformers_model(engine.auxiliary)
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    last = replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=SINKS)
+    sets: dict[str, HeadSet | Method] = {UNTUNED: last}
+    sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
+    sets[TUNED] = heads
+    others = [preset("direct"), RANDOM, preset("cacheblend"), preset("epic"), preset("anchored"), ORACLE]
+    others.append(Recompute(QueryAttention(layers="upper"), name=OWN_ATTENTION))
+    sets |= {method.name: method for method in others}
+    found = downstream(engine, samples, list(sets.values()))
+    return {name: tuple(outcomes) for name, outcomes in zip(sets, found, strict=True)}
+
+
+def _is_accepted(outcomes: Mapping[str, Sequence[Outcome]]) -> bool | None:
+    """See :attr:`FineTuning.is_accepted`."""
+    if not outcomes:
         return None
-    nearer = all((figures[name].kl or 0.0) > tuned.kl for name in (UNTUNED, "epic"))
-    replaced = [figures[name] for name in (SHIPPED, IN_USE) if name in figures] or [figures[UNTUNED]]
-    nearer = nearer and all(may_replace(tuned.outcomes, each.outcomes) for each in replaced)
-    return nearer and tuned.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
+    tuned = outcomes[TUNED]
+    nearer = all(capped_mean(outcomes[name]) > capped_mean(tuned) for name in (UNTUNED, "epic"))
+    replaced = [outcomes[name] for name in (SHIPPED, IN_USE) if name in outcomes] or [outcomes[UNTUNED]]
+    return nearer and all(may_replace(tuned, each) for each in replaced)
 
 
 def _inputs(engine: CacheClipEngine) -> dict[str, Any]:
@@ -160,7 +187,7 @@ def _fitted(engine: CacheClipEngine, samples: Sequence[Sample]) -> HeadSet:
     seen, targets = [], []
     with progress_bar("asking the primary", len(samples), "samples") as advance:
         for done, sample in enumerate(samples, 1):
-            seen.append(look(caches, sample, range(runtime.num_layers), sinks=SINKS))
+            seen.append(look(caches, sample, sinks=SINKS))
             targets.append(after_sinks(attended_and_stale(engine, sample), seen[-1].lengths, SINKS))
             advance(done)
     return fitted(seen, targets, weights_digest(runtime.fingerprint))

@@ -13,11 +13,13 @@ from ...base.progress import progress_bar
 from ...engine import CacheClipEngine
 from ...methods import preset
 from ...methods.base import Method
+from ...prompt.segments import Segment
 from ...selection.heads import HeadSet
+from ..evaluation.questions import ask
+from ..evaluation.records import Record, RecordChunk
 from ..evaluation.reference import Reference
 from ..evaluation.scores import token_f1
 from .families import Sample
-from .prompts import segments_of
 
 __all__ = [
     "RATIO",
@@ -31,10 +33,11 @@ __all__ = [
     "may_replace",
     "same_answers",
     "same_first",
+    "segments_of",
 ]
 
 RATIO = 0.2
-"""Recompute ratio of the methods, and share of chosen tokens when heads are ranked."""
+"""Recompute ratio of the methods."""
 SELECTOR = "cacheclip"
 """The method that uses a head set."""
 _ANSWER_TOKENS = 16
@@ -91,6 +94,13 @@ def may_replace(new: Sequence[Outcome], old: Sequence[Outcome]) -> bool:
     only refuses.
     """
     return capped_mean(new) <= capped_mean(old) and same_first(new) >= same_first(old)
+
+
+def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
+    """The segments of the sample's prompt."""
+    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
+    record = Record(f"{sample.family}/0", sample.family, sample.question, (sample.answer,), chunks, {})
+    return ask(engine, record).segments
 
 
 class AnsweredSamples(NamedTuple):
