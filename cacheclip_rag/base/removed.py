@@ -51,6 +51,7 @@ OPTIONS: dict[str, str] = {
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
     "let finetune write it, which cacheclip finds by itself.",
     "--data": "--data is gone: finetune asks questions that it writes itself.",
+    "--against": "--against is gone: compare the mean KLs of the report.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
     "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
@@ -60,6 +61,7 @@ OPTIONS: dict[str, str] = {
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
     "--report": "--report is gone: finetune prints its table, and --json has all figures.",
+    "--ruler": "--ruler is gone: benchmarks/ruler.py of the repository writes its questions as a file for --dataset.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",

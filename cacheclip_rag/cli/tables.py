@@ -19,7 +19,6 @@ from ..base.errors import ConfigurationError
 __all__ = [
     "CHUNK_TOKENS",
     "TABLES",
-    "EvalTable",
     "FinetuneTable",
     "IngestTable",
     "ServeTable",
@@ -89,22 +88,6 @@ class ServeTable(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalTable(Table):
-    """``[eval]``"""
-
-    chunk_tokens: int = 1000
-    """Tokens of a chunk of a RULER prompt."""
-    overlap_tokens: int = 50
-    """Tokens that neighbouring chunks of a RULER prompt share."""
-    seed: int = 42
-    """Seed of generated needles."""
-    shuffle: int | None = None
-    """Seed of another order of every question's chunks; None: as in the file."""
-    metrics: str | None = None
-    """Comma-separated metrics instead of the records' own: f1, f1_zh, em, ..."""
-
-
-@dataclass(frozen=True, slots=True)
 class FinetuneTable(Table):
     """``[finetune]``"""
 
@@ -121,7 +104,6 @@ class FinetuneTable(Table):
 TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
-    "eval": EvalTable,
     "finetune": FinetuneTable,
 }
 """By the name of their command."""

@@ -201,7 +201,7 @@ def score_title(name: str) -> str:
 
 
 def _columns(summary: dict[str, Any]) -> list[Column]:
-    own, against = summary["own_scores"], summary["against"]
+    own = summary["own_scores"]
     where = "mean over questions"
     return [
         Column("Ratio", "nominal recompute ratio", _read("ratio"), "{:g}"),
@@ -219,9 +219,6 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         _where_right("equal_answers", "Equal answers", "{:.1%}"),
         Column(
             "KL to full", f"along full's answer, nats a token, {where}", _read("kl_to_full"), "{:#.3g}", "low", True
-        ),
-        Column(
-            f"KL / {against}", f"mean KL over that of {against}, {_PAIRED}", _read("kl_ratio"), "{:.3f}x", "low", True
         ),
         Column(
             "First-token KL", f"at the answer's first token, nats, {where}", _read("first_token_kl"), "{:#.3g}", "low"
