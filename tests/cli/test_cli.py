@@ -533,25 +533,23 @@ def test_version(cacheclip: Any) -> None:
 
 
 class TestFirstIngest:
-    @pytest.mark.parametrize("existed", [False, True])
-    def test_a_failed_one_leaves_nothing(
-        self, cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str], existed: bool
+    def test_a_failed_one_is_continued(
+        self, cacheclip: Any, models: list[str], tmp_path: Path, chunks: list[str]
     ) -> None:
         corpus, store, wrong = tmp_path / "corpus", tmp_path / "store", tmp_path / "wrong"
         corpus.mkdir()
         wrong.mkdir()
         (wrong / "config.json").write_text("{}")
         (corpus / "a.txt").write_text(chunks[0])
-        if existed:
-            store.mkdir()
         arguments = ("ingest", corpus, "--store", store, *models[:4], *settings(tmp_path, "max_bytes = 1000000000"))
         failed = cacheclip(*arguments, "--embedding", wrong)
         assert failed.code == 1 and "sentence-transformers" in failed.err
-        assert store.is_dir() == existed and not (existed and list(store.iterdir()))
-        assert cacheclip(*arguments, *models[4:], "--json").json["computed"] == 1
-        (corpus / "a.txt").write_text(chunks[1])
-        later = cacheclip(*arguments, "--embedding", wrong)
-        assert later.code != 0 and (store / "library.sqlite3").is_file(), "a store with documents stays"
+        asked = cacheclip("ask", "Why?", "--store", store)
+        assert asked.code == 1 and "no documents are stored" in asked.err
+        found = cacheclip(*arguments, *models[4:], "--json").json
+        assert (found["documents"], found["chunks"], found["computed"]) == (1, 1, 0), (
+            "another embedding model may be named"
+        )
 
     def test_one_without_a_readable_document_leaves_nothing(
         self, cacheclip: Any, models: list[str], tmp_path: Path
