@@ -17,16 +17,12 @@ from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
 
 __all__ = [
-    "CHUNK_TOKENS",
     "TABLES",
     "FinetuneTable",
     "IngestTable",
     "ServeTable",
     "Table",
 ]
-
-CHUNK_TOKENS = 512
-"""Most tokens in a chunk of ``cacheclip ingest``, unless the store or the command says otherwise."""
 
 
 class Table:
