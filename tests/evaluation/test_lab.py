@@ -257,25 +257,6 @@ class TestBadRecords:
             assert one.skipped[f"bad{n}"].startswith(reason)
         assert [question.id for question in comparison.questions] == ["q0"] and len(comparison.items) == 2
 
-    def test_what_a_metric_cannot_score_is_left_out_for_all(
-        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        asked: dict[str, int] = {}
-
-        def odd(prediction: str, answers: Any) -> float:
-            asked[answers[0]] = asked.get(answers[0], 0) + 1
-            if answers[0] == "odd" and asked["odd"] == 2:
-                raise ZeroDivisionError("no\nwords")
-            return float("nan") if answers[0] == "nothing" else 0.5
-
-        monkeypatch.setitem(METRICS, "f1", odd)
-        records = [replace(record(8), answers=("odd",)), RECORDS[0], replace(record(9), answers=("nothing",))]
-        one = lab(config, tmp_path / "run", records, ["direct"])
-        comparison = one.run()
-        assert one.skipped["q8"] == "metric 'f1' fails on an answer (ZeroDivisionError: no words)."
-        assert one.skipped["q9"] == "metric 'f1' must give a finite number, got nan."
-        assert {item.id for item in comparison.items} == {"q0"} and summarise(comparison)["n"] == 1
-
     def test_what_no_record_is_to_blame_for_stops_the_run(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -372,16 +372,15 @@ class TestTables:
 
         def shown(label: str, title: str) -> str:
             cell = cells[label][titles.index(title)]
-            return f"{'*' * cell.best}{cell.text} {cell.interval}".rstrip()
+            return f"{cell.text} {cell.interval}".rstrip()
 
         assert list(cells) == ["full", "direct", "clip 0.2", "clip 1"]
-        # the best is never full's: lowest of KL and time, highest of the rest
-        assert [shown(label, "F1") for label in cells] == ["0.625", "0.562", "0.500", "*0.625"]
-        assert [shown(label, "TTFT (s)") for label in cells] == ["4.000", "*1.500", "2.000", "4.000"]
-        assert [shown(label, "Speed-up") for label in cells] == ["1.00x", "*4.00x", "2.00x", "1.00x"]
+        assert [shown(label, "F1") for label in cells] == ["0.625", "0.562", "0.500", "0.625"]
+        assert [shown(label, "TTFT (s)") for label in cells] == ["4.000", "1.500", "2.000", "4.000"]
+        assert [shown(label, "Speed-up") for label in cells] == ["1.00x", "4.00x", "2.00x", "1.00x"]
         assert [shown(label, "Ratio") for label in cells] == ["-", "0", "0.2", "1"]
         assert shown("clip 0.2", "KL to full") == "0.125 [0.00, 0.250]" and shown("full", "KL to full") == "-"
-        assert shown("clip 1", "F1 - full") == "*+0.000 [+0.000, +0.000]"
+        assert shown("clip 1", "F1 - full") == "+0.000 [+0.000, +0.000]"
         assert shown("clip 0.2", "F1 where full is right") == "0.750 [0.500, 1.000]"
         assert shown("clip 0.2", "F1 / full") == "80.0%", "no interval: some draws are of question 3 only"
         assert shown("clip 0.2", "Agreement") == "0.875 [0.750, 1.000]"
@@ -462,8 +461,6 @@ class TestPage:
             "all questions, gates and promises, tasks, and each question's answers"
         )
         assert page.count("td", **{"class": "answer"}) == len(ITEMS)
-        best = [cell.best for task in (None, "far", "near<b>") for row in _cells(summary, task) for cell in row]
-        assert page.count("td", **{"class": "best"}) == sum(best)
         assert "<h2>far: 2 questions</h2>" in text and "<h2>near&lt;b&gt;: 3 questions</h2>" in text
         assert "<dt>Speed-up</dt>" in text and "Not every method answered the same questions" in text
         assert "<summary>3 skipped, and why</summary>" in text and "<li>2: the prompt has N tokens, of N</li>" in text
@@ -508,10 +505,6 @@ class TestPage:
         assert page.count("input", type="checkbox") == 0
         empty = replace(comparison, items=[])
         assert Page(to_html(empty, summarise(empty))).count("img") == 0
-
-
-def _cells(summary: dict[str, Any], task: str | None) -> Any:
-    return table(summary, task, brief=task is not None)[1].values()
 
 
 class TestPlots:
