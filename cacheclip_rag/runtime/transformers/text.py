@@ -19,7 +19,7 @@ import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
 from ..base import CALL_MARKERS, REASONING_MARKERS, Runtime, TokenizedText
-from .chat_template import counted
+from .chat_template import CHARACTERS, counted, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
@@ -37,17 +37,25 @@ _left: ContextVar[list[float]] = ContextVar("left")
 _REASONING = frozenset(marker for pair in REASONING_MARKERS for marker in pair)
 
 
+_SHORTEST = [{"role": "user", "content": "a"}]
+
+
 class _EndlessTemplate(Exception):
     """A chat template takes more steps, or more time, than any chat needs."""
 
 
-def template_step(steps: int) -> bool:
-    """Count steps of the template that is being rendered (:func:`~.chat_template.counted`). Always true."""
+def template_step(value: Any, steps: int = 0) -> Any:
+    """Count steps of the template that is being rendered, and those that it takes to write a value
+    (:func:`~.chat_template.counted`). Returns the value."""
     left = _left.get()
+    if isinstance(value, str):
+        steps += len(value) // CHARACTERS
+    elif isinstance(value, list | tuple | dict):
+        steps += weight(value) // CHARACTERS
     left[0] -= steps
     if left[0] < 0 or (left[0] % _BETWEEN_LOOKS < steps and time.thread_time() > left[1]):
         raise _EndlessTemplate
-    return True
+    return value
 
 
 def check_encodable(text: str) -> None:
@@ -111,11 +119,15 @@ class ChatText(Runtime):
             )
         except (MemoryError, CacheClipError):
             raise
-        except _EndlessTemplate:
+        except (_EndlessTemplate, RecursionError):
+            stopped = (
+                f"the chat template of {self.name!r} was stopped: it took far more steps, or wrote far more, than a "
+                f"chat of {len(messages)} messages needs. "
+            )
+            if messages != _SHORTEST and self._renders_shortest():
+                raise ConfigurationError(f"{stopped}Shorten the messages, or take out what it repeats.") from None
             raise ModelError(
-                f"the chat template of {self.name!r} was stopped: it took far more steps than a chat of "
-                f"{len(messages)} messages needs. Expected a template without loops over long ranges. Take the one of "
-                "the model's publisher."
+                f"{stopped}Expected a template without loops over long ranges. Take the one of the model's publisher."
             ) from None
         except Exception as error:  # a template raises for unknown roles or orders; a damaged one raises anything
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
@@ -125,6 +137,16 @@ class ChatText(Runtime):
             ) from error
         finally:
             _left.reset(token)
+
+    def _renders_shortest(self) -> bool:
+        """Whether the template is not stopped for one short message, which is to say that messages let it run on."""
+        try:
+            self.render_chat(_SHORTEST)
+        except ModelError:
+            return False
+        except ConfigurationError:  # it wants other roles
+            return True
+        return True
 
 
 class TextModel(ChatText):
