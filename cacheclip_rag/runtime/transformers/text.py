@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
-from ..base import CALL_MARKERS, REASONING_MARKERS, Runtime, TokenizedText
+from ..base import Runtime, TokenizedText, mark_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
@@ -33,8 +33,6 @@ _BETWEEN_LOOKS = 16
 """Steps after which the clock is looked at."""
 _left: ContextVar[list[float]] = ContextVar("left")
 """Steps that the rendering of a template may still take, and the time of the processor at which it must have ended."""
-
-_REASONING = frozenset(marker for pair in REASONING_MARKERS for marker in pair)
 
 
 _SHORTEST = [{"role": "user", "content": "a"}]
@@ -165,7 +163,7 @@ class TextModel(ChatText):
         )
         """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
         self.control_ids = sorted(control) if self.has_offsets else None
-        self.marks_reasoning: bool = not _REASONING.isdisjoint(self._call_markers.values())
+        self.marks_reasoning: bool = mark_reasoning(self._call_markers)
 
     @property
     def model(self) -> Any:
@@ -225,8 +223,8 @@ class TextModel(ChatText):
     @cached_property
     def _call_markers(self) -> dict[int, str]:
         """Special tokens that mark calls of tools and reasoning."""
-        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return {number: text for number, text in special.items() if text in CALL_MARKERS or text in _REASONING}
+        added = self.tokenizer.added_tokens_decoder
+        return markers_among({number: token.content for number, token in added.items() if token.special})
 
     def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
@@ -242,7 +240,7 @@ class TextModel(ChatText):
             found.update([source] if isinstance(source, int) else source or [])
         if self.tokenizer.eos_token_id is not None:
             found.add(self.tokenizer.eos_token_id)
-        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"):
+        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
             token_id = self.tokenizer.convert_tokens_to_ids(token)
             if isinstance(token_id, int) and token_id != self.tokenizer.unk_token_id:
                 found.add(token_id)
