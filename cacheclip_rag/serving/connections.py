@@ -23,7 +23,7 @@ def timed(kind: Any) -> Any:
     class Connection(kind):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._expecting: dict[Connection, None] = vars(self.server_state).setdefault("expecting", {})
+            self._expecting: dict[Connection, None] = self.server_state.__dict__.setdefault("expecting", {})
             self._timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
