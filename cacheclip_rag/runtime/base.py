@@ -34,8 +34,27 @@ REASONING_MARKERS = (
     ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # GPT-OSS, whose answers are messages, each in a channel
+    ("<|channel|>commentary<|message|>", "<|end|>"),  # what it says before calls
 )
 """What models write before and after reasoning. Special tokens in some tokenizers, too."""
+
+CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+"""Special tokens of models that answer in channels."""
+
+
+def markers_among(special: Mapping[int, str]) -> dict[int, str]:
+    """Those of a tokenizer's special tokens that mark calls, reasoning or channels, by their ids."""
+    known = {*CALL_MARKERS, *(marker for pair in REASONING_MARKERS for marker in pair)} - {"<|end|>"}
+    if "<|channel|>" in special.values():  # in other tokenizers, some of their names mean something else
+        known.update(CHANNEL_MARKERS)
+    return {token: text for token, text in special.items() if text in known}
+
+
+def mark_reasoning(markers: Mapping[int, str]) -> bool:
+    """Whether some of the markers are for reasoning."""
+    return not {"<|channel|>", *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
+
 
 Message = dict[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``

@@ -23,6 +23,8 @@ MOST_TOOLS = 1024
 MOST_DOCUMENTS = 4096
 MOST_PROMPTS, MOST_ANSWERS = 128, 8
 """Of a completion, and answers to each prompt."""
+MOST_LOGPROBS = 20
+"""Tokens whose probabilities are given at each place of an answer."""
 MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_CHARACTERS = 16
 """Most characters of a prompt for each token of the model's context. Prose has 4, and tables with much space 8."""
