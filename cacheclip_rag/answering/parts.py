@@ -251,12 +251,8 @@ class Parts:
         """The method for a call (default the engine's method), at its recompute ratio: default the engine's ratio for
         names and for the engine's method, and the instance's own ratio for an instance. Presets without a ratio ignore
         it. ``auto``: the method's own, until a controller chooses. ``any_ratio``: its ratio is chosen by predicted time
-        later.
-
-        Raises:
-            ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
-                needs an auxiliary model and an engine without one.
-        """
+        later. Raises ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a
+        method that needs an auxiliary model and an engine without one."""
         config = self.config
         given = config.method if method is None else method
         check_method(given)

@@ -61,11 +61,8 @@ class Answering:
     completion: IdleCompletion = field(default_factory=IdleCompletion)
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """Stream the answer; the last event carries the whole answer.
-
-        Raises:
-            ConfigurationError: options that cannot be combined.
-        """
+        """Stream the answer; the last event carries the whole answer. Raises ConfigurationError: options that cannot be
+        combined."""
         options = request.options
         if options.params.json_schema and options.finishes:
             raise ConfigurationError(

@@ -51,11 +51,8 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     """Measure a method and plain prefill, and how long the tiers of the engine's store take to be read. The weights are
     those that are loaded; chunks of prompts go to a temporary folder, or to memory if the store is in memory. Takes one
     to two minutes with the default models on two CPU cores. Media of other stores stay, if a saved profile of the same
-    ``identity`` has them.
-
-    Raises:
-        ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.
-    """
+    ``identity`` has them. Raises ConfigurationError: the method reuses no stored chunks, or the model's context is too
+    short for three sizes."""
     if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses no stored chunks, so there is nothing to choose.")
     config = parts.config

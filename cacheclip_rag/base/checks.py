@@ -25,11 +25,8 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
 
 
 def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Settings with aliases replaced by the names of ``known`` settings.
-
-    Raises:
-        ConfigurationError: a setting is given twice, under two names.
-    """
+    """Settings with aliases replaced by the names of ``known`` settings. Raises ConfigurationError: a setting is given
+    twice, under two names."""
     aliases, named = aliases_of(known), {}
     for alias, value in given.items():
         name = aliases.get(alias, alias)

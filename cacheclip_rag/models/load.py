@@ -62,11 +62,8 @@ _factories: dict[str, RuntimeFactory] = {}
 
 def check_name(name: str) -> None:
     """Raise an error unless a model can have this name: an existing folder, a GGUF file, a packaged name, a hub id, or
-    ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection.
-
-    Raises:
-        UnknownModelError: no model can have this name; the message lists the packaged names.
-    """
+    ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection. Raises
+    UnknownModelError: no model can have this name; the message lists the packaged names."""
     scheme, _, rest = name.partition(":")
     folder = Path(name).expanduser()
     if (rest and scheme in _factories) or (folder / "config.json").is_file() or packaged_name(name):
@@ -136,13 +133,9 @@ def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str
 
 def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> Runtime:
     """The runtime of model ``name``, loaded at the first call and shared by later calls in this process. ``dtype`` and
-    ``device`` are those of :class:`~cacheclip_rag.config.EngineConfig`.
-
-    Raises:
-        UnsupportedModelError: the model's KV cannot be reused exactly.
-        ModelError: files are missing or damaged, or the device has too little free memory for the weights.
-        ConfigurationError: an unknown dtype, or a device that this torch cannot use.
-    """
+    ``device`` are those of :class:`~cacheclip_rag.config.EngineConfig`. Raises UnsupportedModelError: the model's KV
+    cannot be reused exactly; ModelError: files are missing or damaged, or the device has too little free memory for the
+    weights; ConfigurationError: an unknown dtype, or a device that this torch cannot use."""
     check_choice("dtype", dtype, ("auto", *DTYPES))
     name, device = os.fspath(name), choose_device(device)
     dtype = _choose_dtype(name, device) if dtype == "auto" else dtype
@@ -167,11 +160,8 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
 
 def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], list[int]]:
     """What turns a text into token ids as the model called ``name`` does, without special tokens. Loads no weights, but
-    for runtimes of other packages, which have the arguments of :func:`load_any`.
-
-    Raises:
-        The errors of :func:`resolve`, and ModelError for a missing or damaged tokenizer.
-    """
+    for runtimes of other packages, which have the arguments of :func:`load_any`. Raises the errors of :func:`resolve`,
+    and ModelError for a missing or damaged tokenizer."""
     if name.partition(":")[0] in _factories:
         runtime = load_any(name, dtype=dtype, device=device)
         return lambda text: list(runtime.tokenize(text).ids)
@@ -225,10 +215,7 @@ def load_planning(
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
     """How the weights of a checkpoint were quantised before they were saved, where vLLM reads it too; None: not at all.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
+    Raises ModelError: a file is damaged."""
 
     def read(file: str) -> dict[str, Any]:
         path = folder / file
@@ -240,11 +227,8 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 def concrete(config: EngineConfig) -> EngineConfig:
     """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
-    checkpoint. A model that is not on this machine is fetched if its dtype matters.
-
-    Raises:
-        The errors of :func:`resolve`, and ModelError for a damaged checkpoint.
-    """
+    checkpoint. A model that is not on this machine is fetched if its dtype matters. Raises the errors of
+    :func:`resolve`, and ModelError for a damaged checkpoint."""
     if "auto" not in (config.device, config.dtype):
         return config
     device = choose_device(config.device)

@@ -60,11 +60,8 @@ def normalise_chunk(text: str) -> str:
 
 
 def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Each text, normalised.
-
-    Raises:
-        ConfigurationError: ``texts`` is a single string, or holds something other than strings.
-    """
+    """Each text, normalised. Raises ConfigurationError: ``texts`` is a single string, or holds something other than
+    strings."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
         raise ConfigurationError(f"expected a list of texts, got {found}.")
@@ -201,12 +198,8 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages as a list, with role and content, and what belongs to calls of tools: the chat template can write
-    other fields as control text.
-
-    Raises:
-        ConfigurationError: a message lacks a role or a content string, its role is more than a word, a call is
-            malformed, or another field holds something.
-    """
+    other fields as control text. Raises ConfigurationError: a message lacks a role or a content string, its role is
+    more than a word, a call is malformed, or another field holds something."""
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     checked: list[Message] = []
@@ -253,11 +246,8 @@ _FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Check segment types, drop empty segments, and turn white space around a chunk's text into fresh text.
-
-    Raises:
-        ConfigurationError: a segment is neither Fresh nor Chunk.
-    """
+    """Check segment types, drop empty segments, and turn white space around a chunk's text into fresh text. Raises
+    ConfigurationError: a segment is neither Fresh nor Chunk."""
     checked: list[Segment] = []
     for segment in segments:
         if not isinstance(segment, Fresh | Chunk):

@@ -57,11 +57,8 @@ class ToolCall:
 
 
 def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``.
-
-    Raises:
-        ConfigurationError: a definition lacks a name, or has a name that is more than a word.
-    """
+    """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``. Raises
+    ConfigurationError: a definition lacks a name, or has a name that is more than a word."""
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigurationError(f"tools must be a list of definitions, got {type(tools).__name__}.")
     checked: list[dict[str, Any]] = []
@@ -87,11 +84,8 @@ def check_name(what: str, name: Any) -> None:
 
 
 def check_calls(calls: Any) -> list[dict[str, Any]]:
-    """A message's ``tool_calls`` with arguments as dicts, because templates write them as JSON themselves.
-
-    Raises:
-        ConfigurationError: a call is malformed.
-    """
+    """A message's ``tool_calls`` with arguments as dicts, because templates write them as JSON themselves. Raises
+    ConfigurationError: a call is malformed."""
     if not isinstance(calls, list | tuple):
         raise ConfigurationError(f"tool_calls must be a list, got {type(calls).__name__}.")
     return [_checked_call(call) for call in calls]
@@ -284,11 +278,8 @@ class Marks:
         return {**message, "tool_calls": calls}
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """Parts of a rendered text, and for each whether it is template text (True) or was marked.
-
-        Raises:
-            ConfigurationError: the template has cut a marked string.
-        """
+        """Parts of a rendered text, and for each whether it is template text (True) or was marked. Raises
+        ConfigurationError: the template has cut a marked string."""
         pieces = self._marked.split(rendered)
         if any(self.nonce in piece for piece in pieces):
             raise ConfigurationError(

@@ -56,12 +56,8 @@ class HeadSets:
         return auxiliary is not None and self.default is not None
 
     def use(self, heads: HeadSet | None) -> None:
-        """Use these heads as the default from now on; None: the auxiliary's last layer.
-
-        Raises:
-            ConfigurationError: no auxiliary model is set.
-            ModelError: the heads were made for another model.
-        """
+        """Use these heads as the default from now on; None: the auxiliary's last layer. Raises ConfigurationError: no
+        auxiliary model is set; ModelError: the heads were made for another model."""
         if heads is not None:
             auxiliary = self._auxiliary()
             if auxiliary is None:
@@ -71,11 +67,8 @@ class HeadSets:
             self._default = (heads,)
 
     def named(self, names: Collection[str]) -> dict[str, HeadSet]:
-        """The head sets that a method names; empty if no auxiliary model can score.
-
-        Raises:
-            ModelError: a head set is missing, cannot be read, or was made for another model.
-        """
+        """The head sets that a method names; empty if no auxiliary model can score. Raises ModelError: a head set is
+        missing, cannot be read, or was made for another model."""
         auxiliary = self.auxiliary
         if auxiliary is None:
             return {}

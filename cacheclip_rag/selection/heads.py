@@ -170,12 +170,8 @@ def check_head_set_name(heads: str) -> None:
 
 def load_named(heads: str) -> HeadSet:
     """The head set that a method names: a path if ``heads`` holds a slash, else a file in ``$CACHECLIP_HOME/heads``.
-    The caller checks it against the auxiliary model (:meth:`HeadSet.check`).
-
-    Raises:
-        ConfigurationError: ``heads`` is neither a valid name nor a path.
-        ModelError: the head set is missing or cannot be read.
-    """
+    The caller checks it against the auxiliary model (:meth:`HeadSet.check`). Raises ConfigurationError: ``heads`` is
+    neither a valid name nor a path; ModelError: the head set is missing or cannot be read."""
     check_head_set_name(heads)
     if "/" in heads:
         return HeadSet.load(Path(heads).expanduser())
@@ -200,11 +196,7 @@ def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
 def shipped_set(auxiliary: Any) -> HeadSet | None:
     """The head set that this package ships for models of the auxiliary's architecture, sizes and tokenizer, whatever
     their weights; None if there is none. With other weights than those it was made from, it is bound to the
-    auxiliary's, and the first use is logged.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
+    auxiliary's, and the first use is logged. Raises ModelError: the file cannot be read."""
     path = _SHIPPED / f"{model_digest(auxiliary)[:16]}.safetensors"
     if not path.is_file():
         return None

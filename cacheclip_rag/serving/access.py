@@ -39,11 +39,8 @@ class Caller:
             )
 
     def tenant(self, wanted: str | None) -> str:
-        """The tenant of a request that asks for ``wanted``.
-
-        Raises:
-            RequestError: the key may not use it. It does not say which tenants there are.
-        """
+        """The tenant of a request that asks for ``wanted``. Raises RequestError: the key may not use it. It does not
+        say which tenants there are."""
         if wanted is None:
             return self.tenants[0]
         if not self.may_choose:
@@ -89,11 +86,8 @@ class Access:
     def identify(self, authorization: str | None) -> Caller:
         """Whose request it is, by its header ``Authorization: Bearer KEY``.
 
-        Every key is compared, each in constant time, so that the time tells nothing.
-
-        Raises:
-            RequestError: no known key.
-        """
+        Every key is compared, each in constant time, so that the time tells nothing. Raises RequestError: no known
+        key."""
         if self.is_open:
             return Caller((self.tenant,), may_choose=False, sees_metrics=True)
         scheme, _, given = (authorization or "").partition(" ")

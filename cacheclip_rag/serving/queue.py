@@ -65,10 +65,7 @@ class Queue:
     @asynccontextmanager
     async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[Callable[[], None]]:
         """The place of one answer that needs so much KV. Gives a function to be called when its first token is there.
-
-        Raises:
-            QueueFull: too many of the tenant's wait already (429, with ``Retry-After``).
-        """
+        Raises QueueFull: too many of the tenant's wait already (429, with ``Retry-After``)."""
         place = Place(tenant, num_bytes)
         if self._may_run(place) and all(map(self._is_at_its_limit, self._waiting)):
             self._places.append(place)

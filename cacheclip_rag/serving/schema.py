@@ -519,22 +519,15 @@ def _no_number(name: str) -> float:
 
 
 def parse(kind: type[B], given: Mapping[str, Any]) -> B:
-    """The body of a request, checked.
-
-    Raises:
-        RequestError: it names the field that is wrong.
-    """
+    """The body of a request, checked. Raises RequestError: it names the field that is wrong."""
     body = _validated(kind, given)
     body.check()
     return body
 
 
 def parse_field(given: Any) -> CacheClipField:
-    """The field ``cacheclip`` of a body whose other fields another server reads.
-
-    Raises:
-        RequestError: it names the part that is wrong.
-    """
+    """The field ``cacheclip`` of a body whose other fields another server reads. Raises RequestError: it names the part
+    that is wrong."""
     return _validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
 
 

@@ -88,12 +88,8 @@ class Server:
         """``http://host:port``, once it listens."""
 
     def run(self) -> None:
-        """Serve until a signal comes, or :meth:`stop`.
-
-        Raises:
-            ConfigurationError: the address is taken.
-            The errors of the backend's start.
-        """
+        """Serve until a signal comes, or :meth:`stop`. Raises ConfigurationError: the address is taken; the errors of
+        the backend's start."""
         allow_many_files()
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]

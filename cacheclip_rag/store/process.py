@@ -41,11 +41,7 @@ class Writer:
 
     @property
     def name(self) -> str:
-        """32 hexadecimal digits; locked at first use.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """32 hexadecimal digits; locked at first use. Raises OSError: the folder cannot be written."""
         with self._lock:
             if self._pid != os.getpid():
                 self._name, self._file = self._register()
@@ -57,11 +53,8 @@ class Writer:
         return _NAME.fullmatch(name) is not None
 
     def names(self) -> set[str]:
-        """Names that are registered, of living and killed processes.
-
-        Raises:
-            OSError: nobody can tell, so that all writers must be taken for living.
-        """
+        """Names that are registered, of living and killed processes. Raises OSError: nobody can tell, so that all
+        writers must be taken for living."""
         try:
             with open_folder(self._root, "writers") as folder:
                 return {name for name in folder.names() if self.is_name(name) and _is_regular(folder, name)}

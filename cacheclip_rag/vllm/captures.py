@@ -49,11 +49,7 @@ class Capture:
 
     @classmethod
     def of(cls, given: object, num_tokens: int) -> Capture:
-        """Read what a request of ``num_tokens`` tokens carries.
-
-        Raises:
-            ConfigurationError: it is no capture.
-        """
+        """Read what a request of ``num_tokens`` tokens carries. Raises ConfigurationError: it is no capture."""
         if not isinstance(given, Mapping) or not {"name"} <= set(given) <= {"name", "start", "context"}:
             raise ConfigurationError(f"{CAPTURE} must have a name, and may have start and context")
         found = cls(given["name"], given.get("start", 0), given.get("context"))
@@ -218,11 +214,8 @@ class Captor:
 
 
 def read_capture(folder: Path, name: str, num_heads: int) -> torch.Tensor:
-    """KV that the workers wrote: ``(num_layers, 2, num_heads, num_tokens, head_dim)``, keys after RoPE.
-
-    Raises:
-        ValueError: parts are missing or damaged.
-    """
+    """KV that the workers wrote: ``(num_layers, 2, num_heads, num_tokens, head_dim)``, keys after RoPE. Raises
+    ValueError: parts are missing or damaged."""
     parts = []
     for path in folder.glob(f"{name}.*.safetensors"):
         try:
@@ -285,11 +278,8 @@ def remove_context(folder: Path, name: str) -> None:
 
 @contextmanager
 def open_context(folder: Path, name: str) -> Iterator[ContextFile]:
-    """Open the KV before chunks. Layers are read when they are asked for.
-
-    Raises:
-        ValueError: the file is damaged or of another version. FileNotFoundError: there is none.
-    """
+    """Open the KV before chunks. Layers are read when they are asked for. Raises ValueError: the file is damaged or of
+    another version. FileNotFoundError: there is none."""
     path = folder / f"{name}.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"the KV before the chunks, {name}, is not in {folder}")

@@ -86,11 +86,8 @@ class ChunkEncoder:
         return self._llm
 
     def __call__(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`.
-
-        Raises:
-            EncodingError: some chunks failed.
-        """
+        """KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`. Raises EncodingError: some chunks
+        failed."""
         from vllm import SamplingParams
 
         start = 0 if context is None else context.shape[3]

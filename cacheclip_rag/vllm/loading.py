@@ -56,12 +56,9 @@ class Loader:
 
     @torch.inference_mode()
     def load(self, load: Load) -> int:
-        """Make the KV of a load; returns the number of computed rows.
-
-        Raises:
-            OSError, ValueError, RuntimeError: some KV cannot be read, on this worker or on another one. Nothing was
-                computed then, and what was written is overwritten by vLLM's own prefill.
-        """
+        """Make the KV of a load; returns the number of computed rows. Raises OSError, ValueError, RuntimeError: some KV
+        cannot be read, on this worker or on another one. Nothing was computed then, and what was written is overwritten
+        by vLLM's own prefill."""
         if load.plan is not None:
             return self._carry_out(load, load.plan)
         assert self._settings.exchange is not None and load.context is not None, "the scheduler checked the request"

@@ -65,11 +65,8 @@ class CacheClip:
     """An ASGI middleware: checks keys, plans prompts, and adds statistics to responses and metrics."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings | None = None) -> None:
-        """``settings``: default those that ``cacheclip serve`` left in the environment.
-
-        Raises:
-            ConfigurationError: there are none.
-        """
+        """``settings``: default those that ``cacheclip serve`` left in the environment. Raises ConfigurationError:
+        there are none."""
         self._app = app
         self._settings = settings or ServerSettings.of_environment()
         self._access = self._settings.access

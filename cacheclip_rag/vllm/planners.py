@@ -108,11 +108,8 @@ class Planning:
             planner.close()
 
     async def plan(self, asked: PlannablePrompt, field: CacheClipField, tenant: str) -> Route:
-        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once.
-
-        Raises:
-            RequestError: the request asks for what cannot be, or its prompt is too long.
-        """
+        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once. Raises RequestError: the
+        request asks for what cannot be, or its prompt is too long."""
         came = time.perf_counter()
         caller = Waiter()
         try:
@@ -232,11 +229,7 @@ def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) ->
 
 
 def _method(planner: Planner, field: CacheClipField) -> Method:
-    """The method of a request.
-
-    Raises:
-        RequestError: it cannot be had here.
-    """
+    """The method of a request. Raises RequestError: it cannot be had here."""
     try:
         method = planner.make_method(field.method, field.ratio)  # type: ignore[arg-type]
     except ConfigurationError as error:

@@ -238,11 +238,7 @@ class ReplyText:
     @classmethod
     def of(cls, body: bytes | bytearray) -> ReplyText:
         """That of vLLM's response with one choice, or of the beginning of such a stream. An event that is cut off is
-        left out.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        left out. Raises ValueError: it is neither."""
         whole = body.split(b"\n\n")[:-1]
         events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
         text, has_ended = "", False

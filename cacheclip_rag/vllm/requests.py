@@ -77,11 +77,8 @@ _WITHOUT_EFFECT = {
 
 
 def take_field(body: dict[str, Any]) -> CacheClipField:
-    """The field ``cacheclip``, taken out of the body.
-
-    Raises:
-        RequestError: it names the part that is wrong, or has no effect.
-    """
+    """The field ``cacheclip``, taken out of the body. Raises RequestError: it names the part that is wrong, or has no
+    effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
         if getattr(found, name) not in (None, "none"):

@@ -48,11 +48,8 @@ class Served:
         cls, model: str, device: str = "cpu", quantization: str | None = None, kv_cache_dtype: str = "auto"
     ) -> Served:
         """That of a model under options of vLLM. What they leave open, vLLM fills in from the checkpoint, sooner or
-        later: the options as they were given and as vLLM has them afterwards make the same object.
-
-        Raises:
-            The errors of :func:`~cacheclip_rag.models.load.resolve`.
-        """
+        later: the options as they were given and as vLLM has them afterwards make the same object. Raises the errors of
+        :func:`~cacheclip_rag.models.load.resolve`."""
         checkpoint = quantization_of(resolve(model))
         if checkpoint is None:
             return cls(device, quantization, kv_cache_dtype)

@@ -48,11 +48,7 @@ class ServerSettings:
 
     @property
     def access(self) -> Access:
-        """Keys and tenants.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or a key cannot be one.
-        """
+        """Keys and tenants. Raises ConfigurationError: the file cannot be read, or a key cannot be one."""
         return Access(self.config.namespace, self.api_key, read_tenants(self.tenants) if self.tenants else {})
 
     def to_environment(self) -> dict[str, str]:
@@ -63,11 +59,8 @@ class ServerSettings:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> ServerSettings:
-        """The settings of this process.
-
-        Raises:
-            ConfigurationError: the process was not started by ``cacheclip serve``.
-        """
+        """The settings of this process. Raises ConfigurationError: the process was not started by ``cacheclip
+        serve``."""
         environment = os.environ if environment is None else environment
         try:
             values: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])

@@ -44,11 +44,7 @@ class ServedFields(ModelFields):
 
     @property
     def engine(self) -> CacheClipEngine:
-        """The engine in use, if the model runs here.
-
-        Raises:
-            ConfigurationError: ``base_url`` is set.
-        """
+        """The engine in use, if the model runs here. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
                 f"the model runs in the server at {self.base_url}, so there is no engine here. What needs one (to "
@@ -64,11 +60,7 @@ class ServedFields(ModelFields):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """As without a server.
-
-        Raises:
-            ConfigurationError: ``base_url`` is set.
-        """
+        """As without a server. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
                 f"the model runs in the server at {self.base_url}, so its tokenizer is not known here. Use the same "

@@ -208,11 +208,8 @@ class ModelFields(EngineFields):
         self._call_options({})
 
     def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
-        """Options of a call, in which those of ``given`` override the fields.
-
-        Raises:
-            ConfigurationError: an unknown option, or a value out of range.
-        """
+        """Options of a call, in which those of ``given`` override the fields. Raises ConfigurationError: an unknown
+        option, or a value out of range."""
         given = with_tool_choice(given)
         if given.get("logprobs") not in (None, False):
             raise ConfigurationError(

@@ -34,12 +34,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, json_schema: str) -> SchemaConstraint:
-        """A constraint for one answer.
-
-        Raises:
-            ConfigurationError: the schema is not supported, or the tokenizer has no vocabulary of its own.
-            MissingExtraError: llguidance is not installed.
-        """
+        """A constraint for one answer. Raises ConfigurationError: the schema is not supported, or the tokenizer has no
+        vocabulary of its own; MissingExtraError: llguidance is not installed."""
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
