@@ -17,6 +17,7 @@ from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
+from cacheclip_rag.selection import Budget
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.conftest import MakeEngine
 from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW
@@ -193,6 +194,16 @@ class TestMethods:
 
     def test_auto_needs_no_kv(self, make: MakeEngine) -> None:
         assert make(method="auto").make_method().name == "epic"
+
+    def test_spans_are_as_long_as_a_pass_is_worth(self, make: MakeEngine) -> None:
+        engine = make(method="cacheclip")
+        engine.precompute(CHUNKS)
+        method = replace(preset("cacheclip"), budget=Budget(ratio=0.5))
+        answer = engine.generate(PROMPT, method=method, trace=True, max_tokens=1)
+        assert answer.trace is not None and answer.trace.scores
+        rows = answer.trace.recomputed
+        runs = 1 + sum(b - a > 1 for a, b in zip(rows, rows[1:], strict=False))
+        assert len(rows) == round(0.5 * answer.stats.chunk_tokens) and runs <= len(rows) / 16
 
     def test_a_gate_completes_the_exact_kv(self, make: MakeEngine) -> None:
         engine = make()

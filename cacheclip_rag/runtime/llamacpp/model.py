@@ -93,6 +93,7 @@ class LlamaRuntime(ChatText):
     can_constrain = True
     reads_kv = False
     kv_codec = "opaque"
+    span_tokens = 32
     call_tokens = 64
     """Tokens for which a call is worth its costs: with fewer, llama.cpp's attention takes twice as long a token."""
     rope_pin = "gguf"
