@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from .errors import ConfigurationError
 
-__all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
+__all__ = ["METHODS", "NAMES", "OPTIONS", "SETTINGS", "refuse_removed"]
 
 _VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
 _CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
@@ -69,6 +69,21 @@ OPTIONS: dict[str, str] = {
 }
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""
+
+
+_DEEPER = "is gone here: it is no part of the public API any more"
+NAMES: dict[str, str] = {
+    "cacheclip_rag.store.encode": "encode is gone: use encode_frame.",
+    "cacheclip_rag.store.decode": "decode is gone: use decode_frame.",
+    "cacheclip_rag.store.Entry": f"Entry {_DEEPER}.",
+    "cacheclip_rag.store.StoreStats": f"StoreStats {_DEEPER}; ChunkStore.stats returns one.",
+    "cacheclip_rag.store.TenantStats": f"TenantStats {_DEEPER}; TenantStore.stats returns one.",
+    "cacheclip_rag.guards.CertificateGuard": f"CertificateGuard {_DEEPER}: set require_certificate.",
+    "cacheclip_rag.guards.Metrics": f"Metrics {_DEEPER}: engine.metrics is one.",
+    "cacheclip_rag.selection.HeadSet": f"HeadSet {_DEEPER}: name its file, AuxiliaryAttention(heads=...).",
+    "cacheclip_rag.models.unload_models": "unload_models is gone here: use engine.unload() or llm.unload().",
+}
+"""Names of public modules."""
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:

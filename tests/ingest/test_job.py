@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,10 +50,10 @@ class Workshop:
     def write(self, name: str, text: str) -> None:
         (self.corpus / name).write_text(text)
 
-    def run(self, **changes: object) -> IngestReport:
+    def run(self, *files: Path, **changes: object) -> IngestReport:
         settings = dataclasses.replace(self.settings, **changes)
         return ingest(
-            [self.corpus],
+            [self.corpus, *files],
             library=self.library,
             engine=self.engine,
             embedder=LetterEmbedder("letters"),
@@ -127,6 +129,21 @@ def test_bad_documents_are_reported_and_the_others_go_on(workshop: Workshop) -> 
     assert report.added == 2
     assert [Path(f["path"]).name for f in report.failed] == ["bad.txt"]
     assert "binary" in report.failed[0]["error"]
+
+
+@pytest.mark.parametrize("name", ["report.docx", "table.xlsx", "slides.pptx", "text.odt"])
+def test_office_files_stop_no_others(workshop: Workshop, name: str) -> None:
+    """In a folder they are skipped, and named they fail; both say what to do."""
+    with zipfile.ZipFile(workshop.corpus / name, "w") as archive:
+        archive.writestr("[Content_Types].xml", "<Types/>")
+        archive.writestr("word/document.xml", "<w:t>The boiler has four valves.</w:t>")
+    report = workshop.run()
+    assert report.added == 2 and not report.failed
+    assert [Path(each["path"]).name for each in report.skipped] == [name]
+    assert "Save it as text" in report.skipped[0]["error"]
+    named = workshop.run(workshop.corpus / name)
+    assert named.unchanged == 2 and [Path(each["path"]).name for each in named.failed] == [name]
+    assert re.search(rf"{name} looks binary: it is an Office file.*Save it as text", named.failed[0]["error"])
 
 
 def test_a_document_that_turns_unreadable_keeps_its_last_good_version(workshop: Workshop) -> None:
