@@ -2,7 +2,9 @@
 
 No token depends on a later one, so that one scattering pass and many short ones in order compute the same. Each short
 one costs as much as reading all weights: spans of recomputed tokens are as long as the runtime says is worth a pass
-(:attr:`~cacheclip_rag.runtime.base.Runtime.span_tokens`). Nothing is corrected, because the KV cannot be changed.
+(:attr:`~cacheclip_rag.runtime.base.Runtime.span_tokens`), and short ones share one. Those of one pass see each other as
+they were stored: at ratio 1, where every token must be exact, each has a pass of its own. Nothing is corrected, because
+the KV cannot be changed.
 """
 
 from __future__ import annotations
@@ -70,7 +72,13 @@ def _fused(
     layout, reused = kept.layout, kept.reused
     rows = choose_rows(layout, reused, [(span, mask) for span, mask in chosen.items() if span in reused])
     with clock.phase("recompute"):
-        state, logits = runtime.compute_in_order(layout.token_ids, held, runs_of(rows.tolist()), capacity)
+        state, logits = runtime.compute_in_order(
+            layout.token_ids,
+            held,
+            runs_of(rows.tolist()),
+            capacity,
+            in_one_call=runtime.call_tokens if plan.method.nominal_ratio < 1 else 1,
+        )
     computed = chunk_rows(rows, reused)
     return Fused(
         state,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,7 @@ class TestExactness:
         chance = random.Random(seed)
         engine = make(architecture)
         engine.precompute(CHUNKS)
+        monkeypatch.setattr(model.LlamaRuntime, "call_tokens", 1)  # each run in a call of its own
         pieces = [chance.choice(CHUNKS) for _ in range(chance.randint(2, 5))]
         pieces[0] = pieces[0][chance.randint(0, 40) :]
         prompt = chance.choice(["\n\n", " ", "\n- "]).join([*pieces, QUESTION])
@@ -91,6 +93,69 @@ class TestExactness:
         monkeypatch.setattr(in_order, "runs_of", one_by_one)
         assert float((logits(engine, prompt, some) - found).abs().max()) < TOLERANCE
         assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestSharedCalls:
+    def test_each_run_sees_the_others_of_its_call_as_stored(self, make: MakeEngine, architecture: str) -> None:
+        """Two short runs in one call, each in a call of its own beside the other as it was stored, and (twin) one after
+        the other."""
+        runtime = make(architecture).primary
+        context, ids = runtime._context, [7 * n % 250 + 5 for n in range(96)]
+        first, second, end = (40, 70), (76, 88), (90, 96)
+        held = context.new(90)
+        context.decode(held, [ids[0], *ids[89:0:-1]], logits_of=0)  # KV of other tokens at these positions
+
+        def computed(*calls: list[tuple[int, int]]) -> Any:
+            cells = context.new(96)
+            for runs in calls:
+                context.compute_runs(cells, held, ids, runs)
+            return cells
+
+        def then(cells: Any) -> torch.Tensor:
+            context.copy(held, cells, cells.length, end[0])
+            found = context.decode(cells, ids[slice(*end)])
+            assert found is not None
+            return found
+
+        apart = context.new(96)
+        for source, run in ((computed([first]), first), (computed([second]), second)):
+            context.copy(held, apart, apart.length, run[0])
+            context.copy(source, apart, *run)
+        together = then(computed([first, second]))
+        assert float((together - then(apart)).abs().max()) < TOLERANCE
+        assert float((together - then(computed([first], [second]))).abs().max()) > TOLERANCE
+
+    def test_without_free_sequences_each_run_has_a_call(self, make: MakeEngine, architecture: str) -> None:
+        engine = make(architecture)
+        engine.precompute(CHUNKS)
+        context, some = engine.primary._context, RandomTokens(0.3)
+        runtime_class = type(engine.primary)
+        shared = logits(engine, PROMPT, some)
+        live = [context.new(0) for _ in range(len(context._free) - 2)]  # two are left, for the prompt
+        alone = logits(engine, PROMPT, some)
+        del live
+        assert float((shared - alone).abs().max()) > 0
+        before, runtime_class.call_tokens = runtime_class.call_tokens, 1
+        try:
+            assert float((logits(engine, PROMPT, some) - alone).abs().max()) < TOLERANCE
+        finally:
+            runtime_class.call_tokens = before
+
+    def test_every_run_is_computed_once(self, architecture: str) -> None:
+        chance = random.Random(0)
+        for _ in range(200):
+            edges = sorted(chance.sample(range(3000), 2 * chance.randint(1, 60)))
+            runs = list(zip(edges[::2], edges[1::2], strict=True))
+            filled = sorted(chance.sample(range(3000), 20))
+            held = SimpleNamespace(runs=list(zip(filled[::2], filled[1::2], strict=True)))
+            calls = list(model._calls(runs, held, 64))
+            assert [run for call in calls for run in call] == runs
+            for call in calls:
+                *others, (start, stop) = call
+                assert len(call) <= 16 and sum(b - a for a, b in others) < 64 and (not others or stop - start <= 512)
+                new = [b - a - sum(max(0, min(b, d) - max(a, c)) for c, d in held.runs) for a, b in others]
+                assert max(new, default=0) <= 2, "later runs would not see text that is stored nowhere"
 
 
 def one_by_one(rows: list[int]) -> list[tuple[int, int]]:

@@ -186,27 +186,82 @@ class Context:
         """
         found: list[torch.Tensor] = []
         with self._lock:
-            if cells.length + len(ids) > cells.room:  # an answer that is longer than was said
-                self._make_room(grown := cells.length + len(ids) + _STEP // 4 - cells.room)
-                cells.room += grown
-            self._use_threads()
             for begin in range(0, len(ids), _BATCH):
                 part = ids[begin : begin + _BATCH]
                 wanted = max(0, min(len(part), logits_of - (len(ids) - begin - len(part))))
-                batch = self._batch.of(part, cells.length, cells.ids, wanted)
-                code = library().llama_decode(self._pointer, batch)
-                if code:
-                    self.cut(cells, cells.length)
-                    raise ModelError(f"llama.cpp could not compute {len(part)} tokens (its code is {code}).")
-                self._shifted = False
-                cells.length += len(part)
+                self._compute([(cells, part)], range(len(part) - wanted, len(part)))
                 if wanted:
-                    found.append(self._logits(wanted))
+                    found.append(self._logits(range(len(part) - wanted, len(part))))
         return torch.cat(found) if found else None
 
-    def _logits(self, count: int) -> torch.Tensor:
+    def decode_steps(self, several: Sequence[Cells], ids: Sequence[int]) -> torch.Tensor:
+        """Compute a token after the last one of each sequence, in one call: the weights are read once for all.
+
+        Returns:
+            ``(num_sequences, vocab_size)`` logits.
+        """
+        with self._lock:
+            rows = range(len(several))
+            self._compute([(cells, [token]) for cells, token in zip(several, ids, strict=True)], rows)
+            return self._logits(rows)
+
+    def compute_runs(self, cells: Cells, held: Cells, ids: Sequence[int], runs: Sequence[tuple[int, int]]) -> None:
+        """Compute several runs of neighbouring positions of a prompt, in one call if so many sequences are free. What
+        stands before and between them and is not in ``cells`` comes from ``held``: each run sees the other runs of the
+        call as ``held`` has them.
+
+        Args:
+            ids: of the whole prompt.
+            runs: in the order of the prompt.
+        """
+        first = runs[0][0]
+        with self._lock:
+            self._collect()
+            if len(runs) > 1 + len(self._free):
+                for run in runs:
+                    self.compute_runs(cells, held, ids, [run])
+                return
+            if first > cells.length:
+                self.copy(held, cells, cells.length, first)
+            if len(runs) == 1:
+                self.decode(cells, ids[slice(*runs[0])], logits_of=0)
+                return
+            parts = []
+            for start, stop in runs[1:]:
+                own = self.new(0)
+                self.copy(cells, own, 0, first)
+                self.copy(held, own, first, start)
+                parts.append((own, ids[start:stop]))
+            self._compute([(cells, ids[slice(*runs[0])]), *parts], ())
+            for (own, _), (start, stop) in zip(parts, runs[1:], strict=True):
+                self.copy(held, cells, cells.length, start)
+                self.copy(own, cells, start, stop)
+
+    def _compute(self, parts: Sequence[tuple[Cells, Sequence[int]]], wanted: Sequence[int]) -> None:
+        """One call for tokens after the last one of each sequence.
+
+        Args:
+            wanted: numbers of the tokens, in the call, whose logits are computed.
+        """
+        for cells, ids in parts:
+            if cells.room and cells.length + len(ids) > cells.room:  # an answer that is longer than was said
+                self._make_room(grown := cells.length + len(ids) + _STEP // 4 - cells.room)
+                cells.room += grown
+        self._use_threads()
+        batch = self._batch.of([(ids, cells.length, cells.ids) for cells, ids in parts], wanted)
+        code = library().llama_decode(self._pointer, batch)
+        if code:
+            for cells, _ in parts:
+                self.cut(cells, cells.length)
+            count = sum(len(ids) for _, ids in parts)
+            raise ModelError(f"llama.cpp could not compute {count} tokens (its code is {code}).")
+        self._shifted = False
+        for cells, ids in parts:
+            cells.length += len(ids)
+
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
         get = library().llama_get_logits_ith
-        rows = [np.ctypeslib.as_array(get(self._pointer, n - count), (self.vocab_size,)) for n in range(count)]
+        rows = [np.ctypeslib.as_array(get(self._pointer, number), (self.vocab_size,)) for number in tokens]
         return torch.from_numpy(np.stack(rows))
 
     def _use_threads(self) -> None:
@@ -218,7 +273,7 @@ class Context:
         """Have keys rotated that wait for it: llama.cpp does so when it computes anything."""
         if not self._shifted:
             return
-        code = library().llama_decode(self._pointer, self._batch.of([0], 0, self._scratch, 0))
+        code = library().llama_decode(self._pointer, self._batch.of([([0], 0, self._scratch)], ()))
         for own in self._scratch:
             library().llama_memory_seq_rm(self._memory, own, -1, -1)
         if code:
@@ -293,25 +348,31 @@ class _Batch:
         api = library()
         self._tokens, self._positions = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.int32)
         self._counts, self._wanted = np.full(_BATCH, per_token, np.int32), np.zeros(_BATCH, np.int8)
-        self._own = (ctypes.c_int32 * per_token)()
-        row = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_int32))
-        self._sequences = (ctypes.POINTER(ctypes.c_int32) * _BATCH)(*[row] * _BATCH)
+        self._own = np.zeros((_SEQUENCES, per_token), np.int32)
+        """Sequences of the tokens of each part."""
+        self._sequences = np.zeros(_BATCH, np.uintp)
+        """Of each token the address of its part's row of them."""
+        ints = ctypes.POINTER(ctypes.c_int32)
         self._struct = api.llama_batch(
             0,
-            self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            self._tokens.ctypes.data_as(ints),
             None,
-            self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._sequences,
+            self._positions.ctypes.data_as(ints),
+            self._counts.ctypes.data_as(ints),
+            self._sequences.ctypes.data_as(ctypes.POINTER(ints)),
             self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
-    def of(self, ids: Sequence[int], position: int, sequences: tuple[int, ...], num_logits: int) -> Any:
-        """A batch of these tokens, from ``position`` on."""
-        count = len(ids)
-        self._tokens[:count] = ids
-        self._positions[:count] = np.arange(position, position + count)
-        self._wanted[:count] = np.arange(count) >= count - num_logits
-        self._own[:] = list(sequences)
+    def of(self, parts: Sequence[tuple[Sequence[int], int, tuple[int, ...]]], wanted: Sequence[int]) -> Any:
+        """A batch of the parts' tokens, each part with the position of its first one and with its sequences."""
+        count = 0
+        for number, (ids, position, sequences) in enumerate(parts):
+            here = slice(count, count := count + len(ids))
+            self._tokens[here] = ids
+            self._positions[here] = np.arange(position, position + len(ids))
+            self._own[number] = sequences
+            self._sequences[here] = self._own[number].ctypes.data
+        self._wanted[:count] = 0
+        self._wanted[list(wanted)] = 1
         self._struct.n_tokens = count
         return self._struct

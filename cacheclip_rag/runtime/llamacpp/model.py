@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 
 
+_MOST_RUNS = 16
+"""Runs of one call: each needs a sequence."""
+_LONG = 512
+"""Tokens of a run that has a call of its own."""
+_FEW = 2
+"""Tokens without stored KV that later runs of the same call may miss: what stands between two chunks."""
 _BLOCK = 16
 """Tokens of KV that is written out together, for the bytes of one."""
 
@@ -88,6 +94,8 @@ class LlamaRuntime(ChatText):
     reads_kv = False
     kv_codec = "opaque"
     span_tokens = 32
+    call_tokens = 64
+    """Tokens for which a call is worth its costs: with fewer, llama.cpp's attention takes twice as long a token."""
     rope_pin = "gguf"
 
     def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
@@ -213,6 +221,10 @@ class LlamaRuntime(ChatText):
         assert logits is not None, "one token was computed"
         return logits[0]
 
+    def decode_steps(self, states: Sequence[LlamaState], token_ids: Sequence[int]) -> list[torch.Tensor]:
+        check_process(self.name, self._process)
+        return list(self._context.decode_steps([state.cells for state in states], token_ids))
+
     # -- fusion -------------------------------------------------------------------------------------------------
 
     def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
@@ -245,21 +257,43 @@ class LlamaRuntime(ChatText):
         return held, unread
 
     def compute_in_order(
-        self, ids: Sequence[int], held: Cells, runs: Iterable[tuple[int, int]], capacity: int
+        self, ids: Sequence[int], held: Cells, runs: Sequence[tuple[int, int]], capacity: int, *, in_one_call: int
     ) -> tuple[LlamaState, torch.Tensor]:
         """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``.
 
         Args:
             runs: neighbouring positions that are computed, the prompt's last one among them.
+            in_one_call: short runs share a call until it has so many tokens. They see each other as ``held`` has them.
 
         Returns:
             The state, and the logits of the prompt's last token, ``(vocab_size,)``.
         """
         state = self._state(max(capacity, len(ids)))
-        logits = None
-        for start, stop in runs:
-            if start > state.cells.length:
-                self._context.copy(held, state.cells, state.cells.length, start)
-            logits = self._context.decode(state.cells, ids[start:stop], logits_of=int(stop == len(ids)))
-        assert logits is not None and state.cells.length == len(ids), "the prompt's last token is computed"
+        cells = state.cells
+        *before, (start, stop) = runs
+        for together in _calls(before, held, in_one_call):
+            self._context.compute_runs(cells, held, ids, together)
+        if start > cells.length:
+            self._context.copy(held, cells, cells.length, start)
+        logits = self._context.decode(cells, ids[start:stop])
+        assert logits is not None and cells.length == len(ids), "the prompt's last token is computed"
         return state, logits[0]
+
+
+def _calls(runs: Iterable[tuple[int, int]], held: Cells, num_tokens: int) -> Iterator[list[tuple[int, int]]]:
+    """Runs that are computed together: of ``num_tokens`` tokens or more, if there are so many."""
+    filled = held.runs or ()
+    together: list[tuple[int, int]] = []
+    count = 0
+    for start, stop in runs:
+        if together and stop - start > _LONG:
+            yield together
+            together, count = [], 0
+        together.append((start, stop))
+        count += stop - start
+        stored = sum(max(0, min(stop, last) - max(start, first)) for first, last in filled)
+        if count >= num_tokens or len(together) == _MOST_RUNS or stop - start - stored > _FEW:
+            yield together
+            together, count = [], 0
+    if together:
+        yield together
