@@ -17,7 +17,6 @@ from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
 
 __all__ = [
-    "CHUNK_TOKENS",
     "TABLES",
     "CalibrateTable",
     "EvalTable",
@@ -26,9 +25,6 @@ __all__ = [
     "ServeTable",
     "Table",
 ]
-
-CHUNK_TOKENS = 512
-"""Most tokens in a chunk of ``cacheclip ingest``, unless the store or the command says otherwise."""
 
 
 class Table:

@@ -37,7 +37,7 @@ from .plan import IngestPlan, price
 from .splitting import Splitter
 from .text import HTML_SUFFIXES
 
-__all__ = ["IngestReport", "ingest", "plan"]
+__all__ = ["IngestReport", "ingest", "plan_ingestion"]
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def _concrete(settings: LibrarySettings, engine: CacheClipEngine) -> LibrarySett
     return replace(settings, dtype=concrete(engine.config).dtype) if settings.dtype == "auto" else settings
 
 
-def plan(
+def plan_ingestion(
     paths: Iterable[str | Path],
     *,
     library: Library,

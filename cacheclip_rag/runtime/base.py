@@ -1,5 +1,5 @@
-"""The protocol of a running model. The transformers runtime and the fake of the tests implement it; a serving engine
-can too. Attributes say what a runtime can do, so that no code asks for its class.
+"""The base of a running model. The runtimes for transformers and llama.cpp and the fake of the tests implement it; a
+serving engine can too. Attributes say what a runtime can do, so that no code asks for its class.
 """
 
 from __future__ import annotations
@@ -323,8 +323,9 @@ class Runtime(ABC):
     @abstractmethod
     def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``sources``
-        (:class:`~cacheclip_rag.plan.sources.Sources`). Returns a :class:`~cacheclip_rag.fusion.fused.Fused`, or None if
-        no chunk could be read."""
+        (:class:`~cacheclip_rag.plan.sources.Sources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it, for
+        llama.cpp :mod:`cacheclip_rag.fusion.in_order`; ``models/load.py`` joins them. Returns a
+        :class:`~cacheclip_rag.fusion.fused.Fused`, or None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ A store folder::
 
     kv/ab/abcd….kv      payloads (see ``codecs``)
     tmp/                payloads that are being written
-    writers/            one locked file per writing process (see ``writer``)
+    writers/            one locked file per writing process (see ``process``)
     catalog.sqlite3     entries, limits, texts and sources (see ``catalog``)
 
 A write reserves its bytes in the catalog before its payload is written, so that they count at once. The next process

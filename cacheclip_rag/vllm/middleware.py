@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..fusion.answer import FusionStats
+from ..guards.tracing import record_spans
 from ..serving.access import Caller
 from ..serving.bodies import Bodies, check_host
 from ..serving.bounds import check_counts
@@ -268,6 +269,7 @@ class CacheClip:
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
         self.planning.metrics.record_answer(stats)
         self.planning.count(outcome, reason)
+        record_spans(stats, self._settings.config.primary)
 
 
 def _limit_connections(scope: Scope) -> None:

@@ -22,7 +22,7 @@ from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreEr
 from cacheclip_rag.ingest import job
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import IngestReport, ingest, plan
+from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.plan import IngestPlan
 from cacheclip_rag.ingest.splitting import Splitter
@@ -81,7 +81,9 @@ def test_everything_once_then_nothing(workshop: Workshop) -> None:
 
 def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
     def planned() -> IngestPlan:
-        return plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+        return plan_ingestion(
+            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
+        )
 
     before = planned()
     assert (before.added, before.changed, before.unchanged, before.removed) == (2, 0, 0, 0)
@@ -446,7 +448,7 @@ def test_files_that_change_or_vanish_during_a_run_are_reported(workshop: Worksho
 
 def test_a_limit_that_evicts_this_runs_chunks_is_reported(workshop: Workshop) -> None:
     def planned(max_bytes: int | None) -> IngestPlan:
-        return plan(
+        return plan_ingestion(
             [workshop.corpus],
             library=workshop.library,
             engine=workshop.engine,
@@ -482,7 +484,9 @@ class TestLinks:
         assert report.added == 2 and report.failed == []
         assert {Path(skipped["path"]).name for skipped in report.skipped} == {"file.txt", "folder"}
         assert all("leads out of" in skipped["error"] for skipped in report.skipped)
-        planned = plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+        planned = plan_ingestion(
+            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
+        )
         assert planned.skipped == report.skipped
 
     def test_a_file_that_became_a_link_to_the_outside_is_removed(self, workshop: Workshop, outside: Path) -> None:

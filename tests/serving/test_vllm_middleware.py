@@ -584,6 +584,11 @@ class TestReplies:
         assert "cacheclip_questions_running 0\n" in text and "cacheclip_questions_waiting 0\n" in text
         assert len(list(text_string_to_metric_families(text))) > 15
 
+    def test_spans(self, served: Served, spans: Any) -> None:
+        served.ask()
+        answers = [span for span in spans.get_finished_spans() if span.name.startswith("chat ")]
+        assert [span.attributes["cacheclip.hits"] for span in answers] == [len(CHUNKS)]
+
     def test_reasons_are_counted_apart_up_to_a_number(self, settings: ServerSettings) -> None:
         planning = Planning(settings)
         for number in (*range(60), 0, 59):

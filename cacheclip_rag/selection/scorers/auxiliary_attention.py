@@ -1,4 +1,4 @@
-"""The auxiliary model's attention from the question: CacheClip's scores.
+"""The setting of CacheClip's scores: which of the auxiliary model's heads score. :mod:`..auxiliary_pass` computes them.
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
 a head set chooses heads and weighs them (:mod:`cacheclip_rag.lab.training`); without one, the last layer scores.
