@@ -20,6 +20,7 @@ __all__ = [
     "CHUNK_TOKENS",
     "TABLES",
     "CalibrateTable",
+    "CertifyTable",
     "EvalTable",
     "FinetuneTable",
     "IngestTable",
@@ -106,6 +107,14 @@ class EvalTable(Table):
 
 
 @dataclass(frozen=True, slots=True)
+class CertifyTable(Table):
+    """``[certify]``"""
+
+    answers: str | None = None
+    """Folder of ``cacheclip eval --out`` whose answers show what ``--max-differ`` asks; None: prompts of ours do."""
+
+
+@dataclass(frozen=True, slots=True)
 class CalibrateTable(Table):
     """``[calibrate]``"""
 
@@ -141,6 +150,7 @@ TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
     "eval": EvalTable,
+    "certify": CertifyTable,
     "calibrate": CalibrateTable,
     "finetune": FinetuneTable,
 }

@@ -10,6 +10,7 @@ from .base import Observer
 from .certificate import CertificateGuard
 from .metrics import Metrics
 from .misses import MissWarning
+from .promise import PromiseWatch
 from .shadow import ShadowChecker
 
 __all__ = ["standard_observers"]
@@ -21,5 +22,6 @@ def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Cal
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
-    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate)
-    return [CertificateGuard(config), MissWarning(), metrics, shadow]
+    watch = PromiseWatch(metrics)
+    shadow = ShadowChecker(find_runtime, metrics, watch, rate=config.shadow_rate)
+    return [CertificateGuard(config, watch), MissWarning(), metrics, shadow]
