@@ -12,16 +12,19 @@ from .metrics import Metrics
 from .misses import MissWarning
 from .promise import PromiseWatch
 from .shadow import ShadowChecker
+from .tracing import Tracing, is_traced
 
 __all__ = ["standard_observers"]
 
 
 def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Callable[[], Runtime]) -> list[Observer]:
-    """Certificate checks, a warning where nothing is reused, metrics and comparison with full prefill.
+    """Certificate checks, a warning where nothing is reused, metrics, OpenTelemetry spans and
+    comparison with full prefill.
 
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
     watch = PromiseWatch(metrics)
     shadow = ShadowChecker(find_runtime, metrics, watch, rate=config.shadow_rate)
-    return [CertificateGuard(config, watch), MissWarning(), metrics, shadow]
+    traces = [Tracing(config.primary)] if is_traced() else []
+    return [CertificateGuard(config, watch), MissWarning(), metrics, *traces, shadow]
