@@ -338,17 +338,6 @@ class TestAtOnce:
 
 
 class TestSharing:
-    def test_two_stores_on_one_folder_see_each_other(self, folder: Path) -> None:
-        one, other = opened(folder), opened(folder)
-        put(one, 1)
-        assert is_intact(other, 1)
-        put(other, 2)
-        assert is_intact(one, 2)
-        assert set(one.keys()) == set(other.keys()) == {key(1), key(2)}
-        assert one.release(["text 1"]) == 1
-        assert other.get(key(1)) is None and key(1) not in other
-        assert one.stats().bytes == other.stats().bytes == BLOCK
-
     def test_a_use_through_one_protects_from_eviction_through_the_other(self, folder: Path) -> None:
         one, other = opened(folder, 2 * BLOCK), opened(folder, 2 * BLOCK)
         put(one, 1, 2)
