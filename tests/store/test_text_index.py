@@ -319,7 +319,7 @@ class TestManyTexts:
     def test_a_search_reads_few_rows(self, head: str) -> None:
         """Also if all texts have the same start: rows of texts that are not in the prompt stay in the file."""
         database = CountingDatabase(None, SCHEMA, 1)
-        index, count = TextIndex(database, "ours"), 3000
+        index, count = TextIndex(database, "ours"), 1000
         rng = random.Random(0)
         texts = [head + " ".join(str(rng.randrange(10**9)) for _ in range(60)) for _ in range(count)]
         index.add(texts)
