@@ -21,6 +21,9 @@ def certify(
     settings: CommandSettings,
     variants: VariantsOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
+    turns: Annotated[
+        int, typer.Option("--turns", min=1, help="Also measure conversations of so many turns, such as 5.")
+    ] = 1,
     backend: BackendOption = "transformers",
     as_json: JsonOption = False,
 ) -> None:
@@ -28,6 +31,7 @@ def certify(
 
     Exit code 1 if the verdict is "not faithful".
     """
+    from ..base.errors import ConfigurationError
     from ..lab.variants import method_named, read_variants
 
     method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
@@ -35,11 +39,13 @@ def certify(
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 
+        if turns > 1:
+            raise ConfigurationError("--turns measures the transformers backend only: leave out --turns or --backend.")
         certificate = certify_vllm(config, quick=quick, vllm=dict(settings.vllm))
     else:
         from ..lab.evaluation.certify import certify as run
 
-        certificate = run(config, quick=quick)
+        certificate = run(config, quick=quick, turns=turns)
     path = certificate.save()
     if as_json:
         print_json({**certificate.to_dict(), "path": str(path)})
@@ -70,6 +76,10 @@ def _print(certificate: Certificate, path: Path) -> None:
     if next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio):
         tables[f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)"] = _gate(certificate)
         lines += _said_of_auto(certificate)
+    if certificate.turns:
+        tables[f"Turns of conversations at ratio {certificate.ratio:g}, to full prefill of the same history"] = _turns(
+            certificate
+        )
     verdict = (
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )
@@ -101,6 +111,20 @@ def _fidelity(certificate: Certificate) -> Rows:
             (f"{row.ratio:g}", f"{row.effective_ratio:.3f}", charged, *(f"{each:.4f}" for each in figures), *shares)
         )
     return (*titles, "agree", "needles", "verdict"), rows
+
+
+def _turns(certificate: Certificate) -> Rows:
+    titles = ("turn", "prompt tokens", "continued", "computed", "first KL mean", "answer KL mean", "max", "agree")
+    return (*titles, "needles", "of full", "verdict"), [
+        (
+            str(each.turn),
+            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.continued_tokens, each.computed_tokens)),
+            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
+            *(f"{share:.0%}" for share in (each.agreement, each.needle_accuracy, each.needle_accuracy_of_full)),
+            each.verdict,
+        )
+        for each in certificate.turns
+    ]
 
 
 def _gate(certificate: Certificate) -> Rows:
