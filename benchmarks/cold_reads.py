@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.profiling import QUESTION, make_texts
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers
 from cacheclip_rag.testing import ThrottledBackend
+from cacheclip_rag.timing import QUESTION, make_texts, processor_name
 
 ALL_LAYERS = 1_000_000
 WAYS = ("warm", "overlapped", "in turn")

@@ -23,9 +23,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.answering.profiling import QUESTION, make_texts
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.base.progress import progress_bar
+from cacheclip_rag.timing import QUESTION, make_texts, processor_name
 
 FULL = "full"
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(i * i for i in range(100_000))\n"

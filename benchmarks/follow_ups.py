@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, read_records
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
+from cacheclip_rag.timing import processor_name
 
 INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."

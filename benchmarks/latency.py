@@ -20,9 +20,7 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.profiling import QUESTION, make_texts
-from cacheclip_rag.base.machine import processor_name
-from cacheclip_rag.timing.controller import find_profile
+from cacheclip_rag.timing import QUESTION, find_profile, make_texts, processor_name
 
 
 def main() -> None:

@@ -30,9 +30,8 @@ from typing import Any
 from unittest.mock import patch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.profiling import QUESTION, make_texts
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
+from cacheclip_rag.timing import QUESTION, make_texts, processor_name
 
 PARTS = ("decode", "floor", "ingest", "memory")
 NEVER = "\x00never"

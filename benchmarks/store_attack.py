@@ -42,7 +42,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.base.database import FormatError
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.chunks.library import ChunkLibrary
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
@@ -64,6 +63,7 @@ from cacheclip_rag.store import (
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
+from cacheclip_rag.timing import processor_name
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""

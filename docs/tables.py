@@ -11,7 +11,6 @@ from typing import Any
 
 from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
 from cacheclip_rag.models import PACKAGED_MODELS
-from cacheclip_rag.models.packaged.catalogue import PREFIX
 
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 
@@ -51,7 +50,7 @@ def _exact(method: Method) -> str:
 def packaged_models_table() -> str:
     """One row a packaged model."""
     rows = [
-        (f"`{PREFIX}{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
+        (f"`packaged:{m.name}`", m.description, f"{m.num_bytes / 1e6:.0f} MB", m.context_tokens, m.license)
         for m in PACKAGED_MODELS.values()
     ]
     return _table(("name", "model", "download", "context, tokens", "licence"), rows)

@@ -7,7 +7,6 @@ plain prefill to the same prompt: if both are wrong, the small model is the caus
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import statistics
 from collections.abc import Iterator
@@ -32,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, get_engine
-from cacheclip_rag.cli.settings import DEFAULT_SETTINGS, engine_config
-from cacheclip_rag.ingest import Embedder, Library, ingest
+from cacheclip_rag.ingest import Embedder, Library, LibrarySettings, ingest
 
 HERE = Path(__file__).resolve().parent
 STORE = str(HERE.parent / ".demo" / "store")
@@ -42,7 +40,7 @@ MODELS = {
     "auxiliary": "packaged:smollm2-135m",
 }
 """Weights from the package index, so that the demo needs no model hub."""
-SETTINGS = dataclasses.replace(DEFAULT_SETTINGS, **MODELS, embedding="packaged:all-MiniLM-L6-v2")
+SETTINGS = LibrarySettings(**MODELS, embedding="packaged:all-MiniLM-L6-v2")
 TOP_K = 6
 MAX_TOKENS = 80
 QUESTIONS = (
@@ -62,7 +60,7 @@ embedder = Embedder(SETTINGS.embedding)
 
 def main() -> None:
     print("Ingesting examples/corpus: chunk caches for both models, only what changed ...", flush=True)
-    engine = get_engine(engine_config(SETTINGS, STORE, device="cpu"))
+    engine = get_engine(SETTINGS.engine_config(STORE, device="cpu"))
     report = ingest([HERE / "corpus"], library=library, engine=engine, embedder=embedder, settings=SETTINGS)
     print(f"{report.documents} documents, {len(library.passages())} chunks, {report.computed} computed now.\n")
     outcomes = []

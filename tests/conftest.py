@@ -253,3 +253,18 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         weights["lm_head.weight"][number, 0] = likes.get(text, 0.0)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Where spans of OpenTelemetry end, set up for one test."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()

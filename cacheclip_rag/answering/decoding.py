@@ -13,7 +13,7 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..base.sampling import SamplingParams
-from ..fusion.answer import Answer, Event
+from ..fusion.answer import Answer, Event, TokenLogprob
 from .beside import Beside, Continuation
 from .sampler import Sampler, room_for
 from .text import TextStream
@@ -37,6 +37,7 @@ def decode(
     step: Callable[[Any, int], torch.Tensor] | None = None,
     constraint: Constraint | None = None,
     text_of: Callable[[Sequence[int]], str] | None = None,
+    logprobs: int | None = None,
 ) -> Iterator[Event]:
     """Decode the answer of a prefilled prompt; the last event carries the whole answer.
 
@@ -47,12 +48,13 @@ def decode(
             runtime's ``decode_step``, in a ``turn``.
         constraint: says which tokens may come next; not with verified finishing, which compares free choices.
         text_of: the answer's text from its token ids; default the runtime's ``decode_ids``.
+        logprobs: as in the options of a call; not if what goes on beside may withdraw tokens.
 
     An answer to a chat may begin with reasoning, unless a constraint says otherwise.
     """
     started = PhaseClock()
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
-    sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids)
+    sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids, logprobs)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
     streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end)
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams)
@@ -74,8 +76,23 @@ def decode(
         stats,
         answer.prefilled.trace,
         reasoning=answer.reasoning + answer.stream.reasoning,
+        logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of or runtime.decode_ids),
     )
     yield Event(rest, whole, answer.revised_from, reasoning=answer.stream.reasoning)
+
+
+def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:
+    """What the sampler recorded, with texts. A token's text is what it adds to the one before: some tokenizers write
+    the first token of a text in another way."""
+    found, before = list[TokenLogprob](), list[int]()
+    for (token, logprob), *others in sampler.recorded:
+        if token in runtime.eos_ids:
+            break
+        known = text_of(before)
+        of = [(text_of([*before, each]).removeprefix(known), value) for each, value in [(token, logprob), *others]]
+        found.append(TokenLogprob(*of[0], tuple(of[1:])))
+        before = [token]
+    return tuple(found)
 
 
 class _Decoding:

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..base.checks import AUTO_RATIO, aliases_of, by_real_names, check_choice, check_ratio_and_limit, did_you_mean
+from ..base.checks import (
+    AUTO_RATIO,
+    aliases_of,
+    by_real_names,
+    check_choice,
+    check_ratio_and_limit,
+    check_whole_number,
+    did_you_mean,
+)
 from ..base.errors import ConfigurationError
 from ..base.sampling import FINISH_MODES, SamplingParams
 from ..prompt.messages import check_template_kwargs
@@ -56,6 +64,9 @@ class CallOptions:
     finish: str | None = None
     """``none``, ``idle``, ``verify`` or ``revise``, see :attr:`EngineConfig.finish`. With ``revise``, an event may
     withdraw text (:attr:`~cacheclip_rag.fusion.answer.Event.revised_from`)."""
+    logprobs: int | None = None
+    """Record how likely each new token was, and this many of the likeliest at its place, 0 to 20; None: nothing. Not
+    with ``finish="revise"``, which replaces tokens."""
     trace: bool = False
     """Whether scores, recomputed tokens and seconds per layer are recorded in the answer's ``trace``."""
 
@@ -67,6 +78,8 @@ class CallOptions:
         if self.finish is not None:
             check_choice("finish", self.finish, FINISH_MODES)
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
+        if self.logprobs is not None:
+            check_whole_number("logprobs", self.logprobs, most=20)
         object.__setattr__(self, "tools", tuple(check_tools(self.tools)))
         if self.chat_template_kwargs or not isinstance(self.chat_template_kwargs, Mapping):
             object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))

@@ -73,6 +73,11 @@ class Answering:
                 f"json_schema cannot be combined with finish={options.finish!r}, which compares the answer with what "
                 "full prefill would choose without a schema. Set finish='none' for this call."
             )
+        if options.logprobs is not None and options.finish == "revise":
+            raise ConfigurationError(
+                "logprobs cannot be combined with finish='revise', which replaces tokens of an answer. Set "
+                "finish='none' for this call."
+            )
         events = self._stream(request)
         return read_calls(events, parameters_of(options.tools)) if options.tools else events
 
@@ -108,6 +113,7 @@ class Answering:
                     step=partial(turns.step, runtime),
                     constraint=constraint,
                     text_of=text_of,
+                    logprobs=options.logprobs,
                 )
                 del prefilled  # decoding drops its KV once it goes on from the exact KV
                 events = chain((next(events),), events)

@@ -8,9 +8,8 @@ Then KV of made-up chunks is written to the engine's own store, read from each o
 from __future__ import annotations
 
 import logging
-import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,12 +23,13 @@ from ..methods import preset
 from ..methods.base import Method
 from ..store import TimedRead, has_room, measure_reads
 from ..timing.controller import Profile, Timing, Work, find_profile
+from ..timing.texts import QUESTION, make_texts
 from .options import CallOptions, Request
 from .parts import Parts
 from .pipeline import Answering
 from .writer import ChunkWriter
 
-__all__ = ["QUESTION", "make_texts", "measure_profile"]
+__all__ = ["measure_profile"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,27 +47,6 @@ _PARTS = (1, 4, 16)
 """They have this part of the tokens where the store has no room for more."""
 _REPEATS = 2
 """Each prefill is measured so often, in rounds. The shortest time counts: other load only adds to it."""
-QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
-"""Asked of texts of :func:`make_texts`."""
-_WORDS = (
-    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
-    "one you were all her she there would their we him been has when who will no more if out so up said what its about "
-    "than into them can only other time new some could these two may first then do any like my now over such our man "
-    "harbour ferry island station engine winter timetable captain signal northern bridge letter market river garden "
-    "window morning company number history question answer reason record measure mountain railway village library"
-).split()
-
-
-def make_texts(tokenize: Callable[[str], Any], count: int, num_tokens: int, seed: int = 0) -> list[str]:
-    """``count`` different texts of about ``num_tokens`` tokens each: English words, deterministic, without meaning."""
-    generator = random.Random(seed)
-    texts = []
-    for _ in range(count):
-        words = [generator.choice(_WORDS) for _ in range(num_tokens)]
-        text = " ".join(word.capitalize() + "." if n % 12 == 0 else word for n, word in enumerate(words))
-        offsets = tokenize(text).offsets
-        texts.append(text[: offsets[min(num_tokens, len(offsets)) - 1][1]].strip())
-    return texts
 
 
 def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -> Profile:

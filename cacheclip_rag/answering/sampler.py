@@ -31,8 +31,9 @@ class Sampler:
         device: torch.device,
         constraint: Constraint | None = None,
         prompt_ids: torch.Tensor | None = None,
+        logprobs: int | None = None,
     ) -> None:
-        """``prompt_ids``, ``(num_tokens,)``, count as repeated, too."""
+        """``prompt_ids``, ``(num_tokens,)``, count as repeated, too. ``logprobs``: as in the options of a call."""
         from transformers import (
             LogitsProcessorList,
             RepetitionPenaltyLogitsProcessor,
@@ -41,7 +42,10 @@ class Sampler:
             TopPLogitsWarper,
         )
 
-        self._constraint = constraint
+        self._constraint, self._logprobs = constraint, logprobs
+        self.recorded: list[list[tuple[int, float]]] = []
+        """Of each token that was picked, if ``logprobs`` is set: the token and the likeliest ones, with logarithms of
+        their probabilities."""
         self._greedy = params.temperature < GREEDY_BELOW
         self._penalty = None
         if params.repetition_penalty != 1.0:
@@ -80,13 +84,23 @@ class Sampler:
         else:
             scores = self._warpers(None, allowed.float()[None])
             token = int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+        if self._logprobs is not None:
+            self._record(logits, token, self._logprobs)
         if self._constraint is not None:
             self._constraint.accept(token)
         if self._penalty is not None:
             self._read = torch.cat((self._read, torch.tensor([token])))
         return token
 
+    def _record(self, logits: torch.Tensor, token: int, count: int) -> None:
+        row = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)
+        likeliest = row.topk(min(count, len(row)))
+        others = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        self.recorded.append([(token, float(row[token])), *others])
 
+
+_LEAST_LOGPROB = -9999.0
+"""In place of minus infinity, which is no number in JSON."""
 _RESERVED_TOKENS = 512
 """Answer tokens for which a new cache has room. The cache grows if the answer gets longer."""
 

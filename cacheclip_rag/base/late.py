@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from .removed import NAMES
+
 __all__ = ["late_names"]
 
 
@@ -14,9 +16,15 @@ def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         homes: module within the package, by name.
+
+    Raises:
+        ImportError: the name is gone (:data:`~cacheclip_rag.base.removed.NAMES`). An import loses the text of an
+            AttributeError.
     """
 
     def find(name: str) -> Any:
+        if gone := NAMES.get(f"{package}.{name}"):
+            raise ImportError(gone)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{homes[name]}", package), name)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from .errors import ConfigurationError
 
-__all__ = ["METHODS", "OPTIONS", "SETTINGS", "refuse_removed"]
+__all__ = ["METHODS", "NAMES", "OPTIONS", "SETTINGS", "refuse_removed"]
 
 _VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
 _CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
@@ -32,7 +32,7 @@ SETTINGS: dict[str, str] = {
     "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
     "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
     "heads": "heads is gone: the scorer of the method names its head set, as in AuxiliaryAttention(heads="
-    "'./my.safetensors'); what calibrate or finetune wrote is found without it.",
+    "'./my.safetensors'); what finetune wrote is found without it.",
     "auxiliary_codec": "auxiliary_codec is gone: use codec, which the auxiliary's chunk caches follow.",
     "shadow_mode": "shadow_mode is gone: answers are compared in the background, and engine.wait_for_observers() waits "
     "for it.",
@@ -42,13 +42,16 @@ SETTINGS: dict[str, str] = {
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
+    "calibrate": "calibrate is gone: use finetune, which tests what it finds.",
     "train-context": "train-context is gone: chunk_context is passages or prefix.",
     "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--rank": "--rank is gone: finetune chooses heads and weights only.",
     "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
     "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
-    "let calibrate or finetune write it, which cacheclip finds by itself.",
+    "let finetune write it, which cacheclip finds by itself.",
+    "--data": "--data is gone: finetune asks questions that it writes itself.",
+    "--against": "--against is gone: compare the mean KLs of the report.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
     "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
@@ -57,12 +60,30 @@ OPTIONS: dict[str, str] = {
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
+    "--report": "--report is gone: finetune prints its table, and --json has all figures.",
+    "--ruler": "--ruler is gone: benchmarks/ruler.py of the repository writes its questions as a file for --dataset.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
+    "--work": "--work is gone: a run of finetune takes minutes and is not continued.",
 }
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""
+
+
+_DEEPER = "is gone here: it is no part of the public API any more"
+NAMES: dict[str, str] = {
+    "cacheclip_rag.store.encode": "encode is gone: use encode_frame.",
+    "cacheclip_rag.store.decode": "decode is gone: use decode_frame.",
+    "cacheclip_rag.store.Entry": f"Entry {_DEEPER}.",
+    "cacheclip_rag.store.StoreStats": f"StoreStats {_DEEPER}; ChunkStore.stats returns one.",
+    "cacheclip_rag.store.TenantStats": f"TenantStats {_DEEPER}; TenantStore.stats returns one.",
+    "cacheclip_rag.guards.CertificateGuard": f"CertificateGuard {_DEEPER}: set require_certificate.",
+    "cacheclip_rag.guards.Metrics": f"Metrics {_DEEPER}: engine.metrics is one.",
+    "cacheclip_rag.selection.HeadSet": f"HeadSet {_DEEPER}: name its file, AuxiliaryAttention(heads=...).",
+    "cacheclip_rag.models.unload_models": "unload_models is gone here: use engine.unload() or llm.unload().",
+}
+"""Names of public modules."""
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
-from .tables import CHUNK_TOKENS, IngestTable
+from .tables import IngestTable
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -33,9 +33,7 @@ def ingest(
             help="sentence-transformers model for retrieval.",
         ),
     ] = None,
-    chunk_tokens: Annotated[
-        int | None, typer.Option(show_default=str(CHUNK_TOKENS), help="Most tokens in a chunk.")
-    ] = None,
+    chunk_tokens: Annotated[int | None, typer.Option(show_default="512", help="Most tokens in a chunk.")] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -54,10 +52,10 @@ def ingest(
 
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
-    from ..ingest.job import plan
+    from ..ingest.job import plan_ingestion
     from ..ingest.library import Library
     from ..ingest.splitting import check_sizes
-    from .settings import engine_config, merge_settings
+    from .settings import merge_settings
 
     folder = Path(store).expanduser()
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
@@ -71,11 +69,11 @@ def ingest(
     given = {name: value for name, value in own.items() if value is not None}
     chosen = merge_settings(library, {**settings.engine, **given})
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
-    config = engine_config(chosen, **{**settings.engine, "store": str(folder)})
+    config = chosen.engine_config(**{**settings.engine, "store": folder})
     engine = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
     limit = engine.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     if dry_run:
-        found = plan(paths, library=library, engine=engine, settings=chosen, max_bytes=limit)
+        found = plan_ingestion(paths, library=library, engine=engine, settings=chosen, max_bytes=limit)
         _print_plan(found, as_json)
         if strict and (found.failed or found.notes):
             raise typer.Exit(1)

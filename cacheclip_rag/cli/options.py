@@ -115,10 +115,10 @@ class CommandSettings:
         Raises:
             ConfigurationError: what was given contradicts what the documents were stored with.
         """
-        from .settings import engine_config, merge_settings
+        from .settings import merge_settings
 
         given = {name: value for name, value in self.engine.items() if name not in own}
-        return replace(engine_config(merge_settings(library, given), **{**given, "store": self.store}), **own)
+        return replace(merge_settings(library, given).engine_config(**{**given, "store": self.store}), **own)
 
 
 def engine_options(*names: str) -> Callable[[_Run], _Run]:

@@ -191,8 +191,8 @@ class TextIndex:
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
     def find(self, prompt: str, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True) -> list[TextMatch]:
-        """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part: the longest first, not
-        overlapping, in order.
+        """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part, in its order: of
+        those that overlap, the longest.
 
         A document that is not stored is no match where stored texts and parts of them cover it: they can be reused now.
         If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.

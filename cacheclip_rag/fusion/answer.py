@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..prompt.tools import ToolCall
 
-__all__ = ["Answer", "Event", "FusionStats", "Trace"]
+__all__ = ["Answer", "Event", "FusionStats", "TokenLogprob", "Trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,18 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model thought a token of the answer, whatever sampling settings or a schema made of it."""
+
+    token: str
+    """Its text; ``\ufffd`` for a part of a character."""
+    logprob: float
+    """Natural logarithm of its probability."""
+    likeliest: tuple[tuple[str, float], ...] = ()
+    """Texts and logarithms of the likeliest tokens at its place."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A whole answer."""
 
@@ -166,6 +178,9 @@ class Answer:
     reasoning: str = ""
     """What the model wrote for itself before ``text``, between markers such as ``<think>`` and ``</think>``. Calls and
     stop strings in it are none."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of each new token but the one that ended the answer, reasoning and calls included; None if the call did not ask.
+    """
 
 
 @dataclass(frozen=True, slots=True)

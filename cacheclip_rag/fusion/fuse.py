@@ -1,10 +1,11 @@
-"""Carries out a plan that reuses chunks on a transformers model. Read :func:`fuse` from top to bottom::
+"""Carries out a plan that reuses chunks on a transformers model. Read :func:`fuse`, then ``_FusedPass.run``::
 
     match the prefix cache -> score with the auxiliary -> assemble the primary's KV -> choose -> recompute
 
 Each layer of a model runs as soon as the layer's KV of all chunks is there, while the next layers are read on another
 thread (:class:`~cacheclip_rag.store.ReadAhead`): first the auxiliary's, then the primary's. A method that looks at the
-assembled cache (:attr:`~cacheclip_rag.methods.base.Method.reads_cache`) waits for all layers before it chooses.
+assembled cache (:attr:`~cacheclip_rag.methods.base.Method.reads_cache`) waits for all layers before it chooses,
+and ``anchored`` scores only then.
 
 Source of selective recompute: CacheBlend (arXiv:2405.16444, section 4). Departure: the published implementations align
 the causal mask to the bottom-right corner, so that a recomputed token sees later tokens. Here a row at position p sees

@@ -11,15 +11,18 @@ from .certificate import CertificateGuard
 from .metrics import Metrics
 from .misses import MissWarning
 from .shadow import ShadowChecker
+from .tracing import Tracing, is_traced
 
 __all__ = ["standard_observers"]
 
 
 def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Callable[[], Runtime]) -> list[Observer]:
-    """Certificate checks, a warning where nothing is reused, metrics and comparison with full prefill.
+    """Certificate checks, a warning where nothing is reused, metrics, OpenTelemetry spans and
+    comparison with full prefill.
 
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
     shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate)
-    return [CertificateGuard(config), MissWarning(), metrics, shadow]
+    traces = [Tracing(config.primary)] if is_traced() else []
+    return [CertificateGuard(config), MissWarning(), metrics, *traces, shadow]

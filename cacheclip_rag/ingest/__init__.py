@@ -8,10 +8,10 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .embedding import Embedder
-    from .job import ingest
+    from .job import ingest, plan_ingestion
     from .library import Library, LibrarySettings
 
-__all__ = ["Embedder", "Library", "LibrarySettings", "ingest"]
+__all__ = ["Embedder", "Library", "LibrarySettings", "ingest", "plan_ingestion"]
 
 __getattr__ = late_names(
     __name__,
@@ -20,5 +20,6 @@ __getattr__ = late_names(
         "Library": "library",
         "LibrarySettings": "library",
         "ingest": "job",
+        "plan_ingestion": "job",
     },
 )

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
 from .pdf import PYPDF, pdf_text
-from .text import HTML_SUFFIXES, DocumentText, cleaned, decoded, encoding_of_page, html_text
+from .text import HTML_SUFFIXES, SAVE_AS_TEXT, DocumentText, cleaned, decoded, encoding_of_page, html_text
 
 __all__ = [
     "EmptyFileError",
@@ -37,6 +37,9 @@ PDF_SUFFIX = ".pdf"
 SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst", PDF_SUFFIX}
 """File types read from folders. A file that is named itself is read with any suffix: as PDF if it is ``.pdf``, else as
 text."""
+
+_OFFICE = frozenset(f".{kind}" for kind in "doc docx docm xls xlsx xlsm ppt pptx odt ods odp rtf epub pages".split())
+"""Types of documents that other programs make text of."""
 
 Tell = Callable[[Path, str], None]
 """Is told a path that is left out, and why."""
@@ -94,7 +97,8 @@ def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
                 continue
             if path.name not in links and path.suffix.lower() not in SUFFIXES:
                 kind = f"of type {printable(path.suffix)}" if path.suffix else "without a type"
-                skipped(path, f"{printable(path)} is a file {kind}, which is not read from a folder.")
+                way = SAVE_AS_TEXT if path.suffix.lower() in _OFFICE else "If it is text, give it by its own name."
+                skipped(path, f"{printable(path)} is a file {kind}, which is not read from a folder. {way}")
             elif reason := _reason_to_skip(path, root):
                 skipped(path, f"{printable(path)} {reason}.")
             elif path.is_file():

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import numpy as np
 
 from ..base.database import Database, may_be_whole
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
+from ..config import EngineConfig
 from ..models.packaged.catalogue import packaged_name
-from .embedding import Vectors
+from .embedding import DEFAULT_EMBEDDING, Vectors
 
 __all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]
 
@@ -47,23 +48,30 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 _PASSAGE = "SELECT id, CAST(path AS BLOB), ordinal, CAST(text AS BLOB), CAST(vector AS BLOB), digest FROM passages"
 _PATH = "ifnull(CAST(path AS BLOB), x'')"
 _BATCH = 1000
+_DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class LibrarySettings:
     """Settings of a store's documents. The first ingestion fixes them, because mixed settings would not match."""
 
-    primary: str
-    auxiliary: str | None
-    embedding: str
-    dtype: str
-    namespace: str
-    chunk_tokens: int
-    overlap_tokens: int
-    chunk_context: str
+    primary: str = _DEFAULTS.primary
+    auxiliary: str | None = _DEFAULTS.auxiliary
+    embedding: str = DEFAULT_EMBEDDING
+    dtype: str = _DEFAULTS.dtype
+    namespace: str = _DEFAULTS.namespace
+    chunk_tokens: int = 512
+    """Most tokens in a passage."""
+    overlap_tokens: int = 0
+    chunk_context: str = _DEFAULTS.chunk_context
     codec: str | None = None
     """Codec of the primary's chunk caches, as of :class:`~cacheclip_rag.config.EngineConfig`.
     Any but None is the auxiliary's too."""
+
+    def engine_config(self, store: str | Path, **options: object) -> EngineConfig:
+        """Settings of an engine for documents with these settings; ``options`` are those of the others."""
+        fixed = {each.name: getattr(self, each.name) for each in fields(self) if hasattr(_DEFAULTS, each.name)}
+        return EngineConfig.from_options(None, {**options, **fixed, "store": str(store)})
 
 
 def _same_model(value: Any) -> Any:

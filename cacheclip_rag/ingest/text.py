@@ -54,6 +54,7 @@ _OTHERS = {
     b"GIF8": "a picture",
 }
 """What files begin with that are no text."""
+SAVE_AS_TEXT = "Save it as text, Markdown, HTML or PDF first, for instance with LibreOffice or pandoc."
 _MOST_ZEROS, _MOST_CONTROLS = 0.25, 0.001
 """Largest shares of zero bytes and of other control characters in a text. A file with more is no text."""
 _CONTROLS = re.compile(r"[\x01-\x06\x0e-\x1a\x1c-\x1f\x7f]")
@@ -103,10 +104,7 @@ def decoded(path: Path, data: bytes, named: str | None = None) -> DocumentText:
     notes: list[str] = []
     what = next((what for start, what in _OTHERS.items() if data.startswith(start)), None)
     if what is not None:
-        raise DocumentError(
-            f"{path} looks binary: it is {what}. Save it as text, Markdown, HTML or PDF first, for instance with "
-            "LibreOffice or pandoc."
-        )
+        raise DocumentError(f"{path} looks binary: it is {what}. {SAVE_AS_TEXT}")
     mark, encoding = next(((bom, name) for bom, name in _BOMS.items() if data.startswith(bom)), (b"", ""))
     if not encoding:
         encoding = _wide_without_mark(data) or "utf-8"

@@ -12,10 +12,10 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .context import knows_tools
     from .load import load_model, register_runtime, resolve
-    from .packaged.catalogue import PACKAGED_MODELS
+    from .packaged.catalogue import PACKAGED_MODELS, packaged_name
     from .packaged.pull import pull_gguf
 
-__all__ = ["PACKAGED_MODELS", "knows_tools", "load_model", "pull_gguf", "register_runtime", "resolve"]
+__all__ = ["PACKAGED_MODELS", "knows_tools", "load_model", "packaged_name", "pull_gguf", "register_runtime", "resolve"]
 
 __getattr__ = late_names(
     __name__,
@@ -23,6 +23,7 @@ __getattr__ = late_names(
         "PACKAGED_MODELS": "packaged.catalogue",
         "knows_tools": "context",
         "load_model": "load",
+        "packaged_name": "packaged.catalogue",
         "pull_gguf": "packaged.pull",
         "register_runtime": "load",
         "resolve": "load",

@@ -61,7 +61,7 @@ class Plan:
     layout: Layout
     """The prompt's token ids and the source of each token's KV."""
     method: Method
-    """The requested method."""
+    """The method, at the ratio that is used."""
     reused: tuple[Span, ...] = ()
     """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
     fallback: str | None = None

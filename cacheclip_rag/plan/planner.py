@@ -26,7 +26,7 @@ def make_plan(
     question: str | None = None,
     given: Sequence[str] = (),
 ) -> Plan:
-    """Decide how a prompt is answered.
+    """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
 
     Args:
         question: text that scores the chunks; default the text after the last chunk.

@@ -16,7 +16,17 @@ __all__ = ["CallReader", "Parameters", "parameters_of"]
 
 _JSON = json.JSONDecoder(strict=False)
 """Models write line ends and tabs into strings as they are."""
-_OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>")
+_FIRST = " to=functions."
+"""Before a call at the beginning of an answer in channels, whose prompt ends with what else stands before it."""
+_IN_CHANNELS = (
+    "<|channel|>commentary to=functions.",
+    *(
+        f"{end}<|start|>assistant{to}functions."
+        for end in ("", "<|end|>")
+        for to in (" to=", "<|channel|>commentary to=")
+    ),
+)
+_OPENINGS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|python_tag|>", *_IN_CHANNELS)
 _MAY_BE_CALL = re.compile(r"\{\s*(\"|$)|\[\s*(\{|$)|$")
 """Beginning of an answer that may be a call without a marker."""
 _FENCE = re.compile(r"(?:[\s>]|[*+-]\s|\d{1,9}[.)]\s)*+(`{3,}+|~{3,}+)(?!.*```)")
@@ -31,6 +41,9 @@ _WRAPPINGS = ("```json", "```", "<tools>")
 _BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|</?tool_call>|[\s;,])*")
 """What may stand before, between and after such calls."""
 _NAMED = re.compile(r"([A-Za-z0-9_.:/-]{1,256})\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]{1,64}\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_HEADER = re.compile(
+    r"([A-Za-z0-9_.:/-]{1,256})\s*(?:<\|channel\|>commentary\s*)?(?:<\|constrain\|>\s*)?(?:json)?\s*<\|message\|>\s*(?=\{)"
+)
 _FUNCTION = re.compile(r"\s*<function=([A-Za-z0-9_.:/-]{1,256})>\s*")
 _PARAMETER = re.compile(r"<parameter=([^<>\n]{1,256})>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
 Parameters = Mapping[str, Mapping[str, Any]]
@@ -44,7 +57,8 @@ class CallReader:
 
     Formats: ``<tool_call>{…}</tool_call>`` (Hermes, Qwen); ``<function=name><parameter=key>value</parameter>…
     </function>``, usually between the same markers (Qwen 3 Coder); ``[TOOL_CALLS] [{…}]`` and
-    ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` with or without the id (Mistral); and an answer that is nothing but
+    ``[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`` with or without the id (Mistral); messages to ``functions.name`` in the
+    channel of commentary (GPT-OSS); and an answer that is nothing but
     ``{"name": …, "parameters": {…}}``, a list of these, or several with ``;`` between them, perhaps after
     ``<|python_tag|>`` (Llama 3), in a fenced block or between ``<tools>`` and ``</tools>`` (Qwen 2.5 Coder).
     ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be that of a known tool. What cannot
@@ -84,6 +98,10 @@ class CallReader:
                     calls, self._held = found, ""
                     break
             places = [(at, opening) for opening in _OPENINGS if (at := self._held.find(opening)) >= 0]
+            if not self._began and self._held.startswith(_FIRST):
+                places = [(0, _FIRST)]
+            if not places and not self._began and not last and _FIRST.startswith(self._held):
+                break
             if not places:
                 self._give(given, len(self._held) - (0 if last else may_begin(self._held, _OPENINGS)))
                 break
@@ -230,7 +248,9 @@ def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Fou
         calls = _plain_calls(text, None) if last else None
         return None if calls is None else (calls, len(text))
     if opening == "[TOOL_CALLS]":
-        return _named_call(text) or _json_calls(text)
+        return _named_call(text, _NAMED) or _json_calls(text)
+    if opening in (_FIRST, *_IN_CHANNELS):
+        return _named_call(text, _HEADER)
     if opening == "<function=":
         found = _xml_call(opening + text, tools)
         if found is None or found[0][0].name not in tools:
@@ -260,9 +280,9 @@ def _json_calls(text: str) -> _Found | None:
     return (calls, end) if calls and len(calls) == len(found) else None
 
 
-def _named_call(text: str) -> _Found | None:
-    """A name, perhaps an id, and arguments as a JSON object."""
-    named = _NAMED.match(text, len(text) - len(text.lstrip()))
+def _named_call(text: str, pattern: re.Pattern[str]) -> _Found | None:
+    """A name, what the pattern has after it, and arguments as a JSON object."""
+    named = pattern.match(text, len(text) - len(text.lstrip()))
     if named is None:
         return None
     value, end = _value_at(text, named.end())

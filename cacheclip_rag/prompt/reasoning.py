@@ -6,6 +6,8 @@ from ..runtime.base import REASONING_MARKERS
 
 __all__ = ["OPENINGS", "ReasoningReader", "may_begin"]
 
+_NEXT, _TEXT = "<|start|>assistant", "<|channel|>final<|message|>"
+"""Between messages of an answer in channels, and before the one that is its text."""
 OPENINGS = tuple(opening for opening, _ in REASONING_MARKERS)
 """Markers before reasoning."""
 
@@ -21,7 +23,8 @@ class ReasoningReader:
     """Separates reasoning from an answer's text while it is written.
 
     Reasoning stands at the beginning of an answer. The chat template may have written its opening marker. White space
-    around reasoning belongs to neither. Markers after the first word of the text are text: models explain them.
+    around reasoning belongs to neither. Markers after the first word of the text are text: models explain them. What a
+    model of channels says before its calls, in the channel of commentary, is reasoning.
     """
 
     def __init__(self, prompt_end: str = "") -> None:
@@ -85,11 +88,18 @@ class ReasoningReader:
     def _outside(self, last: bool) -> bool:
         """Look for an opening marker. Returns whether it is certain what the answer goes on with."""
         rest = self._held.lstrip()
+        after = rest.removeprefix(_NEXT)
+        if after.startswith(_TEXT):
+            self._held = after[len(_TEXT) :]
+            self.has_ended = True
+            return True
         for opening, closing in REASONING_MARKERS:
-            if rest.startswith(opening):
-                self._held, self._opening, self._closing = rest[len(opening) :], opening, closing
+            if after.startswith(opening):
+                self._held, self._opening, self._closing = after[len(opening) :], opening, closing
                 return True
-        if not last and any(opening.startswith(rest) for opening in OPENINGS):  # also if there is no text yet
+        if not last and any(text.startswith(after) for text in (*OPENINGS, _TEXT)):  # also if there is no text yet
+            return False
+        if not last and _NEXT.startswith(rest):
             return False
         self._held = rest if self._has_reasoned else self._held
         self.has_ended = True

@@ -130,6 +130,7 @@ def _checked_call(call: Any) -> dict[str, Any]:
     arguments = as_object(function.get("arguments") or {})
     if arguments is None:
         raise ConfigurationError(f"the arguments in a call of {function['name']!r} must be a JSON object.")
+    Marks().mark(arguments)  # here, because templates say in many ways what they cannot write
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id"):
         check_name("the id of a tool call", call["id"])

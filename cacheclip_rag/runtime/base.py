@@ -1,5 +1,5 @@
-"""The protocol of a running model. The transformers runtime and the fake of the tests implement it; a serving engine
-can too. Attributes say what a runtime can do, so that no code asks for its class.
+"""The base of a running model. The runtimes for transformers and llama.cpp and the fake of the tests implement it; a
+serving engine can too. Attributes say what a runtime can do, so that no code asks for its class.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CALL_MARKERS",
+    "CHANNEL_MARKERS",
     "DTYPES",
     "REASONING_MARKERS",
     "Constraint",
@@ -31,6 +32,8 @@ __all__ = [
     "Runtime",
     "State",
     "TokenizedText",
+    "mark_reasoning",
+    "markers_among",
     "wait_for",
     "weights_digest",
 ]
@@ -48,8 +51,27 @@ REASONING_MARKERS = (
     ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<seed:think>", "</seed:think>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),  # GPT-OSS, whose answers are messages, each in a channel
+    ("<|channel|>commentary<|message|>", "<|end|>"),  # what it says before calls
 )
 """What models write before and after reasoning. Special tokens in some tokenizers, too."""
+
+CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+"""Special tokens of models that answer in channels."""
+
+
+def markers_among(special: Mapping[int, str]) -> dict[int, str]:
+    """Those of a tokenizer's special tokens that mark calls, reasoning or channels, by their ids."""
+    known = {*CALL_MARKERS, *(marker for pair in REASONING_MARKERS for marker in pair)} - {"<|end|>"}
+    if "<|channel|>" in special.values():  # in other tokenizers, some of their names mean something else
+        known.update(CHANNEL_MARKERS)
+    return {token: text for token, text in special.items() if text in known}
+
+
+def mark_reasoning(markers: Mapping[int, str]) -> bool:
+    """Whether some of the markers are for reasoning."""
+    return not {"<|channel|>", *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
+
 
 Message = dict[str, Any]
 """A chat message: ``{"role": "user", "content": "…"}``. An assistant's message may have ``tool_calls``
@@ -301,8 +323,9 @@ class Runtime(ABC):
     @abstractmethod
     def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``sources``
-        (:class:`~cacheclip_rag.plan.sources.Sources`). Returns a :class:`~cacheclip_rag.fusion.fused.Fused`, or None if
-        no chunk could be read."""
+        (:class:`~cacheclip_rag.plan.sources.Sources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it, for
+        llama.cpp :mod:`cacheclip_rag.fusion.in_order`; ``models/load.py`` joins them. Returns a
+        :class:`~cacheclip_rag.fusion.fused.Fused`, or None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Scores a prompt's chunks with the auxiliary model: from its stored chunk caches to scores of the primary's tokens."""
+"""Reads the auxiliary model's chunk caches, has :mod:`.packed_chunks` score them, and maps the scores to the primary's
+tokens."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The auxiliary model's attention from the question to each chunk: CacheClip's scores.
+"""One pass of the auxiliary model over all chunks, packed into one cache: its attention from the question to each.
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The question reads each chunk separately, after the shared prefix.
-The score is the last layer's attention on the chunk's tokens, averaged over the question's tokens. The paper does not
-name its head reduction; we take the mean. Our additions: one softmax over all chunks, single heads with weights
-(:mod:`cacheclip_rag.selection.heads`), and no score for sinks.
+The paper's score is the last layer's attention on the chunk's tokens, averaged over the question's tokens; it does not
+name its head reduction, and we take the mean. Our additions: one softmax over all chunks, single heads with weights
+(:mod:`cacheclip_rag.selection.heads`; the default has them), and no score for sinks.
 """
 
 from __future__ import annotations

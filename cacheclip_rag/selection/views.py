@@ -35,7 +35,8 @@ class PromptView:
     fresh: torch.Tensor
     """``(num_rows,)`` int64, slots that are always computed: text between chunks, question, missing chunks."""
     auxiliary_scores: Callable[[Any], list[torch.Tensor]]
-    """Asks the auxiliary model for scores: per span ``(num_tokens,)`` of the primary's tokens. Costs a forward pass."""
+    """Asks the auxiliary model for scores (``AuxiliaryPass.score``): per span ``(num_tokens,)`` of the primary's
+    tokens. Costs a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

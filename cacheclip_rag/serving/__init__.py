@@ -8,7 +8,20 @@ answers with this package's engine), ``replies.py`` (what goes back). ``server.p
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..base.errors import MissingExtraError
+from ..base.late import late_names
+
+if TYPE_CHECKING:
+    from .access import Access
+    from .app import Limits
+    from .backend import ServingBackend
+    from .field import CacheClipField
+    from .server import Server
+    from .transformers import TransformersBackend
+
+__all__ = ["Access", "CacheClipField", "Limits", "Server", "ServingBackend", "TransformersBackend"]
 
 try:
     import pydantic  # noqa: F401
@@ -16,3 +29,15 @@ try:
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise MissingExtraError("the server (starlette, uvicorn and pydantic)", "serve") from error
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "Access": "access",
+        "CacheClipField": "field",
+        "Limits": "app",
+        "Server": "server",
+        "ServingBackend": "backend",
+        "TransformersBackend": "transformers",
+    },
+)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import RequestError
 
-__all__ = ["LARGE_BODY", "MOST_ANSWERS", "check_counts", "check_size", "check_values"]
+__all__ = ["LARGE_BODY", "MOST_ANSWERS", "MOST_LOGPROBS", "check_counts", "check_size", "check_values"]
 
 LARGE_BODY = 1 << 16
 """Bytes of a body from which on it is read in a thread, one of them at a time."""
@@ -25,6 +25,8 @@ MOST_TOOLS = 1024
 MOST_DOCUMENTS = 4096
 MOST_PROMPTS, MOST_ANSWERS = 128, 8
 """Of a completion, and answers to each prompt."""
+MOST_LOGPROBS = 20
+"""Tokens whose probabilities are given at each place of an answer."""
 MOST_STOPS, LONGEST_STOP = 64, 1024
 MOST_CHARACTERS = 16
 """Most characters of a prompt for each token of the model's context. Prose has 4, and tables with much space 8."""

@@ -7,9 +7,7 @@ import asyncio
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-__all__ = ["Connection", "allow_many_files"]
+__all__ = ["allow_many_files", "timed"]
 
 _HEAD_S = 15.0
 """Seconds for the line and the headers of a request."""
@@ -18,48 +16,56 @@ _MOST_EXPECTING = 1024
 _MOST_FILES = 2**16
 
 
-class Connection(H11Protocol):
-    """A connection of uvicorn's whose request must come in time. uvicorn itself limits only the silence between two
-    requests."""
+def timed(kind: Any) -> Any:
+    """Connections of one of uvicorn's kinds whose requests must come in time. uvicorn itself limits only the silence
+    between two requests."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._expecting: dict[Connection, None] = vars(self.server_state).setdefault("expecting", {})
-        self._timer: asyncio.TimerHandle | None = None
+    class Connection(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._expecting: dict[Connection, None] = self.server_state.__dict__.setdefault("expecting", {})
+            self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect()
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._expect()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_expecting()
-        super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        before = self.cycle
-        super().handle_events()
-        if self.cycle is not before and not self.cycle.response_complete:
+        def connection_lost(self, exc: Exception | None) -> None:
             self._stop_expecting()
+            super().connection_lost(exc)
 
-    def on_response_complete(self) -> None:
-        self._expect()
-        super().on_response_complete()
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._answers:
+                self._stop_expecting()
 
-    def _expect(self) -> None:
-        self._stop_expecting()
-        self._timer = self.loop.call_later(_HEAD_S, self._close)
-        self._expecting[self] = None
-        if len(self._expecting) > _MOST_EXPECTING:
-            next(iter(self._expecting))._close()
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self._answers:
+                self._expect()
 
-    def _stop_expecting(self) -> None:
-        self._expecting.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
+        @property
+        def _answers(self) -> bool:
+            """Whether the head of a request has come that is not answered."""
+            return self.cycle is not None and not self.cycle.response_complete
 
-    def _close(self) -> None:
-        self._stop_expecting()
-        self.transport.close()
+        def _expect(self) -> None:
+            self._stop_expecting()
+            self._timer = self.loop.call_later(_HEAD_S, self._close)
+            self._expecting[self] = None
+            if len(self._expecting) > _MOST_EXPECTING:
+                next(iter(self._expecting))._close()
+
+        def _stop_expecting(self) -> None:
+            self._expecting.pop(self, None)
+            if self._timer is not None:
+                self._timer.cancel()
+
+        def _close(self) -> None:
+            self._stop_expecting()
+            self.transport.close()
+
+    return Connection
 
 
 def allow_many_files() -> None:

@@ -7,10 +7,11 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ..frontend.usage import token_usage
-from ..fusion.answer import Answer, Event
+from ..fusion.answer import Answer, Event, TokenLogprob
 
 __all__ = ["ChatReply", "CompletionReply", "Reply", "as_json", "server_sent"]
 
@@ -50,7 +51,7 @@ class Reply:
         is_one = len(answers) == 1
         choices = [
             {
-                **{"index": index, **self._said(answer), "logprobs": None, "finish_reason": _reason(answer)},
+                **{"index": index, **self._said(answer), **self._logprobs(answer), "finish_reason": _reason(answer)},
                 **({} if is_one else _statistics(answer)),
             }
             for index, answer in enumerate(answers)
@@ -82,7 +83,7 @@ class Reply:
         answer = event.answer
         if answer is None:
             return
-        last = self._chunk(self._delta(""), _reason(answer))
+        last = self._chunk({**self._delta(""), **self._logprobs(answer)}, _reason(answer))  # of all tokens
         if not self.include_usage:
             yield {**last, **_statistics(answer)}
             return
@@ -90,7 +91,7 @@ class Reply:
         yield {**self._head(self.chunk_kind), "choices": [], "usage": token_usage(answer), **_statistics(answer)}
 
     def _chunk(self, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **delta, "logprobs": None, "finish_reason": reason}
+        choice = {"index": 0, "logprobs": None, **delta, "finish_reason": reason}
         return {**self._head(self.chunk_kind), "choices": [choice], **({"usage": None} if self.include_usage else {})}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -100,7 +101,13 @@ class Reply:
         if event.text:
             yield self._delta(event.text)
 
+    def _logprobs(self, answer: Answer) -> dict[str, Any]:
+        return {"logprobs": None if answer.logprobs is None else self._tokens(answer.logprobs)}
+
     def _said(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         raise NotImplementedError
 
     def _delta(self, text: str) -> dict[str, Any]:
@@ -123,6 +130,13 @@ class ChatReply(Reply):
             message["reasoning_content"] = answer.reasoning
         return {"message": {**message, **({"tool_calls": calls} if calls else {})}}
 
+    def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        content = [
+            {**_token(each.token, each.logprob), "top_logprobs": [_token(*other) for other in each.likeliest]}
+            for each in found
+        ]
+        return {"content": content, "refusal": None}
+
     def _deltas(self, event: Event) -> Iterator[dict[str, Any]]:
         if event.reasoning:
             yield {"delta": {"reasoning_content": event.reasoning}}
@@ -143,8 +157,22 @@ class CompletionReply(Reply):
     def _said(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.text}
 
+    def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        texts = [each.token for each in found]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in found],
+            "top_logprobs": [dict(reversed(each.likeliest)) for each in found],  # of equal texts, the likeliest
+            "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
+        }
+
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """A token of a chat. Parts of characters have no bytes: only their tokenizer knows them."""
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 def _reason(answer: Answer) -> str:

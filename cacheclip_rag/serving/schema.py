@@ -15,7 +15,7 @@ from ..frontend.forced_tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choi
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
 from ..runtime.base import Message
-from .bounds import MOST_ANSWERS, check_size, check_values
+from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
@@ -31,8 +31,6 @@ _IGNORED = frozenset(
 """Fields that do not change the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "echo": (False,),
     "suffix": ("",),
     "frequency_penalty": (0,),
@@ -61,8 +59,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values with which a field that is not followed changes nothing; null never does."""
 _REASONS = {
     "best_of": "this server computes no more answers than it gives. Set n",
-    "logprobs": "this server does not give probabilities of tokens",
-    "top_logprobs": "this server does not give probabilities of tokens",
     "echo": "this server does not repeat the prompt",
     "functions": "give tools instead",
     "function_call": "give tool_choice instead",
@@ -242,6 +238,11 @@ def _no_limit(value: Any) -> Any:
     return None if value == -1 and not isinstance(value, bool) else _whole(value)
 
 
+def _no_flag(value: Any) -> Any:
+    """Chats have a flag of the same name, and false asks for nothing."""
+    return None if value is False else value
+
+
 WholeNumber = Annotated[int | None, BeforeValidator(_whole)]
 Limit = Annotated[int | None, BeforeValidator(_no_limit)]
 
@@ -338,6 +339,8 @@ class ChatBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: WholeNumber = Field(default=None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -362,6 +365,8 @@ class ChatBody(Body):
         options = super().sampling()
         if self.max_completion_tokens is not None:
             options["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            options["logprobs"] = self.top_logprobs or 0
         schema = _json_schema(self.response_format)
         if schema is not None:
             options["json_schema"] = schema
@@ -405,6 +410,8 @@ class ChatBody(Body):
         super().check()
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise RequestError("give max_completion_tokens or max_tokens, not both.", param="max_completion_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
         _ = self.prompts, self.sampling()
 
 
@@ -467,13 +474,15 @@ class CompletionBody(Body):
     """Body of a request to ``/v1/completions``. Its prompts are read as they stand, without the chat template."""
 
     prompt: Annotated[list[str], BeforeValidator(_list_of_prompts)]
+    logprobs: Annotated[WholeNumber, BeforeValidator(_no_flag)] = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     @property
     def prompts(self) -> Sequence[str | list[Message]]:
         return self.prompt
 
     def sampling(self) -> dict[str, Any]:
-        return {"max_tokens": 16, **super().sampling()}  # OpenAI's default
+        options = {"max_tokens": 16, **super().sampling()}  # OpenAI's default
+        return options if self.logprobs is None else {**options, "logprobs": self.logprobs}
 
 
 def read_json(body: bytes) -> dict[str, Any]:

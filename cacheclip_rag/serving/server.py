@@ -11,12 +11,13 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..base.errors import ConfigurationError
 from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
-from .connections import Connection, allow_many_files
+from .connections import allow_many_files, timed
 
 __all__ = ["Server", "address_of", "check_reachable", "served_name"]
 
@@ -81,7 +82,7 @@ class Server:
             ws="none",
             timeout_graceful_shutdown=round(limits.request_s) + 1,
             h11_max_incomplete_event_size=2**16,
-            http=Connection,
+            http=timed(H11Protocol),
         )
         self._host, self._port, self._config = host, port, config
         self._uvicorn = _Uvicorn(config, self._stopping)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..answering.options import CallOptions
 from ..answering.sampler import room_for
+from ..base.errors import ConfigurationError
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..frontend.aio import iterate_in_thread
@@ -102,6 +103,8 @@ class TransformersBackend(ServingBackend):
         if isinstance(prompt, str):
             isolated = engine.context_of(options.method).isolated
             prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), isolated=isolated)
+        if self._hide_hits and options.logprobs is not None:
+            raise ConfigurationError("logprobs are not given here: they would tell which chunks are stored.")
         if question.min_confidence is not None:
             options = _with_confidence(engine, options, question.min_confidence)
         stream = engine.stream(prompt, options=options)

@@ -4,7 +4,7 @@ A store folder::
 
     kv/ab/abcd….kv      payloads (see ``codecs``)
     tmp/                payloads that are being written
-    writers/            one locked file per writing process (see ``writer``)
+    writers/            one locked file per writing process (see ``process``)
     catalog.sqlite3     entries, limits, texts and sources (see ``catalog``)
 
 A write reserves its bytes in the catalog before its payload is written, so that they count at once. The next process
@@ -365,19 +365,6 @@ class ChunkStore:
     def living_writers(self) -> set[str]:
         """Processes that may be writing now, and those whose end nobody has noticed yet."""
         return self._writer.names() if self._writer is not None else set()
-
-    def announce(self) -> None:
-        """Register this process as a writer, before its first write. Makes the folder.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        if self._writer is not None:
-            _ = self._writer.name
-
-    def other_writers(self) -> set[str]:
-        """Registered writers but this one: other processes, and other stores on this folder in this process."""
-        return self.living_writers() - {self._writer.name} if self._writer is not None else set()
 
     def _settle(self, key: str) -> Entry | None:
         """The entry of a payload whose writer was killed. A damaged payload is removed. Raises OtherVersionError,

@@ -1,1 +1,24 @@
-"""How long a prompt takes: profiles, and the controller that chooses a recompute ratio by them."""
+"""How long a prompt takes: profiles, the controller that chooses a recompute ratio, and texts to measure with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.late import late_names
+
+if TYPE_CHECKING:
+    from ..base.machine import processor_name
+    from .controller import find_profile
+    from .texts import QUESTION, make_texts
+
+__all__ = ["QUESTION", "find_profile", "make_texts", "processor_name"]
+
+__getattr__ = late_names(
+    __name__,
+    {
+        "QUESTION": "texts",
+        "find_profile": "controller",
+        "make_texts": "texts",
+        "processor_name": ".base.machine",
+    },
+)

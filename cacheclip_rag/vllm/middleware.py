@@ -22,9 +22,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..fusion.answer import FusionStats
+from ..guards.tracing import record_spans
 from ..serving.access import Caller
 from ..serving.bodies import Bodies, check_host
 from ..serving.bounds import check_counts
+from ..serving.connections import timed
 from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
 from ..serving.replies import as_json
@@ -105,7 +107,7 @@ class CacheClip:
                     logger.exception("the planner cannot start")
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
                 else:
-                    _limit_closing(scope)
+                    _limit_connections(scope)
                     self._tell_ready()
             elif message["type"] == "lifespan.shutdown.complete":
                 await asyncio.to_thread(self.planning.close)
@@ -267,13 +269,18 @@ class CacheClip:
     def _record(self, stats: FusionStats, outcome: str, reason: str | None) -> None:
         self.planning.metrics.record_answer(stats)
         self.planning.count(outcome, reason)
+        record_spans(stats, self._settings.config.primary)
 
 
-def _limit_closing(scope: Scope) -> None:
-    """Limit how long vLLM's HTTP server waits for open connections when it closes."""
+def _limit_connections(scope: Scope) -> None:
+    """Limit how long vLLM's HTTP server waits for requests of open connections, and for their ends when it closes. It
+    opens its sockets after this."""
     server = getattr(getattr(scope.get("app"), "state", None), "server", None)
-    if server is not None and server.config.timeout_graceful_shutdown is None:
+    if server is None:
+        return
+    if server.config.timeout_graceful_shutdown is None:
         server.config.timeout_graceful_shutdown = _CLOSING_S
+    server.config.http_protocol_class = timed(server.config.http_protocol_class)
 
 
 def _count_usage(body: dict[str, Any]) -> bool:

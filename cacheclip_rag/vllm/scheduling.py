@@ -213,8 +213,18 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
 
 def untested(vllm_config: Any) -> list[str]:
     """What is on in an engine and was never tried with reuse."""
-    draft, dtype = vllm_config.speculative_config, str(vllm_config.cache_config.cache_dtype)
-    on = {
+    draft, cache, parallel = vllm_config.speculative_config, vllm_config.cache_config, vllm_config.parallel_config
+    dtype = str(cache.cache_dtype)
+    features = (
+        (parallel, ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep", "enable_dbo")),
+        (cache, ("kv_sharing_fast_prefill", "kv_offloading_size", "kv_cache_dtype_skip_layers")),
+        (vllm_config.scheduler_config, ("scheduler_cls",)),
+    )
+    on = {name: bool(getattr(each, name, None)) for each, names in features for name in names}
+    on |= {
+        f"{parallel.tensor_parallel_size} tensor parallel ranks (2 were)": parallel.tensor_parallel_size > 2,
+        "data parallel ranks": parallel.data_parallel_size > 1,
+        "several nodes": getattr(parallel, "nnodes", 1) > 1,
         "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
         f"speculative decoding by {draft and draft.method}": draft is not None and draft.method != "ngram",
         f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),

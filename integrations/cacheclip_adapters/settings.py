@@ -214,6 +214,10 @@ class ModelFields(EngineFields):
             ConfigurationError: an unknown option, or a value out of range.
         """
         given = with_tool_choice(given)
+        if given.get("logprobs") not in (None, False):
+            raise ConfigurationError(
+                "frameworks' messages hold no logprobs here: ask the engine or the server for them."
+            )
         own = {name: getattr(self, name) for name in (*self._sampling_names(), *_PER_CALL)}
         called = given.get("method")
         if called is not None and not isinstance(called, str):

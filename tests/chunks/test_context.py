@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.cli.settings import DEFAULT_SETTINGS
-from cacheclip_rag.ingest.library import Library
+from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.store import chunk_key
 
 
@@ -34,11 +32,11 @@ def test_values_that_are_gone_are_refused(name: str) -> None:
 def test_a_store_of_an_earlier_version_opens(tmp_path: Path) -> None:
     """Its default was auto, which without a trained context was passages."""
     known = Library(tmp_path)
-    known.fix_settings(replace(DEFAULT_SETTINGS, chunk_context="passages"))
-    assert known.settings == DEFAULT_SETTINGS
+    known.fix_settings(LibrarySettings(chunk_context="passages"))
+    assert known.settings == LibrarySettings()
     known.close()
     other = Library(tmp_path / "older")
     with pytest.raises(ConfigurationError, match="made with chunk_context 'passages', not 'auto'"):
-        other.fix_settings(replace(DEFAULT_SETTINGS, chunk_context="auto"))  # an older version records this
-    assert other.settings == DEFAULT_SETTINGS
+        other.fix_settings(LibrarySettings(chunk_context="auto"))  # an older version records this
+    assert other.settings == LibrarySettings()
     other.close()

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.answering.profiling import make_texts
 from cacheclip_rag.base.clock import PHASES
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.lab.evaluation import bench as module
 from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.timing import make_texts
 from tests.guards.test_shadow import stats
 
 

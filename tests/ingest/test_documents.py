@@ -44,7 +44,8 @@ def test_skipped_files_are_told_with_their_reason(tmp_path: Path) -> None:
     told: dict[str, str] = {}
     assert [path.name for path in find_files([tmp_path], lambda path, why: told.update({path.name: why}))] == ["a.txt"]
     assert set(told) == {"b.docx", "LICENSE"}
-    assert "of type .docx" in told["b.docx"] and "without a type" in told["LICENSE"]
+    assert "of type .docx" in told["b.docx"] and "LibreOffice or pandoc" in told["b.docx"]
+    assert "without a type" in told["LICENSE"] and "by its own name" in told["LICENSE"]
 
 
 def test_missing_path_is_an_error(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
+import re
 import threading
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreEr
 from cacheclip_rag.ingest import job
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import IngestReport, ingest, plan
+from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.plan import IngestPlan
 from cacheclip_rag.ingest.splitting import Splitter
@@ -49,10 +50,10 @@ class Workshop:
     def write(self, name: str, text: str) -> None:
         (self.corpus / name).write_text(text)
 
-    def run(self, **changes: object) -> IngestReport:
+    def run(self, *files: Path, **changes: object) -> IngestReport:
         settings = dataclasses.replace(self.settings, **changes)
         return ingest(
-            [self.corpus],
+            [self.corpus, *files],
             library=self.library,
             engine=self.engine,
             embedder=LetterEmbedder("letters"),
@@ -79,7 +80,9 @@ def test_everything_once_then_nothing(workshop: Workshop) -> None:
 
 def test_a_plan_says_what_a_run_then_does(workshop: Workshop) -> None:
     def planned() -> IngestPlan:
-        return plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+        return plan_ingestion(
+            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
+        )
 
     before = planned()
     assert (before.added, before.changed, before.unchanged, before.removed) == (2, 0, 0, 0)
@@ -126,6 +129,21 @@ def test_bad_documents_are_reported_and_the_others_go_on(workshop: Workshop) -> 
     assert report.added == 2
     assert [Path(f["path"]).name for f in report.failed] == ["bad.txt"]
     assert "binary" in report.failed[0]["error"]
+
+
+@pytest.mark.parametrize("name", ["report.docx", "table.xlsx", "slides.pptx", "text.odt"])
+def test_office_files_stop_no_others(workshop: Workshop, name: str) -> None:
+    """In a folder they are skipped, and named they fail; both say what to do."""
+    with zipfile.ZipFile(workshop.corpus / name, "w") as archive:
+        archive.writestr("[Content_Types].xml", "<Types/>")
+        archive.writestr("word/document.xml", "<w:t>The boiler has four valves.</w:t>")
+    report = workshop.run()
+    assert report.added == 2 and not report.failed
+    assert [Path(each["path"]).name for each in report.skipped] == [name]
+    assert "Save it as text" in report.skipped[0]["error"]
+    named = workshop.run(workshop.corpus / name)
+    assert named.unchanged == 2 and [Path(each["path"]).name for each in named.failed] == [name]
+    assert re.search(rf"{name} looks binary: it is an Office file.*Save it as text", named.failed[0]["error"])
 
 
 def test_a_document_that_turns_unreadable_keeps_its_last_good_version(workshop: Workshop) -> None:
@@ -211,62 +229,17 @@ def test_a_document_that_was_named_stays_when_its_folder_skips_its_type(workshop
     assert [Path(each["path"]).name for each in report.skipped] == ["notes.log"]
 
 
-def test_a_first_run_that_fails_leaves_no_store(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_from_a_first_one_that_failed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Embedder, texts: Sequence[str]) -> Vectors:
         raise StoreError("the disk is full")
 
-    def stop(self: Embedder, texts: Sequence[str]) -> Vectors:
-        raise KeyboardInterrupt
-
-    for error, embed in ((KeyboardInterrupt, stop), (StoreError, refuse)):
-        with monkeypatch.context() as patch:
-            patch.setattr(LetterEmbedder, "embed", embed)
-            with pytest.raises(error):
-                workshop.run()
-        if error is KeyboardInterrupt:
-            assert workshop.store.is_dir(), "the next run continues from here"
-            workshop.engine.close()
-            workshop.library.close()
-            shutil.rmtree(workshop.store)
-    assert not workshop.store.exists()
-    assert workshop.run().computed >= 4
-
-
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_first_run_that_fails_leaves_what_another_process_does(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, writes: bool
-) -> None:
-    """Two first runs into one new folder: the other one has stored chunk caches, or will do so."""
-    other = CacheClipEngine(workshop.engine.config)
-    text = "What another process reads, and has stored by now."
-
-    def fail(self: Embedder, texts: Sequence[str]) -> Vectors:
-        if writes:
-            other.precompute([text])
-        else:
-            other.store.chunk_store.announce()
-        raise StoreError("the disk is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(LetterEmbedder, "embed", fail)
-        with pytest.raises(StoreError, match="full"):
+        patch.setattr(LetterEmbedder, "embed", refuse)
+        with pytest.raises(StoreError):
             workshop.run()
-    assert workshop.store.is_dir() and other.is_stored(text) == writes
-    other.precompute([text])
-    assert CacheClipEngine(workshop.engine.config).is_stored(text)
-    assert workshop.run().documents == 2
-
-
-def test_a_first_run_that_is_stopped_before_it_computed_leaves_no_store(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(self: CacheClipEngine, texts: Sequence[str], **options: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(CacheClipEngine, "precompute", stop)
-    with pytest.raises(KeyboardInterrupt):
-        workshop.run()
-    assert not workshop.store.exists()
+    assert workshop.library.settings is None and workshop.engine.store.catalog.total().entries > 0
+    found = workshop.run()
+    assert found.documents == 2 and found.computed < found.chunks
 
 
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, str]) -> None:
@@ -429,7 +402,7 @@ def test_files_that_change_or_vanish_during_a_run_are_reported(workshop: Worksho
 
 def test_a_limit_that_evicts_this_runs_chunks_is_reported(workshop: Workshop) -> None:
     def planned(max_bytes: int | None) -> IngestPlan:
-        return plan(
+        return plan_ingestion(
             [workshop.corpus],
             library=workshop.library,
             engine=workshop.engine,
@@ -465,7 +438,9 @@ class TestLinks:
         assert report.added == 2 and report.failed == []
         assert {Path(skipped["path"]).name for skipped in report.skipped} == {"file.txt", "folder"}
         assert all("leads out of" in skipped["error"] for skipped in report.skipped)
-        planned = plan([workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings)
+        planned = plan_ingestion(
+            [workshop.corpus], library=workshop.library, engine=workshop.engine, settings=workshop.settings
+        )
         assert planned.skipped == report.skipped
 
     def test_a_file_that_became_a_link_to_the_outside_is_removed(self, workshop: Workshop, outside: Path) -> None:

@@ -361,6 +361,8 @@ async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> N
     with pytest.raises(ConfigurationError, match="unknown call option num_beams"):
         await llm.ainvoke(PROMPT, num_beams=5)
     assert (await llm.ainvoke(PROMPT, parallel_tool_calls=True)).content
+    with pytest.raises(ConfigurationError, match="logprobs"):
+        llm.invoke(PROMPT, logprobs=3)
 
 
 @pytest.mark.parametrize(

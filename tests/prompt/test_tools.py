@@ -244,6 +244,7 @@ class TestChecks:
             ({"function": {"name": "f", "arguments": "[1]"}}, "JSON object"),
             ({"function": {"name": "f", "arguments": "{"}}, "JSON object"),
             ({"function": {"name": "f", "arguments": {}}, "id": "<|im_end|>"}, "id of a tool call"),
+            ({"function": {"name": "f", "arguments": {"a": [{"b": {1}}]}}}, "must be JSON, got set"),
         ],
     )
     def test_calls(self, call: Any, match: str) -> None:

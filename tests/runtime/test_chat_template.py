@@ -10,6 +10,7 @@ import pytest
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.transformers import text
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, TOOLS_TEMPLATE, build_model
 
@@ -31,6 +32,64 @@ HOSTILE = {
     ),
     "long text": "{% for a in range(9999) %}{% for b in range(9999) %}" + "x" * 100_000 + "{% endfor %}{% endfor %}",
     "long steps": "{% for a in range(9999) %}{% set x = range(99999) | list | sort %}{% endfor %}",
+    "doubled": "{% set x = 'x' * 999 %}" + "{% set x = x ~ x %}" * 40,
+    "doubled in a loop": "{% set n = namespace(x='x') %}{% for a in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "list doubled": "{% set x = ['x' * 999] %}" + "{% set x = x + x %}" * 40,
+    "list of lists": "{% set x = ['x'] %}" + "{% set x = [x, x] %}" * 60 + "{{ x }}",
+    "object of objects": "{% set x = 'x' %}" + "{% set x = {'a': x, 'b': x} %}" * 60 + "{{ x | tojson }}",
+    "pairs": "{% set x = 'x' %}" + "{% set x = (x, x) %}" * 60 + "{{ x | string }}",
+    "repeated": "{{ 'x' * 9999999999 }}",
+    "repeated list": "{% set x = ['x'] * 999999999 %}",
+    "repeated, number first": "{{ 99999999999 * 'x' }}",
+    "power": "{{ 9 ** 999999999 }}",
+    "squares": "{% set n = namespace(x=9) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "long output": "{% set x = 'x' * 9999999 %}{% for a in range(99) %}{{ x }}{% endfor %}",
+    "kept output": "{% set x = 'x' * 9999999 %}{% set y %}{% for a in range(99) %}{{ x }}{% endfor %}{% endset %}",
+    "computed number": "{{ 'x' | center(99999 * 99999) }}",
+    "several": "{% set x = 'x' * 999999 %}{{ x | replace('x', x) }}",
+    "joined": "{% set x = 'x' * 99999 %}{{ x | join(x) }}",
+    "joined items": "{% set x = 'x' * 99999 %}{{ range(99999) | map('string') | join(x) }}",
+    "mapped": "{{ range(99999) | map('string') | map('center', 99999) | join }}",
+    "mapped at once": "{{ range(99999) | map('center', 99999) | join }}",
+    "filtered block": "{% filter center(9999999999) %}x{% endfilter %}",
+    "filtered block of two": "{% filter upper | center(9999999999) %}x{% endfilter %}",
+    "filtered text": "{% set x | center(9999999999) %}x{% endset %}",
+    "by a name that is made": "{{ 'x'[('cen' ~ 'ter')](9999999999) }}",
+    "by attr": "{{ ('x' | attr('center'))(9999999999) }}",
+    **{
+        f"filter {each}": "{{ 'xy' | " + each + " }}"
+        for each in (
+            "center(9999999999)",
+            "indent(9999999999)",
+            "indent('x' * 999999999)",
+            "batch(9999999999, 'x') | list",
+            "slice(9999999999) | list",
+            "tojson(indent=9999999999)",
+        )
+    },
+    **{
+        f"method {each}": "{{ " + each + " }}"
+        for each in (
+            "'x'.center(9999999999)",
+            "'x'.ljust(9999999999)",
+            "'x'.rjust(9999999999)",
+            "'x'.zfill(9999999999)",
+            "'\t'.expandtabs(2147483647)",
+            "('x' * 9999).replace('x', 'y' * 9999999)",
+            "('x' * 9999).join(['y'] * 99999)",
+            "('x' * 9999).join(range(99999) | map('string'))",
+            "'{:>9999999999}'.format('x')",
+            "'{:>{}}'.format('x', 9999999999)",
+            "('{0}' * 9999).format('x' * 999999)",
+            "'{x:>9999999999}'.format_map({'x': 'y'})",
+            "('x' * 9999).translate({120: 'y' * 9999999})",
+            "(1).to_bytes(9999999999, 'big')",
+            "'%9999999999d' % 1",
+            "'%*d' % (9999999999, 1)",
+            "'%s' * 9999 % (('x' * 9999999,) * 9999)",
+            "'%9999999999d' | format(1)",
+        )
+    },
     "training": (
         "{% generation %}{% for a in range(9999) %}{% for b in range(999) %}{% endfor %}{% endfor %}{% endgeneration %}"
     ),
@@ -60,6 +119,18 @@ PLAIN = {
         "{% for m in messages[:3] %}{% generation %}{% set x = m.role %}{{ x }}{% endgeneration %}{{ x }}{% endfor %}"
     ),
     "tools": TOOLS_TEMPLATE,
+    "all that is counted": (
+        "{% for m in messages[:3] %}{{ m.role ~ m['content'] ~ 3 }}{{ '%s: %5d' % (m.role, 3) }}{{ [1, 'a', none, m] }}"
+        "{{ {'a': m.role} | tojson(indent=2) }}{{ 'a' * 3 + m.content.replace('<', '>>') }}{{ 2 ** 3 * 2.5 % 4 + 1 }}"
+        "{{ m | items | list }}{{ m.content.split('<')[-1].strip('\n') | center(30) }}{{ nothing | default('d') }}"
+        "{{ nothing }}{{ messages | map(attribute='role') | join(', ') }}{{ ('a', 'b') | map('upper') | list }}"
+        "{{ '{:>4}{x}'.format(m.role, x=2) }}{{ ', '.join(['a', 'b']) }}{{ 1 if messages | map('upper') else 2 }}"
+        "{% for a, b in [(1, 2), (3, 4)] %}{{ a + b }}{% endfor %}{% set x, y = 1, 'z' %}{{ x }}{{ y * 2 }}"
+        "{% filter upper | replace('A', 'bb') %}a{{ m.role }}{% endfilter %}{% set t | upper | trim %} s{{ m.role }} "
+        "{% endset %}{{ t }}{% set n = namespace(a=[]) %}{% set n.a = n.a + [m.role] %}{{ n.a }}{% set n.t | upper %}q"
+        "{% endset %}{{ n.t }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+        "{{ m.content is string and m.role in ('user', 'system') }}{{ (m.content | string)[1:-1] | e }}{% endfor %}"
+    ),
     "every message for every message": (
         "{% set n = namespace(n=0) %}{% for m in messages[:300] %}{% for o in messages[:300] %}"
         "{% if o.role == m.role %}{% set n.n = n.n + 1 %}{% endif %}{% endfor %}{% endfor %}{{ n.n }}"
@@ -80,10 +151,25 @@ class TestHostile:
     @pytest.mark.parametrize("name", HOSTILE)
     def test_is_stopped(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", HOSTILE[name])
+        monkeypatch.setattr(text, "_MOST_STEPS", 30_000)  # for the time of the tests
+        monkeypatch.setattr(text, "_MOST_TEMPLATE_S", 0.2)
         with pytest.raises(ModelError, match=r"chat template of .*llama.* was stopped.*publisher"):
-            runtime.render_chat(USER)
+            runtime.render_chat([{"role": "user", "content": "a"}])
         monkeypatch.undo()
         assert runtime.render_chat(USER) == as_transformers(runtime, USER), "the next one has its own steps"
+
+    def test_by_messages(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is no fault of the model."""
+        over = "{% for c in m.content %}{% for d in m.content %}{% endfor %}{% endfor %}"
+        template = "{% for m in messages %}" + over + "ok{% endfor %}"
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", template)
+        assert runtime.render_chat(USER) == "ok"
+        with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
+            runtime.render_chat([{"role": "user", "content": "x" * 9999}])
+        only_system = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+        monkeypatch.setattr(runtime.tokenizer, "chat_template", only_system + template)
+        with pytest.raises(ConfigurationError, match="was stopped.*1 messages needs. Shorten"):
+            runtime.render_chat([{"role": "system", "content": "x" * 9999}])
 
     def test_a_function_that_writes_without_end(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", "{{ lipsum(n=99999999) }}")

@@ -29,7 +29,9 @@ ENGINE = {
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "data_parallel_size": 1,
+        "tensor_parallel_size": 2,
     },
+    "scheduler_config": {"scheduler_cls": None},
     "kv_transfer_config": {"kv_load_failure_policy": "recompute"},
     "cache_config": {"cache_dtype": "auto"},
     "device_config": {"device_type": "cpu"},
@@ -108,6 +110,13 @@ class TestEngine:
             ("", {"draft": "suffix"}, "speculative decoding by suffix"),
             ("cache_config", {"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype int8_per_token_head"),
             ("device_config", {"device_type": "cuda"}, "device"),
+            ("parallel_config", {"tensor_parallel_size": 4}, "4 tensor parallel ranks"),
+            ("parallel_config", {"data_parallel_size": 2}, "data parallel ranks"),
+            ("parallel_config", {"nnodes": 2}, "several nodes"),
+            ("parallel_config", {"enable_dbo": True}, "enable_dbo"),
+            ("parallel_config", {"enable_expert_parallel": True}, "enable_expert_parallel"),
+            ("cache_config", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
+            ("scheduler_config", {"scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
         ],
     )
     def test_untested(self, part: str, changed: dict[str, Any], what: str) -> None:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.fusion.cases import reference_logits
 from tests.serving.conftest import NAME, Served, running
 
 PROMPT = rag_prompt(CHUNKS)
@@ -137,6 +139,46 @@ class TestOpenAI:
         harmless: dict[str, Any] = {"user": "somebody", "metadata": {"a": "b"}, "store": False, "n": 1}
         neutral: dict[str, Any] = {"service_tier": "auto", "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
         assert ask(client, **harmless, **neutral).choices[0].message.content == ask(client).choices[0].message.content
+
+    @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 7, "top_k": 3}])
+    @pytest.mark.parametrize("count", [0, 3])
+    def test_logprobs(self, served: Served, client: OpenAI, options: dict[str, Any], count: int) -> None:
+        """As one full prefill of prompt and answer has them, whatever the sampling."""
+        given: dict[str, Any] = {"extra_body": {"cacheclip": {"method": "full"}}, **options}
+        if top_k := given.pop("top_k", None):
+            given["extra_body"]["top_k"] = top_k
+        answer = served.engine.generate(MESSAGES, max_tokens=12, method="full", **options)
+        said = ask(client, logprobs=True, top_logprobs=count, **given).choices[0]
+        assert said.message.content == answer.text == "".join(each.token for each in said.logprobs.content)
+        runtime = served.engine.primary
+        prompt = served.engine.plan(MESSAGES, method="full").layout.ids
+        for number, (each, token) in enumerate(zip(said.logprobs.content, answer.token_ids, strict=True)):
+            ids = torch.cat((prompt, torch.tensor(answer.token_ids[:number], dtype=prompt.dtype)))
+            row = reference_logits(served.engine.config.primary, ids).log_softmax(-1)
+            assert each.logprob == pytest.approx(float(row[token]), abs=1e-3)
+            likeliest = row.topk(count)
+            assert [other.logprob for other in each.top_logprobs] == pytest.approx(likeliest.values.tolist(), abs=1e-3)
+            texts = [runtime.decode_ids([token]) for token in likeliest.indices.tolist()]
+            assert [other.token for other in each.top_logprobs] == texts
+            assert each.bytes is None or bytes(each.bytes).decode() == each.token
+        streamed = list(ask(client, logprobs=True, top_logprobs=count, stream=True, **given))
+        assert [each for chunk in streamed if (found := chunk.choices[0].logprobs) for each in found.content] == [
+            *said.logprobs.content
+        ]
+        assert ask(client, **given).choices[0].logprobs is None
+
+    def test_logprobs_of_a_completion(self, client: OpenAI) -> None:
+        own: dict[str, Any] = {"model": NAME, "prompt": "The harbour", "max_tokens": 6, "temperature": 0}
+        said: Any = client.completions.create(**own, logprobs=2).choices[0]
+        found = said.logprobs
+        assert "".join(found.tokens) == said.text and len(found.tokens) == 6
+        assert [
+            said.text[at : at + len(each)] for at, each in zip(found.text_offset, found.tokens, strict=True)
+        ] == found.tokens
+        for token, logprob, likeliest in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert likeliest[token] == logprob == max(likeliest.values()) < 0
+        assert client.completions.create(**own, logprobs=0).choices[0].logprobs.top_logprobs == [{}] * 6
+        assert client.completions.create(**own).choices[0].logprobs is None
 
     def test_eight_at_once(self, served: Served, client: OpenAI) -> None:
         prompts = [rag_prompt(CHUNKS[n % 4 :], f"Number {n}?") for n in range(8)]

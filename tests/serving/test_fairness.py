@@ -278,6 +278,24 @@ class TestBodies:
         assert refused.value.status == 408 and refused.value.headers == {"connection": "close"}
 
 
+HALVES = {
+    "nothing": b"",
+    "half a line": b"POST /v1/chat/comp",
+    "half a head": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ",
+    "half a second request": b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nG",
+    "refused before its body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
+}
+
+
+def wait_for_the_end(address: str, sent: bytes) -> None:
+    """Send something, and wait until the server closes the connection."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        while connection.recv(4096):
+            pass
+
+
 class TestConnections:
     @pytest.fixture
     def brief(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -285,23 +303,9 @@ class TestConnections:
         with running(replace(config, store=None)) as found:
             yield found
 
-    @pytest.mark.parametrize(
-        "sent",
-        [
-            b"",
-            b"POST /v1/chat/comp",
-            b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ",
-            b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nG",
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
-        ],
-        ids=["nothing", "half a line", "half a head", "half a second request", "refused before its body"],
-    )
+    @pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)
     def test_who_sends_no_request_is_closed(self, brief: Served, sent: bytes) -> None:
-        host, port = brief.server.address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
-            connection.sendall(sent)
-            while connection.recv(4096):
-                pass  # until the server closes it
+        wait_for_the_end(brief.server.address, sent)
         assert brief.client.get("/health").status_code == 200
 
     def test_the_oldest_of_too_many(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

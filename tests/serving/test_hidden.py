@@ -76,6 +76,10 @@ class TestServer:
         )
         hiding.engine.release(CHUNKS)
 
+    def test_logprobs_would_tell(self, hiding: Served) -> None:
+        refused = hiding.chat(logprobs=True)
+        assert refused.status_code == 400 and "which chunks are stored" in refused.json()["error"]["message"]
+
     def test_operators_see_them(self, hiding: Served) -> None:
         hiding.engine.precompute(CHUNKS[:2])
         before = hiding.engine.metrics.snapshot().get("chunk_hits_total", 0)

@@ -30,6 +30,7 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.serving import bodies, connections
 from cacheclip_rag.vllm.middleware import CacheClip
 from cacheclip_rag.vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_rag.vllm.planner import Planner
@@ -40,6 +41,7 @@ from cacheclip_rag.vllm.settings import ServerSettings
 from cacheclip_rag.vllm.shadow import SHADOW_TOKENS
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
+from tests.serving.test_fairness import HALVES, wait_for_the_end
 
 PROMPT = rag_prompt(CHUNKS)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -146,6 +148,19 @@ def plan_of(body: dict[str, Any]) -> FusionPlan:
 def metric(served: Served, name: str) -> float:
     lines = served.client.get("/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"cacheclip_{name}"))
+
+
+@pytest.mark.parametrize("sent", HALVES.values(), ids=HALVES)
+def test_who_sends_no_request_is_closed(settings: ServerSettings, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """vLLM's server gets our connections before it opens its sockets."""
+    monkeypatch.setattr(connections, "_HEAD_S", 0.1)
+    monkeypatch.setattr(bodies, "_FIRST_S", 0.1)
+    with running(settings) as served:
+        wait_for_the_end(served.address, sent)
+        assert served.client.get("/health").status_code == 200
+        served.inner.gate.clear()
+        threading.Timer(0.3, served.inner.gate.set).start()
+        assert len(served.events()) > 3, "an answer takes its time"
 
 
 class TestPlans:
@@ -568,6 +583,11 @@ class TestReplies:
         assert f'cacheclip_http_requests_total{{path="{CHAT}",status="200"}}' in text
         assert "cacheclip_questions_running 0\n" in text and "cacheclip_questions_waiting 0\n" in text
         assert len(list(text_string_to_metric_families(text))) > 15
+
+    def test_spans(self, served: Served, spans: Any) -> None:
+        served.ask()
+        answers = [span for span in spans.get_finished_spans() if span.name.startswith("chat ")]
+        assert [span.attributes["cacheclip.hits"] for span in answers] == [len(CHUNKS)]
 
     def test_reasons_are_counted_apart_up_to_a_number(self, settings: ServerSettings) -> None:
         planning = Planning(settings)

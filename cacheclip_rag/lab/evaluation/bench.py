@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...answering.profiling import QUESTION, make_texts
 from ...base.clock import PHASES
 from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
@@ -27,6 +26,7 @@ from ...methods.base import Method
 from ...models.load import concrete
 from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
+from ...timing.texts import QUESTION, make_texts
 
 __all__ = ["bench"]
 

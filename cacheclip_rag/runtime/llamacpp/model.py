@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base import TokenizedText
+from ..base import TokenizedText, mark_reasoning
 from ..transformers.constraint import Grammars, SchemaConstraint
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
@@ -113,7 +113,7 @@ class LlamaRuntime(ChatText):
         self.eos_ids = self._vocabulary.eos_ids
         self.control_ids = self._vocabulary.control_ids
         self.opening = self._vocabulary.opening
-        self.marks_reasoning = any(text in self._vocabulary.markers.values() for text in ("<think>", "[THINK]"))
+        self.marks_reasoning = mark_reasoning(self._vocabulary.markers)
         self.num_layers = int(weights.meta("{}.block_count") or 1)
         heads = int(weights.meta("{}.attention.head_count") or 1)
         self.num_kv_heads = int(weights.meta("{}.attention.head_count_kv") or heads)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...base.errors import UnsupportedModelError
-from ..base import CALL_MARKERS, REASONING_MARKERS, TokenizedText
+from ..base import CALL_MARKERS, REASONING_MARKERS, TokenizedText, markers_among
 from .library import library
 from .weights import GgufWeights
 
@@ -80,7 +80,7 @@ class Vocabulary:
     @cached_property
     def markers(self) -> dict[int, str]:
         """Control tokens around calls of tools and reasoning, which :meth:`decode` leaves out."""
-        return {token: text for token in self.control_ids if (text := self.text_of(token)) in _MARKERS}
+        return markers_among({token: self.text_of(token) for token in self.control_ids})
 
     def tokenize(self, text: str, *, control: bool) -> TokenizedText:
         """See :meth:`~cacheclip_rag.runtime.base.Runtime.tokenize`."""

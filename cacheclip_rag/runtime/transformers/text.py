@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
-from ..base import CALL_MARKERS, REASONING_MARKERS, Runtime, TokenizedText
-from .chat_template import counted
+from ..base import Runtime, TokenizedText, mark_reasoning, markers_among
+from .chat_template import CHARACTERS, counted, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
@@ -34,20 +34,26 @@ _BETWEEN_LOOKS = 16
 _left: ContextVar[list[float]] = ContextVar("left")
 """Steps that the rendering of a template may still take, and the time of the processor at which it must have ended."""
 
-_REASONING = frozenset(marker for pair in REASONING_MARKERS for marker in pair)
+
+_SHORTEST = [{"role": "user", "content": "a"}]
 
 
 class _EndlessTemplate(Exception):
     """A chat template takes more steps, or more time, than any chat needs."""
 
 
-def template_step(steps: int) -> bool:
-    """Count steps of the template that is being rendered (:func:`~.chat_template.counted`). Always true."""
+def template_step(value: Any, steps: int = 0) -> Any:
+    """Count steps of the template that is being rendered, and those that it takes to write a value
+    (:func:`~.chat_template.counted`). Returns the value."""
     left = _left.get()
+    if isinstance(value, str):
+        steps += len(value) // CHARACTERS
+    elif isinstance(value, list | tuple | dict):
+        steps += weight(value) // CHARACTERS
     left[0] -= steps
     if left[0] < 0 or (left[0] % _BETWEEN_LOOKS < steps and time.thread_time() > left[1]):
         raise _EndlessTemplate
-    return True
+    return value
 
 
 def check_encodable(text: str) -> None:
@@ -111,11 +117,15 @@ class ChatText(Runtime):
             )
         except (MemoryError, CacheClipError):
             raise
-        except _EndlessTemplate:
+        except (_EndlessTemplate, RecursionError):
+            stopped = (
+                f"the chat template of {self.name!r} was stopped: it took far more steps, or wrote far more, than a "
+                f"chat of {len(messages)} messages needs. "
+            )
+            if messages != _SHORTEST and self._renders_shortest():
+                raise ConfigurationError(f"{stopped}Shorten the messages, or take out what it repeats.") from None
             raise ModelError(
-                f"the chat template of {self.name!r} was stopped: it took far more steps than a chat of "
-                f"{len(messages)} messages needs. Expected a template without loops over long ranges. Take the one of "
-                "the model's publisher."
+                f"{stopped}Expected a template without loops over long ranges. Take the one of the model's publisher."
             ) from None
         except Exception as error:  # a template raises for unknown roles or orders; a damaged one raises anything
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
@@ -125,6 +135,16 @@ class ChatText(Runtime):
             ) from error
         finally:
             _left.reset(token)
+
+    def _renders_shortest(self) -> bool:
+        """Whether the template is not stopped for one short message, which is to say that messages let it run on."""
+        try:
+            self.render_chat(_SHORTEST)
+        except ModelError:
+            return False
+        except ConfigurationError:  # it wants other roles
+            return True
+        return True
 
 
 class TextModel(ChatText):
@@ -143,7 +163,7 @@ class TextModel(ChatText):
         )
         """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
         self.control_ids = sorted(control) if self.has_offsets else None
-        self.marks_reasoning: bool = not _REASONING.isdisjoint(self._call_markers.values())
+        self.marks_reasoning: bool = mark_reasoning(self._call_markers)
 
     @property
     def model(self) -> Any:
@@ -203,8 +223,8 @@ class TextModel(ChatText):
     @cached_property
     def _call_markers(self) -> dict[int, str]:
         """Special tokens that mark calls of tools and reasoning."""
-        special = {n: token.content for n, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return {number: text for number, text in special.items() if text in CALL_MARKERS or text in _REASONING}
+        added = self.tokenizer.added_tokens_decoder
+        return markers_among({number: token.content for number, token in added.items() if token.special})
 
     def constrain(self, json_schema: str) -> SchemaConstraint:
         return self._grammars.constraint(json_schema)
@@ -220,7 +240,7 @@ class TextModel(ChatText):
             found.update([source] if isinstance(source, int) else source or [])
         if self.tokenizer.eos_token_id is not None:
             found.add(self.tokenizer.eos_token_id)
-        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>"):
+        for token in ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>"):
             token_id = self.tokenizer.convert_tokens_to_ids(token)
             if isinstance(token_id, int) and token_id != self.tokenizer.unk_token_id:
                 found.add(token_id)
