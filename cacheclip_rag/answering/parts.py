@@ -267,11 +267,11 @@ class Parts:
             chosen = chosen.at(ratio)
         check_auxiliary(chosen, config.auxiliary)
         least = config.min_confidence
-        if least is not None and by_name and chosen.reuses_chunks:
-            if isinstance(least, str):
-                least = self.certificates.confidence(chosen, any_ratio=any_ratio)
-            chosen = replace(chosen, min_confidence=least)
-        return chosen
+        if least is None or not by_name or not chosen.reuses_chunks:
+            return chosen
+        if isinstance(least, str):
+            return self.certificates.promised(chosen, ratio is not None, any_ratio=any_ratio)
+        return replace(chosen, min_confidence=least)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         given = self.config.method if method is None else method
