@@ -8,7 +8,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .base.checks import (
-    aliases_of,
     by_real_names,
     check_choice,
     check_confidence,
@@ -17,8 +16,8 @@ from .base.checks import (
     check_number,
     check_ratio_and_limit,
     check_whole_number,
-    did_you_mean,
     path_as_text,
+    refuse_unknown,
 )
 from .base.errors import ConfigurationError
 from .base.removed import SETTINGS, refuse_removed
@@ -165,9 +164,6 @@ class EngineConfig:
         :data:`~cacheclip_rag.base.checks.ALIASES`. An unknown option raises ConfigurationError."""
         known = [field.name for field in fields(cls)]
         options = by_real_names(options, known)
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            refuse_removed(unknown, SETTINGS)
-            hint = did_you_mean(unknown, (*known, *aliases_of(known)))
-            raise ConfigurationError(f"unknown option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        refuse_removed(sorted(options), SETTINGS)
+        refuse_unknown("option", options, known)
         return replace(config or cls(), **options)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.checks import (
     AUTO_RATIO,
-    aliases_of,
     by_real_names,
     check_choice,
     check_ratio_and_limit,
     check_whole_number,
-    did_you_mean,
+    refuse_unknown,
 )
 from ..base.errors import ConfigurationError
 from ..base.sampling import FINISH_MODES, SamplingParams
@@ -103,11 +102,7 @@ class CallOptions:
         """
         sampling, own = ([each.name for each in fields(kind)] for kind in (SamplingParams, CallOptions))
         known = (*sampling, *own)
-        names = (*known, *aliases_of(known))
-        unknown = sorted(set(given).difference(names))
-        if unknown:
-            hint = did_you_mean(unknown, names)
-            raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        refuse_unknown("call option", given, known)
         stated = {name: value for name, value in given.items() if value is not None or name == "documents"}
         named = by_real_names(stated, known)
         others = {"params": self.params, **{name: value for name, value in named.items() if name in own}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,6 +34,15 @@ def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str,
             raise ConfigurationError(f"{name} was given twice, once as {alias}. Give it once.")
         named[name] = value
     return named
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ConfigurationError, with what may be meant, for names that are neither ``known`` nor :data:`ALIASES` of
+    them. ``what`` they are stands in the message (``option``)."""
+    names = (*known, *aliases_of(known))
+    if unknown := sorted(set(given).difference(names)):
+        hint = did_you_mean(unknown, names)
+        raise ConfigurationError(f"unknown {what} {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:

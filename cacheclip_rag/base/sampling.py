@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import aliases_of, by_real_names, check_whole_number, did_you_mean, is_whole_number
+from .checks import by_real_names, check_whole_number, is_whole_number, refuse_unknown
 from .errors import ConfigurationError
 
 FINISH_MODES = ("none", "idle", "verify", "revise")
@@ -71,10 +71,7 @@ class SamplingParams:
         """
         known = [each.name for each in fields(self)]
         given = by_real_names(options, known)
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            hint = did_you_mean(unknown, (*known, *aliases_of(known)))
-            raise ConfigurationError(f"unknown call option {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        refuse_unknown("call option", given, known)
         if "stop" in given:
             given["stop"] = _stops(given["stop"])
         return replace(self, **given)

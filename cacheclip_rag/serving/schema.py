@@ -5,7 +5,7 @@ sent again with every later question."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -316,7 +316,7 @@ class Body(_ContentPart):
     def check(self) -> None:
         """Raise RequestError for fields that would change the answer and are not followed."""
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in _IGNORED or _is_neutral(name, value):
+            if value is None or name in _IGNORED or is_neutral(value, _NEUTRAL.get(name, ())):
                 continue
             if _switched(name, value) is not None or (name == "thinking" and isinstance(value, dict)):
                 continue
@@ -344,9 +344,9 @@ def _switched(name: str, value: Any) -> bool | None:
     return None
 
 
-def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a field changes nothing. A number is no flag: 0 is not false."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in _NEUTRAL.get(name, ()))
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """Whether a value changes nothing. A number is no flag: 0 is not false."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
 class ChatBody(Body):

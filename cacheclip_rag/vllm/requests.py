@@ -16,7 +16,7 @@ from ..prompt.tools import as_object
 from ..runtime.base import Message
 from ..serving.errors import unsupported
 from ..serving.field import CacheClipField
-from ..serving.schema import parse_field
+from ..serving.schema import is_neutral, parse_field
 
 
 class NotPlanned(Exception):
@@ -134,9 +134,8 @@ def _check_fields(body: Mapping[str, Any], name: str, neutral: Mapping[str, tupl
         raise NotPlanned("another model")  # an adapter, or none that there is
     for each_field, values in neutral.items():
         given = body.get(each_field)
-        if given is None or any(given == each and isinstance(given, bool) == isinstance(each, bool) for each in values):
-            continue
-        raise NotPlanned(each_field)
+        if given is not None and not is_neutral(given, values):
+            raise NotPlanned(each_field)
 
 
 def _message(given: Any) -> Message:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.base.checks import AUTO_RATIO, aliases_of, by_real_names, path_as_text, refuse_unknown
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
@@ -87,12 +87,8 @@ class EngineFields(BaseModel):
         """``given`` with aliases replaced by the names of fields, and settings without a field in ``engine_kwargs``."""
         aliases = aliases_of(cls.model_fields)
         others = {each.name for each in fields_of(EngineConfig)} - set(cls.model_fields) - set(_PER_CALL)
-        unknown = sorted(set(given) - set(cls.model_fields) - set(aliases) - others)
-        if unknown:
-            refuse_removed(unknown, SETTINGS)
-            known = sorted({*cls.model_fields, *aliases, *others})
-            hint = did_you_mean(unknown, known)
-            raise ConfigurationError(f"unknown field {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
+        refuse_removed(sorted(given), SETTINGS)
+        refuse_unknown("field", given, sorted({*cls.model_fields, *aliases, *others}))
         further = {name: given[name] for name in given if name in others}
         doubled = sorted(set(further).intersection(given.get("engine_kwargs") or ()))
         if doubled:

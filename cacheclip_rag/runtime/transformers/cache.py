@@ -24,11 +24,6 @@ def _cache_name(forward: Callable[..., Any]) -> str:
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
-def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """The cache among the keyword arguments of a transformers layer, under either name; None without one."""
-    return arguments.get("cache", arguments.get("past_key_values"))
-
-
 class FusedLayer(DynamicLayer):  # type: ignore[misc]
     """KV of one layer in a preallocated buffer. A prefill scatters rows into the buffer; decoding appends rows.
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from .attention_plan import AttentionPlan, Block, PassEnded, rows_of
-from .cache import cache_of
 from .row_filter import RowFilter
 
 
@@ -61,7 +60,7 @@ def _enter_last(
         return hidden, kwargs
     with suppress(PassEnded):
         layer.forward(hidden, **{**kwargs, "cacheclip_plan": replace(plan, last_rows=0)})
-    cache = cache_of(kwargs)
+    cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))  # see cache_argument
     slots = cache.layers[-1].slots_on_cpu[-needed:]
     cache.scatter(slots)
     rows = torch.arange(num_rows - needed, num_rows)
