@@ -32,7 +32,7 @@ SETTINGS: dict[str, str] = {
     "chunk_context=auto": "chunk_context='auto' is gone: use chunk_context='passages'.",
     "chunk_context=trained": "chunk_context='trained' is gone: use chunk_context='passages'.",
     "heads": "heads is gone: the scorer of the method names its head set, as in AuxiliaryAttention(heads="
-    "'./my.safetensors'); what calibrate or finetune wrote is found without it.",
+    "'./my.safetensors'); what finetune wrote is found without it.",
     "auxiliary_codec": "auxiliary_codec is gone: use codec, which the auxiliary's chunk caches follow.",
     "shadow_mode": "shadow_mode is gone: answers are compared in the background, and engine.wait_for_observers() waits "
     "for it.",
@@ -42,13 +42,16 @@ SETTINGS: dict[str, str] = {
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
+    "calibrate": "calibrate is gone: use finetune, which tests what it finds.",
     "train-context": "train-context is gone: chunk_context is passages or prefix.",
     "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--rank": "--rank is gone: finetune chooses heads and weights only.",
     "--epochs": "--epochs is gone: finetune chooses heads and weights only.",
     "--learning-rate": "--learning-rate is gone: finetune chooses heads and weights only.",
     "--heads": '--heads is gone: name the head set in a method of --variants (scorer = {heads = "my.safetensors"}), or '
-    "let calibrate or finetune write it, which cacheclip finds by itself.",
+    "let finetune write it, which cacheclip finds by itself.",
+    "--data": "--data is gone: finetune asks questions that it writes itself.",
+    "--against": "--against is gone: compare the mean KLs of the report.",
     "--auxiliary-codec": "--auxiliary-codec is gone: the auxiliary's chunk caches follow codec (--settings).",
     "--fallback": "--fallback is gone: a model whose KV cannot be reused is refused when it is loaded.",
     "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
@@ -57,9 +60,12 @@ OPTIONS: dict[str, str] = {
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
+    "--report": "--report is gone: finetune prints its table, and --json has all figures.",
+    "--ruler": "--ruler is gone: benchmarks/ruler.py of the repository writes its questions as a file for --dataset.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",
     "--vllm": "--vllm is gone: write NAME = VALUE under [vllm] in the file of --settings.",
+    "--work": "--work is gone: a run of finetune takes minutes and is not continued.",
 }
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""

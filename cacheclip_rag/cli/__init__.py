@@ -63,7 +63,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "certify": certify.certify,
     "eval": evaluate.evaluate,
-    "calibrate": training.calibrate,
     "explain-miss": explain.explain_miss,
     "finetune": training.finetune,
     "profile": profile.profile,

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +22,11 @@ __all__ = [
     "NamespaceOption",
     "Rows",
     "VariantsOption",
-    "check_folder",
     "format_bytes",
     "guarded",
     "print_json",
     "print_names",
     "print_tables",
-    "stoppable",
 ]
 
 
@@ -111,28 +108,6 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def check_folder(path: Path | None, of: str) -> None:
-    """Raise ConfigurationError if the folder for ``of`` is a file."""
-    if path is not None and path.exists() and not path.is_dir():
-        raise ConfigurationError(f"expected a folder for {of}, and {path} is a file. Name another.")
-
-
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """On Ctrl-C, print one line about kept work, and exit with code 130."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        folder = getattr(stop, "folder", None)  # of an Interrupted
-        kept = (
-            "This run saved no work."
-            if folder is None
-            else f"The work so far is saved in {folder}; the same command continues from there."
-        )
-        typer.echo(f"cacheclip: stopped. {kept}", err=True)
-        raise typer.Exit(130) from None
 
 
 def guarded(run: Callable[[], None]) -> None:

@@ -18,8 +18,6 @@ from ..base.errors import ConfigurationError
 
 __all__ = [
     "TABLES",
-    "CalibrateTable",
-    "EvalTable",
     "FinetuneTable",
     "IngestTable",
     "ServeTable",
@@ -86,47 +84,13 @@ class ServeTable(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalTable(Table):
-    """``[eval]``"""
-
-    chunk_tokens: int = 1000
-    """Tokens of a chunk of a RULER prompt."""
-    overlap_tokens: int = 50
-    """Tokens that neighbouring chunks of a RULER prompt share."""
-    seed: int = 42
-    """Seed of generated needles."""
-    shuffle: int | None = None
-    """Seed of another order of every question's chunks; None: as in the file."""
-    metrics: str | None = None
-    """Comma-separated metrics instead of the records' own: f1, f1_zh, em, ..."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrateTable(Table):
-    """``[calibrate]``"""
-
-    data_limit: int = 40
-    """Most questions to take from ``--data``."""
-    samples: int = 90
-    """Synthetic questions for training."""
-    prompts: int = 10
-    """Test questions that the primary answers."""
-    seed: int = 0
-    """Seed of the synthetic questions."""
-
-
-@dataclass(frozen=True, slots=True)
 class FinetuneTable(Table):
     """``[finetune]``"""
 
-    data_limit: int = 40
-    """Most questions to take from ``--data``."""
     samples: int = 96
     """Synthetic questions for training."""
     targets: int = 36
     """Training questions for which the primary computes targets."""
-    tests: int = 36
-    """Synthetic test questions."""
     prompts: int = 12
     """Test questions that the primary answers."""
     seed: int = 0
@@ -136,8 +100,6 @@ class FinetuneTable(Table):
 TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
-    "eval": EvalTable,
-    "calibrate": CalibrateTable,
     "finetune": FinetuneTable,
 }
 """By the name of their command."""

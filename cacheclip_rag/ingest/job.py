@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +112,7 @@ def ingest(
 ) -> IngestReport:
     """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
-    Documents that were ingested from a given folder and no longer exist there are removed. A first run that stores no
-    document leaves no store (:func:`_undone_if_failed`).
+    Documents that were ingested from a given folder and no longer exist there are removed.
 
     Args:
         settings: recorded with the first document; a later run with other settings is refused.
@@ -126,53 +123,9 @@ def ingest(
         ConfigurationError: the library was made with other settings.
         StoreError: the library or the store cannot be used.
     """
-    with _undone_if_failed(library, engine):
-        if max_bytes is not None:
-            engine.store.chunk_store.set_limit(max_bytes)
-        return _ingest(paths, library, engine, embedder, _concrete(settings, engine))
-
-
-@contextmanager
-def _undone_if_failed(library: Library, engine: CacheClipEngine) -> Iterator[None]:
-    """Remove what the block left in a new store, if it stored no document. A folder that was there stays, empty.
-
-    After an interruption (Ctrl-C), chunk caches stay, because the next run finds them. If another process began to
-    write into the same new folder, everything stays.
-    """
-    folder = library.folder
-    existed, is_new = folder.is_dir(), not folder.is_dir() or not any(folder.iterdir())
-    if not is_new or engine.config.store != os.path.abspath(folder):
-        yield
-        return
-    try:
-        with suppress(OSError):  # a later step says what cannot be written, and why
-            engine.store.chunk_store.announce()  # or another first run that fails would remove what this one writes
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or not engine.store.catalog.total().entries:
-            _remove_if_empty(library, engine, existed)
-        raise
-    _remove_if_empty(library, engine, existed)
-
-
-def _remove_if_empty(library: Library, engine: CacheClipEngine, keep_folder: bool) -> None:
-    """Remove the files of a store without documents, unless another process writes there too."""
-    if not library.folder.is_dir() or library.documents() or engine.store.chunk_store.other_writers():
-        return
-    engine.close()
-    library.close()
-    shutil.rmtree(library.folder, ignore_errors=True)
-    if keep_folder:
-        library.folder.mkdir(exist_ok=True)
-
-
-def _ingest(
-    paths: Iterable[str | Path],
-    library: Library,
-    engine: CacheClipEngine,
-    embedder: Embedder,
-    settings: LibrarySettings,
-) -> IngestReport:
+    if max_bytes is not None:
+        engine.store.chunk_store.set_limit(max_bytes)
+    settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
     report = IngestReport(
         unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped, notes=survey.notes

@@ -99,7 +99,7 @@ class HeadSet:
             raise ModelError(
                 f"{called} was made for an auxiliary model with digest {self.auxiliary_sha256[:12]}, but "
                 f"{auxiliary.name!r} has {weights_digest(auxiliary.fingerprint)[:12]}. Make a head set with 'cacheclip "
-                "calibrate', or let the method name none (heads='none' of its scorer)."
+                "finetune', or let the method name none (heads='none' of its scorer)."
             )
         num_heads = auxiliary.model.config.num_attention_heads
         numbers = [head for _, head in self.heads]
@@ -149,17 +149,17 @@ class HeadSet:
                 raise ValueError("it is damaged: its digest does not match")
             return found
         except FileNotFoundError:
-            raise ModelError(f"no head set at {path}. Make one with 'cacheclip calibrate'.") from None
+            raise ModelError(f"no head set at {path}. Make one with 'cacheclip finetune'.") from None
         except READ_ERRORS as error:
             raise ModelError(
-                f"the head set {path} cannot be read: {error}. Make one with 'cacheclip calibrate'."
+                f"the head set {path} cannot be read: {error}. Make one with 'cacheclip finetune'."
             ) from error
 
 
 def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
-    """The first of these that exists: the head set that ``cacheclip calibrate`` or ``cacheclip finetune`` wrote for
-    this pair of models; :data:`HEADS_FILE` in the auxiliary's folder; the head set that this package ships for models
-    like the auxiliary; none.
+    """The first of these that exists: the head set that ``cacheclip finetune`` wrote for this pair of models;
+    :data:`HEADS_FILE` in the auxiliary's folder; the head set that this package ships for models like the auxiliary;
+    none.
 
     Args:
         auxiliary: runtime of the auxiliary model.
@@ -207,7 +207,7 @@ def load_named(heads: str) -> HeadSet:
         )
         raise ModelError(
             f"no head set named {heads!r}: expected {path}, and {folder} holds {shown or 'none'}. Make it with "
-            f"'cacheclip calibrate --out {path}', or name a file with a slash in its path."
+            f"'cacheclip finetune --out {path}', or name a file with a slash in its path."
         )
     return HeadSet.load(path)
 

@@ -366,19 +366,6 @@ class ChunkStore:
         """Processes that may be writing now, and those whose end nobody has noticed yet."""
         return self._writer.names() if self._writer is not None else set()
 
-    def announce(self) -> None:
-        """Register this process as a writer, before its first write. Makes the folder.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        if self._writer is not None:
-            _ = self._writer.name
-
-    def other_writers(self) -> set[str]:
-        """Registered writers but this one: other processes, and other stores on this folder in this process."""
-        return self.living_writers() - {self._writer.name} if self._writer is not None else set()
-
     def _settle(self, key: str) -> Entry | None:
         """The entry of a payload whose writer was killed. A damaged payload is removed. Raises OtherVersionError,
         OSError or MemoryError for what others may still read."""

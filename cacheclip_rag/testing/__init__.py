@@ -33,9 +33,7 @@ __all__ = [
     "tiny_spec",
 ]
 
-pytest.register_assert_rewrite(
-    *(f"cacheclip_rag.testing.{name}" for name in ("backends", "llama_index", "methods", "runtimes"))
-)
+pytest.register_assert_rewrite(*(f"cacheclip_rag.testing.{name}" for name in ("backends", "methods", "runtimes")))
 
 __getattr__ = late_names(
     __name__,

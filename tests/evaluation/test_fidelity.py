@@ -297,7 +297,7 @@ class TestItems:
 
     def asked(self, engine: CacheClipEngine, **meta: Any) -> QuestionPrompt:
         record = Record("a", "set", QUESTION, ("at noon", "12"), tuple(RecordChunk("", text) for text in CHUNKS), meta)
-        return ask(engine, record, ("em",))
+        return replace(ask(engine, record), metrics=("em",))
 
     def test_right_answers_that_are_read(self, engine: CacheClipEngine) -> None:
         """The first one, or all where all are wanted; behind a space unless the prompt ends with white space."""

@@ -257,25 +257,6 @@ class TestBadRecords:
             assert one.skipped[f"bad{n}"].startswith(reason)
         assert [question.id for question in comparison.questions] == ["q0"] and len(comparison.items) == 2
 
-    def test_what_a_metric_cannot_score_is_left_out_for_all(
-        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        asked: dict[str, int] = {}
-
-        def odd(prediction: str, answers: Any) -> float:
-            asked[answers[0]] = asked.get(answers[0], 0) + 1
-            if answers[0] == "odd" and asked["odd"] == 2:
-                raise ZeroDivisionError("no\nwords")
-            return float("nan") if answers[0] == "nothing" else 0.5
-
-        monkeypatch.setitem(METRICS, "f1", odd)
-        records = [replace(record(8), answers=("odd",)), RECORDS[0], replace(record(9), answers=("nothing",))]
-        one = lab(config, tmp_path / "run", records, ["direct"])
-        comparison = one.run()
-        assert one.skipped["q8"] == "metric 'f1' fails on an answer (ZeroDivisionError: no words)."
-        assert one.skipped["q9"] == "metric 'f1' must give a finite number, got nan."
-        assert {item.id for item in comparison.items} == {"q0"} and summarise(comparison)["n"] == 1
-
     def test_what_no_record_is_to_blame_for_stops_the_run(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -285,10 +266,6 @@ class TestBadRecords:
         monkeypatch.setitem(METRICS, "f1", absent)
         with pytest.raises(MissingExtraError, match="pip install"):
             lab(config, methods=["direct"]).run()
-
-    def test_a_metric_named_for_all_is_checked_at_once(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="metric must be one of f1, "):
-            Lab("tiny", RECORDS, config, planned_runs(["direct"], [0.2], config), metrics=["f1", "bleu"])
 
     def test_an_answer_ends_with_the_context(self, config: EngineConfig) -> None:
         engine = CacheClipEngine(config)
@@ -740,16 +717,14 @@ class TestCommand:
         lines = gzip.decompress(dataset.read_bytes()).decode().splitlines()[:2]
         other.write_text("\n".join(line.replace('"task": "tiny"', '"task": "small"') for line in lines))
         options = (
-            "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct,ape", "--against", "direct",
-            "--json", "--limit", 2,
+            "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct,ape", "--json",
+            "--limit", 2,
         )  # fmt: skip
         result = self.run("--dataset", dataset, "--dataset", other, *options)
         assert result.exit_code == 0, result.output
         summary = json.loads(result.stdout)
         assert (summary["dataset"], summary["n"]) == ("tiny+other, too", 4)
         assert {name: found["n"] for name, found in summary["tasks"].items()} == {"tiny": 2, "small": 2}
-        ratio, low, high = summary["methods"]["ape"]["kl_ratio"]
-        assert low <= ratio <= high and summary["tasks"]["small"]["methods"]["direct"]["kl_ratio"] == [1.0, 1.0, 1.0]
         assert self.run("--dataset", f"{dataset},{dataset}", *options).exit_code != 0
 
     def test_how_chunks_are_stored(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
@@ -789,56 +764,14 @@ class TestCommand:
         )
 
     @pytest.mark.parametrize(
-        ("tasks", "message"),
-        [
-            ("niah_single_1,niah_nonsense", "expected a RULER task, got 'niah_nonsense'"),
-            ("niah_single_1,niah_single_1", "each RULER task once, got 'niah_single_1' twice"),
-            ("niah_single_1,all", "each RULER task once, got 'niah_single_1' twice"),
-            ("niah_single_2", "no haystack. Give a text file"),
-            (",", "expected RULER tasks, got none"),
-        ],
-    )
-    def test_ruler_tasks_are_checked_before_weights_are_loaded(self, tasks: str, message: str) -> None:
-        result = self.run("--ruler", tasks, "--primary", "nobody/nothing", "--auxiliary", "none", "--methods", "direct")
-        assert result.exit_code != 0 and message in str(result.exception)
-        assert "nobody/nothing" not in str(result.exception)
-
-    def test_ruler(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        file = tmp_path / "settings.toml"
-        file.write_text("[eval]\nchunk_tokens = 200\noverlap_tokens = 10")
-        result = self.run(
-            "--ruler", "niah_multikey_2,niah_single_1", "--length", 1200, "--limit", 2, "--settings", file,
-            "--primary", tiny_models["llama"], "--auxiliary", "none", "--methods", "direct", "--json",
-        )  # fmt: skip
-        assert result.exit_code == 0, result.output
-        summary = json.loads(result.stdout)
-        assert summary["n"] == 4 and "string_match_all" in summary["methods"]["full"]
-
-    @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ([], "give either --dataset FILE or --ruler TASKS"),
             (["--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
-            (["--ruler", "niah_single_2", "--haystack", "nowhere.txt"], "UTF-8 text file"),
-            (["--ruler", "niah_single_1", "--ratios", "much"], "numbers from 0 to 1"),
-            (["--ruler", "niah_single_1", "--settings", "bleu.toml"], "metric must be one of"),
-            (["--ruler", "niah_single_2", "--settings", "bleu.toml"], "metric must be one of"),
-            (
-                ["--ruler", "niah_single_1", "--against", "ape"],
-                "--against must be one of full, full-again, full-reordered, direct, anchored@0.2, cacheclip@0.2",
-            ),
-            (["--ruler", "niah_single_1", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
-            (["--ruler", "niah_single_1", "--half", "dev"], "--half divides the questions of files"),
-            (["--ruler", "niah_single_1", "--settings", "shuffle.toml"], "shuffle orders the chunks of files"),
-            (["--dataset", "nowhere.jsonl", "--limit", "0"], "--limit must be 1 or more questions, got 0"),
+            (["--dataset", "nowhere.jsonl", "--ratios", "much"], "numbers from 0 to 1"),
+            (["--dataset", "nowhere.jsonl", "--half", "third"], "half must be one of dev, test"),
         ],
     )
-    def test_bad_input(
-        self, arguments: list[str], message: str, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: Any
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "bleu.toml").write_text('[eval]\nmetrics = "bleu"')
-        (tmp_path / "shuffle.toml").write_text("[eval]\nshuffle = 1")
+    def test_bad_input(self, arguments: list[str], message: str, tiny_models: dict[str, str]) -> None:
         models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
         result = self.run(*models, *arguments)
         assert result.exit_code != 0 and message in str(result.exception)

@@ -232,23 +232,7 @@ class TestSummary:
             summarise(replace(comparison, items=items))
 
 
-class TestAgainst:
-    def test_kl_is_a_multiple_of_the_named_one(self, comparison: Comparison) -> None:
-        summary = summarise(comparison, against="direct")
-        rows = summary["methods"]
-        # question 4 has no KL by direct, question 5 none by clip: 0.25 of three over 0.75 of three
-        expected = paired_ratio([0.0, 0.25, 0.0], [0.5, 0.25, 0.0])
-        assert expected is not None and rows["clip 0.2"]["kl_ratio"] == list(expected)
-        assert rows["clip 0.2"]["kl_ratio"][0] == pytest.approx(1 / 3)
-        assert rows["direct"]["kl_ratio"][0] == 1.0 and rows["full"]["kl_ratio"] is None
-
-    def test_against_full_there_is_none(self, summary: dict[str, Any]) -> None:
-        assert all(row["kl_ratio"] is None for row in summary["methods"].values())
-
-    def test_unknown_label(self, comparison: Comparison) -> None:
-        with pytest.raises(ConfigurationError, match="one of full, direct, clip 0.2, clip 1, got 'clip'"):
-            summarise(comparison, against="clip")
-
+class TestPairs:
     def test_score_as_a_share_of_fulls(self, summary: dict[str, Any]) -> None:
         found = summary["methods"]["clip 0.2"]["share_of_full"]
         assert found["f1"] == list(paired_ratio([1.0, 0.5, 0.0, 0.5], [1.0, 0.5, 0.0, 1.0]) or ())
@@ -338,10 +322,10 @@ class TestTasks:
         return replace(comparison, questions=questions)
 
     def test_figures_of_a_task_are_those_of_its_questions(self, mixed: Comparison) -> None:
-        tasks = summarise(mixed, against="direct")["tasks"]
+        tasks = summarise(mixed)["tasks"]
         assert {name: found["n"] for name, found in tasks.items()} == {"far": 2, "near<b>": 3}
         alone = replace(mixed, questions=mixed.questions[:2], items=[i for i in ITEMS if i.id in ("q1", "q2")])
-        assert tasks["far"]["methods"] == summarise(alone, against="direct")["methods"]
+        assert tasks["far"]["methods"] == summarise(alone)["methods"]
 
     def test_one_task_is_no_breakdown(self, summary: dict[str, Any]) -> None:
         assert summary["tasks"] == {} and len(console_tables(summary)) == 1
@@ -388,16 +372,15 @@ class TestTables:
 
         def shown(label: str, title: str) -> str:
             cell = cells[label][titles.index(title)]
-            return f"{'*' * cell.best}{cell.text} {cell.interval}".rstrip()
+            return f"{cell.text} {cell.interval}".rstrip()
 
         assert list(cells) == ["full", "direct", "clip 0.2", "clip 1"]
-        # the best is never full's: lowest of KL and time, highest of the rest
-        assert [shown(label, "F1") for label in cells] == ["0.625", "0.562", "0.500", "*0.625"]
-        assert [shown(label, "TTFT (s)") for label in cells] == ["4.000", "*1.500", "2.000", "4.000"]
-        assert [shown(label, "Speed-up") for label in cells] == ["1.00x", "*4.00x", "2.00x", "1.00x"]
+        assert [shown(label, "F1") for label in cells] == ["0.625", "0.562", "0.500", "0.625"]
+        assert [shown(label, "TTFT (s)") for label in cells] == ["4.000", "1.500", "2.000", "4.000"]
+        assert [shown(label, "Speed-up") for label in cells] == ["1.00x", "4.00x", "2.00x", "1.00x"]
         assert [shown(label, "Ratio") for label in cells] == ["-", "0", "0.2", "1"]
         assert shown("clip 0.2", "KL to full") == "0.125 [0.00, 0.250]" and shown("full", "KL to full") == "-"
-        assert shown("clip 1", "F1 - full") == "*+0.000 [+0.000, +0.000]"
+        assert shown("clip 1", "F1 - full") == "+0.000 [+0.000, +0.000]"
         assert shown("clip 0.2", "F1 where full is right") == "0.750 [0.500, 1.000]"
         assert shown("clip 0.2", "F1 / full") == "80.0%", "no interval: some draws are of question 3 only"
         assert shown("clip 0.2", "Agreement") == "0.875 [0.750, 1.000]"
@@ -406,8 +389,6 @@ class TestTables:
         assert not any(column.title.startswith(("KL /", "Equal")) for column in table(summary)[0])
         alone = summarise(only(comparison, "full"))
         assert not any("KL" in column.title or column.title.endswith("- full") for column in table(alone)[0])
-        against = summarise(comparison, against="direct")
-        assert "KL / direct" in [column.title for column in table(against)[0]]
 
     def test_console(self, unsure: Comparison) -> None:
         questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
@@ -480,8 +461,6 @@ class TestPage:
             "all questions, gates and promises, tasks, and each question's answers"
         )
         assert page.count("td", **{"class": "answer"}) == len(ITEMS)
-        best = [cell.best for task in (None, "far", "near<b>") for row in _cells(summary, task) for cell in row]
-        assert page.count("td", **{"class": "best"}) == sum(best)
         assert "<h2>far: 2 questions</h2>" in text and "<h2>near&lt;b&gt;: 3 questions</h2>" in text
         assert "<dt>Speed-up</dt>" in text and "Not every method answered the same questions" in text
         assert "<summary>3 skipped, and why</summary>" in text and "<li>2: the prompt has N tokens, of N</li>" in text
@@ -526,10 +505,6 @@ class TestPage:
         assert page.count("input", type="checkbox") == 0
         empty = replace(comparison, items=[])
         assert Page(to_html(empty, summarise(empty))).count("img") == 0
-
-
-def _cells(summary: dict[str, Any], task: str | None) -> Any:
-    return table(summary, task, brief=task is not None)[1].values()
 
 
 class TestPlots:

@@ -139,7 +139,7 @@ class TestFiles:
 
     def test_bad_files_are_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "heads.safetensors"
-        with pytest.raises(ModelError, match="no head set at .*cacheclip calibrate"):
+        with pytest.raises(ModelError, match="no head set at .*cacheclip finetune"):
             HeadSet.load(path)
         path.write_bytes(b"rubbish")
         with pytest.raises(ModelError, match="cannot be read"):
@@ -300,7 +300,7 @@ class TestEngine:
             engine.generate("What is it?", method=clip(heads="tuned"))
         heads.save(tmp_path / "heads" / "calibrated.safetensors")
         (tmp_path / "heads" / ".tmp-1.safetensors").write_bytes(b"")
-        with pytest.raises(ModelError, match=r"holds calibrated\. Make it with 'cacheclip calibrate --out "):
+        with pytest.raises(ModelError, match=r"holds calibrated\. Make it with 'cacheclip finetune --out "):
             engine.generate("What is it?", method=mix(AuxiliaryAttention(heads="tuned")))
         with pytest.raises(ModelError, match="no head set at .*nothing.safetensors"):
             load_named("./nothing.safetensors")

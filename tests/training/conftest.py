@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from cacheclip_rag.lab.training import calibrate, figures, finetune
+from cacheclip_rag.lab.training import finetune
 from cacheclip_rag.lab.training.families import synthetic_samples
 from cacheclip_rag.lab.training.outcomes import Outcome
 
@@ -22,8 +22,7 @@ def made(kl: float, first: int, answers: int, count: int = 10, f1: float = 0.5) 
 
 @pytest.fixture(scope="module")
 def with_short_samples() -> Iterator[None]:
-    """Calibration and fine-tuning make samples with less filler: the tiny models read many tokens per word."""
+    """Fine-tuning makes samples with less filler: the tiny models read many tokens per word."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (calibrate, finetune, figures):
-            patch.setattr(module, "synthetic_samples", short_samples)
+        patch.setattr(finetune, "synthetic_samples", short_samples)
         yield

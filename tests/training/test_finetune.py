@@ -1,9 +1,8 @@
-"""Fine-tuning as a job, its commands, and samples from one's own data; on tiny models, from end to end."""
+"""Fine-tuning as a job, and its command; on tiny models, from end to end."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,27 @@ import torch
 from typer.testing import CliRunner
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.cli import app
-from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
-from cacheclip_rag.lab.evaluation.reference import Reference
-from cacheclip_rag.lab.training import figures as figures_module
 from cacheclip_rag.lab.training import finetune as module
-from cacheclip_rag.lab.training import folder as folder_module
-from cacheclip_rag.lab.training.families import FAMILIES, synthetic_samples
-from cacheclip_rag.lab.training.figures import IN_USE, TUNED, UNTUNED, Figures
-from cacheclip_rag.lab.training.finetune import FineTuning, finetune
-from cacheclip_rag.lab.training.folder import Interrupted
-from cacheclip_rag.lab.training.given import given_samples, sample_of_record
-from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_verdict, write_report
+from cacheclip_rag.lab.training.finetune import (
+    IN_USE,
+    OWN_ATTENTION,
+    SHIPPED,
+    TUNED,
+    UNTUNED,
+    FineTuning,
+    finetune,
+)
+from cacheclip_rag.lab.training.outcomes import Outcome
+from cacheclip_rag.lab.training.report import finetuning_json, finetuning_note, finetuning_table, finetuning_verdict
 from cacheclip_rag.lab.training.targets import after_sinks
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as heads_module
 from cacheclip_rag.selection.heads import HeadSet, head_set_path
-from tests.conftest import CHUNKS
 from tests.training.conftest import made
-from tests.training.stopping import stopper
 
-OWN = "the primary's own attention"
-SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_tests": 7, "num_prompts": 2}
+SMALL: dict[str, Any] = {"num_samples": 12, "num_targets": 3, "num_prompts": 2}
 pytestmark = pytest.mark.usefixtures("with_short_samples")
 
 
@@ -50,224 +47,116 @@ def heads(config: EngineConfig) -> HeadSet:
     return HeadSet(weights_digest(runtime.fingerprint), ((0, 1), (1, 0), (1, 1)), torch.full((3,), 1 / 3), sinks=4)
 
 
-def tune(config: EngineConfig, folder: Path, **changes: Any) -> FineTuning:
-    return finetune(config, folder=folder, **{**SMALL, **changes})
+def tune(config: EngineConfig, **changes: Any) -> FineTuning:
+    return finetune(config, **{**SMALL, **changes})
 
 
 @pytest.fixture(scope="module")
-def whole(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory, with_short_samples: None) -> FineTuning:
-    """A run from end to end, for all tests that read it or go on from a copy of its folder."""
-    return tune(config, tmp_path_factory.mktemp("whole") / "work")
-
-
-def copied(run: FineTuning, folder: Path) -> Path:
-    """What a run kept, to go on from."""
-    return Path(shutil.copytree(run.folder, folder))
+def whole(config: EngineConfig, with_short_samples: None) -> FineTuning:
+    """A run from end to end, for all tests that read it."""
+    return tune(config)
 
 
 @pytest.mark.xdist_group("finetuning")  # runs are shared
 class TestJob:
     def test_what_it_finds(self, config: EngineConfig, whole: FineTuning) -> None:
-        by_name = {each.name: each for each in whole.figures}
-        scored = [UNTUNED, TUNED, OWN]
-        assert list(by_name) == [*scored, "direct", "random", "cacheblend", "epic", "anchored", "oracle"]
-        for name in scored:
-            figures = by_name[name]
-            assert set(figures.recall) == set(figures.span_recall) == {"0.1", "0.2"}
-            assert all(0 <= value <= 1 for value in (*figures.recall.values(), *figures.span_recall.values()))
-            assert figures.overlap is not None and figures.correlation is not None
-        assert all(len(each.outcomes) == 2 and each.kl is not None for each in by_name.values())
+        others = ["direct", "random", "cacheblend", "epic", "anchored", "oracle", OWN_ATTENTION]
+        assert list(whole.outcomes) == [UNTUNED, TUNED, *others]
+        assert all(len(each) == 2 for each in whole.outcomes.values())
         assert whole.is_accepted in (True, False) and whole.heads.sinks == 4
         assert whole.about["primary_sha256"] == CacheClipEngine(config).primary.fingerprint
         assert config.primary not in json.dumps(whole.about), "no path of a machine"
         assert whole.about["right"].endswith(" of 2") and f": {whole.about['right']}." in finetuning_note(whole)
-        assert whole.heads.about == whole.about and set(by_name[TUNED].recall_of_asked) == {"0.1", "0.2"}
+        assert whole.heads.about == whole.about
 
-    def test_the_same_command_makes_the_same_head_set(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path
-    ) -> None:
-        again = tune(config, tmp_path / "work", num_prompts=0)
+    def test_the_same_command_makes_the_same_head_set(self, config: EngineConfig, whole: FineTuning) -> None:
+        again = tune(config, num_prompts=0)
         assert again.heads.digest() == whole.heads.digest() and again.is_accepted is None
-        assert tune(config, tmp_path / "work", num_prompts=0, seed=1).heads.digest() != whole.heads.digest()
+        assert tune(config, num_prompts=0, seed=1).heads.digest() != whole.heads.digest()
 
     def test_it_is_held_against_what_comes_with_the_package(
-        self, config: EngineConfig, heads: HeadSet, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, config: EngineConfig, heads: HeadSet, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        monkeypatch.setattr(figures_module, "shipped_set", lambda _: other)
-        found = tune(config, copied(whole, tmp_path / "work"))
-        by_name = {each.name: each for each in found.figures}
-        assert list(by_name)[:3] == [UNTUNED, "comes with the package", TUNED]
-        shipped = by_name["comes with the package"]
-        assert shipped.recall and len(shipped.outcomes) == 2 and shipped.outcomes != by_name[TUNED].outcomes
-        assert IN_USE not in by_name
+        monkeypatch.setattr(module, "shipped_set", lambda _: other)
+        found = tune(config).outcomes
+        assert list(found)[:3] == [UNTUNED, SHIPPED, TUNED] and IN_USE not in found
+        assert len(found[SHIPPED]) == 2 and found[SHIPPED] != found[TUNED]
 
-    def test_it_is_held_against_what_it_would_replace(
-        self, config: EngineConfig, heads: HeadSet, whole: FineTuning, tmp_path: Path
-    ) -> None:
+    def test_it_is_held_against_what_it_would_replace(self, config: EngineConfig, heads: HeadSet) -> None:
         other = replace(heads, heads=((0, 0), (0, 2), (1, 3)))
-        found = tune(config, copied(whole, tmp_path / "work"), rival=other)
-        by_name = {each.name: each for each in found.figures}
-        assert list(by_name)[:3] == [UNTUNED, IN_USE, TUNED]
-        used = by_name[IN_USE]
-        assert used.recall and len(used.outcomes) == 2 and used.outcomes != by_name[TUNED].outcomes
+        found = tune(config, rival=other).outcomes
+        assert list(found)[:3] == [UNTUNED, IN_USE, TUNED]
+        assert len(found[IN_USE]) == 2 and found[IN_USE] != found[TUNED]
         with pytest.raises(ModelError, match="made for an auxiliary model with digest"):
-            tune(config, tmp_path / "none", rival=replace(other, auxiliary_sha256="b" * 64))
-        assert not (tmp_path / "none").exists()
+            tune(config, rival=replace(other, auxiliary_sha256="b" * 64))
 
-    def test_interrupted_it_goes_on_where_it_was(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Stopped while it reads, in what the primary is asked of the tests, and in the last comparison."""
-        stop, counts = stopper(monkeypatch)
-        stop(folder_module, "look", 2)
-        stop(figures_module, "attended_when_stale", 2)
-        stop(Reference, "follow", 10)
-        for _ in range(3):
-            with pytest.raises(Interrupted) as stopped:
-                tune(config, tmp_path / "parts")
-            assert stopped.value.folder == tmp_path / "parts"
-        resumed = tune(config, tmp_path / "parts")
-        assert resumed.figures == whole.figures and resumed.heads.digest() == whole.heads.digest()
-        assert counts["look"] == SMALL["num_targets"] + SMALL["num_tests"] + 1
-        assert counts["attended_when_stale"] == SMALL["num_prompts"] + 1
-        once = dict(counts)
-        assert tune(config, tmp_path / "parts").figures == whole.figures
-        assert counts == once, "a run that is done measures nothing again"
-
-    def test_a_run_that_finds_its_heads_keeps_them(
-        self, config: EngineConfig, whole: FineTuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fitted(*_: Any, **__: Any) -> Any:
-            raise AssertionError("it is there already")
-
-        monkeypatch.setattr(module, "fitted", fitted)
-        again = tune(config, copied(whole, tmp_path / "work"), num_prompts=0)
-        assert again.heads.digest() == whole.heads.digest()
-        with pytest.raises(AssertionError, match="there already"):
-            tune(config, again.folder, num_prompts=0, seed=1)
-
-    @pytest.mark.parametrize(
-        "change", [{"dtype": "bfloat16"}, {"system_prompt": "Be brief."}, {"chunk_context": "prefix"}]
-    )
-    def test_another_engine_does_not_go_on_from_this(
-        self,
-        config: EngineConfig,
-        whole: FineTuning,
-        tmp_path: Path,
-        change: dict[str, str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """It looks at its first sample anew; the engine that the folder is of looks at none."""
-        folder = copied(whole, tmp_path / "work")
-        stop, counts = stopper(monkeypatch)
-        stop(folder_module, "look", 1)
-        with pytest.raises(Interrupted):
-            tune(replace(config, **change), folder, num_prompts=0)
-        assert tune(config, copied(whole, tmp_path / "same"), num_prompts=0).heads.digest() == whole.heads.digest()
-        assert counts == {"look": 1}
-
-    def test_damaged_files_are_made_again(self, config: EngineConfig, whole: FineTuning, tmp_path: Path) -> None:
-        folder = copied(whole, tmp_path / "work")
-        for path in folder.glob("*.safetensors"):
-            path.write_bytes(path.read_bytes()[:-50])
-        assert tune(config, folder, num_prompts=0).heads.digest() == whole.heads.digest()
-
-    def test_bad_wishes_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
-        with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 3, 7 and 2"):
-            tune(config, tmp_path, num_samples=5)
+    def test_bad_wishes_are_refused(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="at least 10 training samples, .* got 5, 3 and 2"):
+            tune(config, num_samples=5)
         with pytest.raises(ConfigurationError, match="1 target"):
-            tune(config, tmp_path, num_targets=0)
+            tune(config, num_targets=0)
         with pytest.raises(ConfigurationError, match="no auxiliary model"):
-            tune(replace(config, auxiliary=None), tmp_path)
-        assert not list(tmp_path.iterdir())
+            tune(replace(config, auxiliary=None))
 
-    def test_the_report(self, whole: FineTuning, tmp_path: Path) -> None:
-        text = write_report(whole, tmp_path / "report").read_text()
-        assert all(f"| {name} |" in text for name in (UNTUNED, TUNED, "direct", "epic"))
-        assert finetuning_note(whole) in text
-        with_figures = replace(whole, figures=(Figures("made up", outcomes=made(0.25, 3, 1, 4)),))
-        text = write_report(with_figures, tmp_path / "made up").read_text()
-        assert "| equal first tokens | equal answers | F1, share of full's |" in text
-        assert "| 0.250 / 0.250 | 75% | 25% | 62% |" in text
+    def test_its_table(self, whole: FineTuning) -> None:
+        _, rows = finetuning_table(whole)
+        assert [row[0] for row in rows] == list(whole.outcomes)
+        with_figures = replace(whole, outcomes={"made up": made(0.25, 3, 1, 4)})
+        titles, [row] = finetuning_table(with_figures)
+        assert titles[-3:] == ["equal first tokens", "equal answers", "F1, share of full's"]
+        assert row[-4:] == ["0.250 / 0.250", "75%", "25%", "62%"]
         values = finetuning_json(with_figures)["figures"]["made up"]
         assert (values["first_token_agreement"], values["equal_answers"]) == (0.75, 0.25)
         assert values["f1_share_of_full"] == pytest.approx(0.625)
         assert values["first_agrees"] == [True, True, True, False] and values["answer_kl"] == [0.25] * 4
 
-    def test_the_report_says_what_it_was_made_from(self, config: EngineConfig, tmp_path: Path) -> None:
-        given = synthetic_samples("train", 2, seed=9)
-        prompted = replace(config, system_prompt="Answer\nin <one> | two words.")
-        found = tune(prompted, tmp_path / "work", num_prompts=0, given=given, given_from=["own.jsonl", "notes.txt"])
-        text = write_report(found, tmp_path / "report").read_text()
-        for name, value in [
-            ("families, train", ", ".join(FAMILIES["train"])),
-            ("families, test", ", ".join(FAMILIES["test"])),
-            ("files given", "own.jsonl, notes.txt"),
-            ("synthetic training questions", "12"),
-            ("given training questions", "2"),
-            ("training questions with a target from the primary", "3"),
-            ("test questions", "7"),
-            ("seed", "0"),
-        ]:
-            assert f"| {name} | {value} |" in text, name
-        assert "Apache-2.0" in text and "under the licence of their files" in text
-        assert "Answer in <one> \\| two words." in text
-
 
 class TestAcceptance:
     """Figures made up."""
 
-    def figures(
-        self, kl: dict[str, float] | None = None, first: dict[str, int] | None = None, recall: float = 0.6
-    ) -> dict[str, Figures]:
-        kls = {UNTUNED: 0.5, "epic": 0.4, TUNED: 0.2, OWN: 0.3} | (kl or {})
-        figures = {
-            name: Figures(name, {"0.2": 0.6}, outcomes=made(each, (first or {}).get(name, 5), 5))
-            for name, each in kls.items()
-        }
-        figures[TUNED] = replace(figures[TUNED], recall_of_asked={"0.2": recall})
-        return figures
+    def outcomes(
+        self, kl: dict[str, float] | None = None, first: dict[str, int] | None = None
+    ) -> dict[str, tuple[Outcome, ...]]:
+        kls = {UNTUNED: 0.5, "epic": 0.4, TUNED: 0.2, OWN_ATTENTION: 0.1} | (kl or {})
+        return {name: made(each, (first or {}).get(name, 5), 5) for name, each in kls.items()}
 
     def test_it_is_accepted_if_nothing_is_wrong(self) -> None:
-        assert module._is_accepted(self.figures()) is True
-        assert module._is_accepted(self.figures({"comes with the package": 0.2})) is True, "as near"
+        assert module._is_accepted(self.outcomes()) is True
+        assert module._is_accepted(self.outcomes({SHIPPED: 0.2})) is True, "as near"
         bad = [
-            self.figures({TUNED: 0.4}),
-            self.figures(recall=0.57),
-            self.figures({"comes with the package": 0.35, TUNED: 0.36}),
-            self.figures({IN_USE: 0.35, TUNED: 0.36}),
-            self.figures({"comes with the package": 0.35}, {TUNED: 4}),
-            self.figures({IN_USE: 0.35}, {TUNED: 4}),
-            self.figures({"comes with the package": 0.35, IN_USE: 0.35}, {IN_USE: 4, TUNED: 4}),
-            self.figures(None, {TUNED: 4}),
+            self.outcomes({TUNED: 0.4}),
+            self.outcomes({SHIPPED: 0.35, TUNED: 0.36}),
+            self.outcomes({IN_USE: 0.35, TUNED: 0.36}),
+            self.outcomes({SHIPPED: 0.35}, {TUNED: 4}),
+            self.outcomes({IN_USE: 0.35}, {TUNED: 4}),
+            self.outcomes({SHIPPED: 0.35, IN_USE: 0.35}, {IN_USE: 4, TUNED: 4}),
+            self.outcomes(None, {TUNED: 4}),
         ]
-        assert [module._is_accepted(figures) for figures in bad] == [False] * len(bad)
+        assert [module._is_accepted(outcomes) for outcomes in bad] == [False] * len(bad)
 
-    @pytest.mark.parametrize("replaced", ["comes with the package", IN_USE])
+    @pytest.mark.parametrize("replaced", [SHIPPED, IN_USE])
     def test_first_tokens_count_against_what_is_replaced(self, replaced: str) -> None:
         """More of them with other methods, or with the last layer where another head set is there, refuse nothing."""
-        more = {"epic": 6, UNTUNED: 6, OWN: 6}
-        assert module._is_accepted(self.figures({replaced: 0.35}, more)) is True
-        assert module._is_accepted(self.figures(None, more)) is False, "the last layer is replaced"
-        assert module._is_accepted(self.figures({replaced: 0.35}, {TUNED: 6})) is True
+        more = {"epic": 6, UNTUNED: 6, OWN_ATTENTION: 6}
+        assert module._is_accepted(self.outcomes({replaced: 0.35}, more)) is True
+        assert module._is_accepted(self.outcomes(None, more)) is False, "the last layer is replaced"
+        assert module._is_accepted(self.outcomes({replaced: 0.35}, {TUNED: 6})) is True
 
     def test_nothing_is_said_where_the_primary_was_not_asked(self) -> None:
-        figures = {name: replace(each, outcomes=()) for name, each in self.figures().items()}
-        del figures[OWN]
-        assert module._is_accepted(figures) is None
+        assert module._is_accepted({}) is None
 
     @pytest.mark.parametrize(
         ("is_accepted", "said"), [(True, "are better"), (False, "are not better"), (None, "was not asked")]
     )
-    def test_the_verdict(self, heads: HeadSet, tmp_path: Path, is_accepted: bool | None, said: str) -> None:
-        figures = tuple(self.figures({"comes with the package": 0.3, IN_USE: 0.3}).values())
-        found = FineTuning(heads, is_accepted, figures, 1.0, {}, tmp_path)
+    def test_the_verdict(self, heads: HeadSet, is_accepted: bool | None, said: str) -> None:
+        outcomes = self.outcomes({SHIPPED: 0.3, IN_USE: 0.3})
+        found = FineTuning(heads, is_accepted, outcomes, 1.0, {})
         verdict = finetuning_verdict(found)
         assert said in verdict
         assert ("what comes with the package" in verdict) == (is_accepted is not None)
         assert ("the head set in use" in verdict) == (is_accepted is not None)
-        assert "package" not in finetuning_verdict(replace(found, figures=figures[:3]))
+        assert "package" not in finetuning_verdict(replace(found, outcomes=self.outcomes()))
 
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:
@@ -294,50 +183,44 @@ class TestCommands:
         found: dict[str, Any] = json.loads(result.stdout)
         return found
 
-    def test_calibrated_then_tuned_then_used(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_tuned_then_used(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         assert CacheClipEngine(config).head_set is None
-        few = settings(tmp_path, "[calibrate]", "samples = 9", "prompts = 1")
-        calibrated = self.run("calibrate", *models, *few)
-        assert calibrated["layers"] and Path(calibrated["folder"]).is_dir()
+        few = ["[finetune]", "samples = 10", "targets = 2", "prompts = 1"]
+        first = self.run("finetune", *models, *settings(tmp_path, *few))
         engine = CacheClipEngine(config)
-        assert engine.head_set is not None and engine.head_set.digest() == calibrated["digest"]
-        assert calibrated["chosen"] in calibrated["candidates"] and len(calibrated["ranking"]) >= 4
-        options = settings(tmp_path, "[finetune]", "samples = 10", "targets = 2", "tests = 2", "prompts = 1")
-        options += ["--report", str(tmp_path / "report")]
-        first = self.run("finetune", *models, *options)
-        used = CacheClipEngine(config).head_set
-        assert used is not None, "what was calibrated gives way to nothing worse"
-        assert used.digest() == (first if first["is_accepted"] else calibrated)["digest"]
-        assert (first["path"] is None) == (not first["is_accepted"])
-        assert IN_USE in first["figures"], "it would replace what was calibrated"
-        tuned = self.run("finetune", *models, *options, "--overwrite")
-        assert IN_USE not in tuned["figures"]
-        assert CacheClipEngine(config).head_set.digest() == tuned["digest"]  # type: ignore[union-attr]
-        auxiliary, primary = CacheClipEngine(config).auxiliary, CacheClipEngine(config).primary
+        assert engine.head_set is not None and engine.head_set.digest() == first["digest"]
+        auxiliary, primary = engine.auxiliary, engine.primary
         path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]
-        with pytest.raises(ConfigurationError, match=r"holds a head set already \(of finetune\)"):
-            CliRunner().invoke(app, ["finetune", *models, *options], catch_exceptions=False)
+        assert first["path"] == str(path) and IN_USE not in first["figures"]
+        other = settings(tmp_path, *few, "seed = 1")
+        second = self.run("finetune", *models, *other)
+        assert IN_USE in second["figures"] and second["digest"] != first["digest"]
+        used = CacheClipEngine(config).head_set
+        assert used.digest() == (second if second["is_accepted"] else first)["digest"]  # type: ignore[union-attr]
+        assert (second["path"] is None) == (not second["is_accepted"])
+        third = self.run("finetune", *models, *other, "--overwrite")
+        assert IN_USE not in third["figures"] and third["digest"] == second["digest"]
+        assert CacheClipEngine(config).head_set.digest() == third["digest"]  # type: ignore[union-attr]
         path.write_bytes(b"damaged")
-        with pytest.raises(ConfigurationError, match=r"the file cannot be read\). Replace it with --overwrite"):
-            CliRunner().invoke(app, ["calibrate", *models], catch_exceptions=False)
-        assert tuned["path"] == str(path) and [Path(each).name for each in tuned["reports"]] == ["report.md"]
+        with pytest.raises(ConfigurationError, match="cannot be read.* Replace it with --overwrite"):
+            CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
 
     @pytest.mark.parametrize("is_accepted", [True, False])
     def test_it_names_the_file_only_where_it_was_written(
         self, config: EngineConfig, heads: HeadSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_accepted: bool
     ) -> None:
         out = tmp_path / "own.safetensors"
-        replace(heads, about={"command": "calibrate"}).save(out)
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {"right": "1 of 2"}, tmp_path)
+        heads.save(out)
+        found = FineTuning(replace(heads, sinks=1), is_accepted, {}, 1.0, {"right": "1 of 2"})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(out)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
         assert result.exit_code == 0 and "1 of 2" in result.stdout
         assert (f"Head set: {out}" in result.stdout) == is_accepted == (HeadSet.load(out).sinks == 1)
+        refused = tmp_path / "own.refused.safetensors"
+        assert (f"Head set: {refused}" in result.stdout) == refused.exists() == (not is_accepted)
         assert ("The new head set was not accepted" in result.stderr) == (not is_accepted)
 
     @pytest.mark.parametrize("is_accepted", [True, False])
@@ -349,177 +232,9 @@ class TestCommands:
         heads.save(
             tmp_path / "shipped" / f"{heads_module.model_digest(CacheClipEngine(config).auxiliary)[:16]}.safetensors"
         )
-        found = FineTuning(replace(heads, sinks=1), is_accepted, (), 1.0, {}, tmp_path)
+        found = FineTuning(replace(heads, sinks=1), is_accepted, {}, 1.0, {})
         monkeypatch.setattr(module, "finetune", lambda *_, **__: found)
         models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
         result = CliRunner().invoke(app, ["finetune", *models], catch_exceptions=False)
         assert ("comes with the package" in result.stderr) == (not is_accepted)
         assert (CacheClipEngine(config).head_set.sinks == 1) == is_accepted  # type: ignore[union-attr]
-
-    def test_a_file_of_ones_own(self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        out = tmp_path / "own.safetensors"
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        few = settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 1")
-        result = CliRunner().invoke(app, ["calibrate", *models, *few, "--out", str(out)])
-        assert (
-            result.exit_code == 0
-            and "last layer" in result.stdout
-            and HeadSet.load(out).about["command"] == "calibrate"
-        )
-
-    @pytest.mark.parametrize(("command", "num_looks"), [("calibrate", 11), ("finetune", 5)])
-    def test_stopped_it_says_where_it_goes_on_from(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, num_looks: int
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        original, looks = folder_module.look, []
-
-        def look(*args: Any, **options: Any) -> Any:
-            looks.append(1)
-            if len(looks) == 3:
-                raise KeyboardInterrupt
-            return original(*args, **options)
-
-        monkeypatch.setattr(folder_module, "look", look)
-        further = () if command == "calibrate" else ("targets = 3", "tests = 1")
-        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        options += settings(tmp_path, f"[{command}]", "samples = 10", "prompts = 0", *further)
-        stopped = CliRunner().invoke(app, [command, *options, "--json"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stdout == ""
-        [line] = stopped.stderr.strip().splitlines()
-        [kept] = (tmp_path / "home" / "training").iterdir()
-        assert line == (
-            f"cacheclip: stopped. The work so far is saved in {kept}; the same command continues from there."
-        )
-        assert self.run(command, *options)["folder"] == str(kept) and len(looks) == num_looks
-
-    def test_stopped_before_anything_was_kept_it_says_so(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def stopping(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr("cacheclip_rag.lab.training.given.given_samples", stopping)
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary), "--out", str(tmp_path / "own")]
-        stopped = CliRunner().invoke(app, ["calibrate", *models, "--data", "x.jsonl"], catch_exceptions=False)
-        assert stopped.exit_code == 130 and stopped.stderr == "cacheclip: stopped. This run saved no work.\n"
-
-    def test_it_says_how_much_of_the_data_it_takes(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        chunks = [{"text": each} for each in CHUNKS]
-        lines = [
-            json.dumps({"id": str(n), "task": "t", "question": "What?", "answers": [answer], "chunks": chunks})
-            for n, answer in enumerate(["Tom Garrow", "7316042", "Ada Thornbury", "Nobody named here"])
-        ]
-        (tmp_path / "data.jsonl").write_text("\n".join(lines))
-        options = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        options += ["--data", str(tmp_path / "data.jsonl")]
-        two, none = (
-            settings(tmp_path, "[calibrate]", "samples = 6", "prompts = 0", f"data_limit = {limit}") for limit in (2, 0)
-        )
-        result = CliRunner().invoke(app, ["calibrate", *options, *two], catch_exceptions=False)
-        said = "learning from 2 of 3 records that can be learned from (4 in all); at most 2 (data_limit)."
-        assert result.exit_code == 0 and said in result.stderr and said not in result.stdout
-        with pytest.raises(ConfigurationError, match="data_limit must be 1 question or more, got 0"):
-            CliRunner().invoke(app, ["calibrate", *options, *none, "--overwrite"], catch_exceptions=False)
-
-    def test_data_without_evidence_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
-        record = {
-            "id": "a",
-            "task": "t",
-            "question": "Who?",
-            "answers": ["Nobody named here"],
-            "chunks": [{"text": c} for c in CHUNKS],
-        }
-        (tmp_path / "data.jsonl").write_text(json.dumps(record))
-        models = ["--primary", config.primary, "--auxiliary", str(config.auxiliary)]
-        with pytest.raises(CacheClipError, match="no evidence in .*data.jsonl: a record's answer must be in one"):
-            CliRunner().invoke(
-                app, ["calibrate", *models, "--data", str(tmp_path / "data.jsonl")], catch_exceptions=False
-            )
-
-
-class TestGiven:
-    def test_evidence_of_a_record_is_the_sentences_with_its_answer(self) -> None:
-        chunks = (
-            RecordChunk("Harbour", "The lamp is red. It was lit in 1871. Nobody knows by whom."),
-            RecordChunk("", "In 18710 ships passed. Elsewhere 1871 is named too."),
-        )
-        sample = sample_of_record(Record("a", "t", "When was it lit?", ("1871",), chunks, {}))
-        assert sample is not None
-        texts = [sample.chunks[n][a:b] for n, a, b in sample.evidence]
-        assert texts == ["It was lit in 1871.", "Elsewhere 1871 is named too."]
-        assert [sample.chunks[n][a:b] for n, a, b in sample.values] == ["1871", "1871"]
-
-    def test_any_wording_of_a_record_is_right(self) -> None:
-        chunks = (RecordChunk("", "The lamp was lit in 1871."), RecordChunk("", "More of it."))
-        sample = sample_of_record(Record("a", "t", "When?", ("in 1871", "1871", "year 71"), chunks, {}))
-        assert sample is not None and sample.parts == (("in 1871", "1871", "year 71"),)
-
-    def test_scripts_without_spaces(self) -> None:
-        chunks = (RecordChunk("", "他住在巴黎多年。他喜欢那里。"), RecordChunk("", "没有别的。"))
-        sample = sample_of_record(Record("a", "t", "他住在哪里？", ("巴黎",), chunks, {}))
-        assert sample is not None and [sample.chunks[n][a:b] for n, a, b in sample.evidence] == ["他住在巴黎多年。"]
-
-    def test_what_does_not_fit_is_left_out(self, config: EngineConfig, tmp_path: Path) -> None:
-        def line(text: str) -> str:
-            chunks = [{"text": f"{text} The code is 4711."}, {"text": "More."}]
-            return json.dumps({"id": text[:9], "task": "t", "question": "Code?", "answers": ["4711"], "chunks": chunks})
-
-        (tmp_path / "data.jsonl").write_text("\n".join([line("Short."), line("Long. " * 3000)]))
-        found = given_samples(CacheClipEngine(config), [tmp_path / "data.jsonl"])
-        assert [sample.chunks[0][:6] for sample in found.samples] == ["Short."]
-        assert (found.num_records, found.num_usable, found.num_taken, found.files) == (2, 1, 1, ("data.jsonl",))
-
-    @pytest.mark.parametrize("answer", ["yes", "No", "x", "not there"])
-    def test_answers_that_stand_nowhere_give_no_sample(self, answer: str) -> None:
-        chunks = (RecordChunk("", "Yes, no, x."), RecordChunk("", "More of it."))
-        assert sample_of_record(Record("a", "t", "?", (answer,), chunks, {})) is None
-
-    def test_documents_are_asked_about_by_the_primary(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The tiny model writes nonsense; what it is asked, and what is made of an answer, is ours."""
-        says = "This is sentence number {} of the file, and it is long."
-        text = "\n\n".join(f"{chunk} {says.format(number)}" for number, chunk in enumerate(CHUNKS * 6))
-        (tmp_path / "file.txt").write_text(text)
-        engine = CacheClipEngine(config)
-        prompts: list[str] = []
-
-        class Said:
-            text = "What does the file say?\nAnd more."
-
-        def generate(messages: Any, *_: Any, **__: Any) -> Any:
-            prompts.append(messages[1]["content"])
-            assert messages[0]["role"] == "system" and "questions" in messages[0]["content"]
-            return Said()
-
-        monkeypatch.setattr(engine, "generate", generate)
-        found = given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept")
-        assert not any(each.parts for each in found.samples), "nobody says a whole sentence word for word"
-        assert len(found.samples) == 3 and all(each.question == "What does the file say?" for each in found.samples)
-        assert found.num_asked == 3 < found.num_sentences
-        assert f"3 questions about documents, made from 3 of {found.num_sentences} sentences" == found.summary
-        for sample, prompt in zip(found.samples, prompts, strict=True):
-            [(number, start, end)] = sample.evidence
-            assert sample.chunks[number][start:end] in prompt and len(sample.chunks) == 4
-        assert given_samples(engine, [tmp_path / "file.txt"], limit=3, folder=tmp_path / "kept") == found
-        assert len(prompts) == 3, "what was written is kept"
-
-        def stopped(*_: Any, **__: Any) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(engine, "generate", stopped)
-        with pytest.raises(Interrupted) as stop:
-            given_samples(engine, [tmp_path / "file.txt"], limit=5, folder=tmp_path / "kept")
-        assert stop.value.folder == tmp_path / "kept"
-        with pytest.raises(KeyboardInterrupt):
-            given_samples(engine, [tmp_path / "file.txt"], limit=3)
-
-    def test_the_primary_itself_is_asked(self, config: EngineConfig, tmp_path: Path) -> None:
-        (tmp_path / "file.md").write_text("# A\n\n" + "\n\n".join(CHUNKS * 4))
-        with pytest.raises(ConfigurationError, match="no evidence in"):  # a model of random weights asks nothing
-            given_samples(CacheClipEngine(config), [tmp_path / "file.md"], limit=2)

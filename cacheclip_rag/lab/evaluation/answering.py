@@ -147,21 +147,6 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
     return MethodAnswer(followed.answer, fidelity, prefilled.stats, followed)
 
 
-def _scores(asked: QuestionPrompt, answer: str) -> dict[str, float]:
-    found, judged = {}, asked.judged(answer)
-    for name in asked.metrics:
-        try:
-            value = METRICS[name](judged, asked.record.answers)
-        except NOT_THE_QUESTIONS:
-            raise
-        except Exception as error:  # a metric may raise any error
-            raise UnusableQuestion(f"metric {name!r} fails on an answer ({reason_of(error)}).") from error
-        if not math.isfinite(value):
-            raise UnusableQuestion(f"metric {name!r} must give a finite number, got {value}.")
-        found[name] = value
-    return found
-
-
 def measured_on(engine: CacheClipEngine) -> str:
     """Processor, threads and library version on which times depend."""
     unit = unit_name(engine.primary.device)
@@ -172,12 +157,12 @@ def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: st
     for name, value in answered.fidelity.items():
         if not math.isfinite(value):
             raise UnusableQuestion(f"{name} of method {label!r} is {value}.")
-    stats, followed = answered.stats, answered.followed
+    stats, followed, judged = answered.stats, answered.followed, asked.judged(answered.text)
     return ItemResult(
         id=asked.record.id,
         label=label,
         answer=answered.text,
-        scores=_scores(asked, answered.text),
+        scores={name: METRICS[name](judged, asked.record.answers) for name in asked.metrics},
         fidelity=answered.fidelity,
         nominal_ratio=stats.nominal_ratio,
         effective_ratio=stats.effective_ratio,

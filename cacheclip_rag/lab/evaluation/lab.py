@@ -49,7 +49,6 @@ from .questions import QuestionPrompt, ask
 from .records import Record, SkippedRecord, first_few
 from .reference import Reference
 from .results import Comparison, ItemResult, Run
-from .scores import check_metric
 from .tables import number_text
 
 __all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
@@ -117,8 +116,8 @@ class Lab:
     A question is left out for every method, with the reason, if it cannot be asked or scored, does not fit the context,
     or gives figures that are not finite. Other errors stop the run, because leaving the question out would hide them.
 
-    Raises ConfigurationError: an unknown metric among ``metrics``; from :meth:`run`, a folder of another comparison, a
-    method that does not fit the models, or no question that could be asked.
+    :meth:`run` raises ConfigurationError: a folder of another comparison, a method that does not fit the models, or no
+    question that could be asked.
     """
 
     name: str
@@ -129,16 +128,10 @@ class Lab:
     runs: Sequence[PlannedRun]
     folder: Path | None = None
     """Folder for answers (``items.jsonl``), from which a killed run continues; None: in memory."""
-    metrics: Sequence[str] = ()
-    """Metrics to use instead of each record's own."""
     date: str = field(default_factory=lambda: time.strftime("%d %b %Y"))
     """Date for chat templates that state the date. A resumed run keeps the date of the first run."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Filled by :meth:`run`: ids of questions that were left out, with reasons."""
-
-    def __post_init__(self) -> None:
-        for name in self.metrics:
-            check_metric(name)
 
     def run(self) -> Comparison:
         """Ask all questions without an answer; returns the whole comparison, including earlier answers."""
@@ -178,7 +171,7 @@ class Lab:
     def _asked(self, engine: CacheClipEngine, record: Record) -> tuple[QuestionPrompt, list[list[int]]]:
         """The question, and its right answers in tokens."""
         try:
-            asked = ask(engine, record, self.metrics, date=self.date)
+            asked = ask(engine, record, date=self.date)
             return asked, gold_ids_of(engine, asked)
         except NOT_THE_QUESTIONS:
             raise
@@ -241,7 +234,6 @@ class Lab:
             "prefix_cache_bytes": config.prefix_cache_bytes,
             "system_prompt": config.system_prompt,
             "date": self.date,
-            "metrics": list(self.metrics),
             "cacheclip_rag": __version__,
             "torch": torch.__version__,
             "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},

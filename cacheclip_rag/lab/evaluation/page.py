@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["to_html"]
 
 _STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; --mark: #eef3fa; }
+:root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
 @media (prefers-color-scheme: dark) {
-  :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; --mark: #222a35; }
+  :root { --ground: #16181b; --ink: #e6e8ea; --faint: #9ea5ad; --line: #363b41; }
 }
 body { margin: 0 auto; max-width: 88rem; padding: 1rem; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
@@ -46,7 +46,6 @@ th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align:
 th:first-child, td.answer, .item thead th:nth-child(2) { text-align: left; }
 thead th { vertical-align: bottom; }
 tbody th { white-space: nowrap; font-weight: 600; }
-td.best { background: var(--mark); font-weight: 700; }
 td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; width: 100%; }
 small { display: block; color: var(--faint); font-weight: 400; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
@@ -135,9 +134,8 @@ def _rows(titles: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _cell(cell: Cell) -> str:
-    best = ' class="best"' if cell.best else ""
     interval = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
-    return f"<td{best}>{escape(cell.text)}{interval}</td>"
+    return f"<td>{escape(cell.text)}{interval}</td>"
 
 
 def _gate(summary: dict[str, Any]) -> str:

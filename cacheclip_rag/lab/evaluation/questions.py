@@ -55,13 +55,10 @@ class QuestionPrompt:
         return answer.lstrip("\n").partition("\n")[0] if self.first_line else answer
 
 
-def ask(
-    engine: CacheClipEngine, record: Record, metrics: Sequence[str] = (), *, date: str | None = None
-) -> QuestionPrompt:
+def ask(engine: CacheClipEngine, record: Record, *, date: str | None = None) -> QuestionPrompt:
     """The prompt of a record for an engine's model.
 
     Args:
-        metrics: metrics to use instead of the record's.
         date: for chat templates that state the date; default today.
 
     Raises:
@@ -70,9 +67,7 @@ def ask(
     meta = record.meta
     metric = _setting(meta, "metric", "") or ("f1_zh" if _is_chinese(record.question) else "f1")
     metric = _LONGBENCH_METRICS.get(metric, metric)
-    chosen = tuple(metrics) or (metric, *_ALWAYS)
-    for name in chosen:
-        check_metric(name)
+    check_metric(metric)
     max_tokens = meta.get("max_tokens")
     if max_tokens is None:
         max_tokens = _ANSWER_TOKENS.get(metric, _DEFAULT_ANSWER_TOKENS)
@@ -82,7 +77,7 @@ def ask(
     if not all(chunks):
         raise ConfigurationError(f"every chunk must hold text, and number {chunks.index('') + 1} holds none.")
     segments = _segments(engine, record, chunks, date)
-    return QuestionPrompt(record, segments, chunks, max_tokens, chosen, _setting(meta, "first_line", False))
+    return QuestionPrompt(record, segments, chunks, max_tokens, (metric, *_ALWAYS), _setting(meta, "first_line", False))
 
 
 def _segments(engine: CacheClipEngine, record: Record, chunks: Sequence[str], date: str | None) -> list[Segment]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,6 @@ __all__ = [
     "first_few",
     "read_records",
     "read_together",
-    "shuffled",
 ]
 
 HALVES = ("dev", "test")
@@ -157,13 +155,6 @@ def read_together(paths: Sequence[str | Path], *, limit: int | None = None, half
         tuple(replace(record, id=f"{file.name}/{record.id}") for file in found for record in file.records),
         tuple(replace(skipped, where=f"{file.name}, {skipped.where}") for file in found for skipped in file.skipped),
     )
-
-
-def shuffled(record: Record, seed: int) -> Record:
-    """The same question with its chunks in another order, which depends on ``seed`` and the question's id."""
-    chunks = list(record.chunks)
-    random.Random(f"{seed}/{record.id}").shuffle(chunks)
-    return replace(record, chunks=tuple(chunks))
 
 
 def _name(file: Path) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ...base.errors import ConfigurationError, MissingExtraError
+from ...base.errors import MissingExtraError
 from ...base.paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
@@ -23,7 +23,7 @@ from .promise import RISKS, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
-from .statistics import MARGIN, mcnemar, paired_bootstrap, paired_ratio, trimmed_mean
+from .statistics import MARGIN, mcnemar, paired_bootstrap, trimmed_mean
 
 __all__ = ["FILES", "LENGTHS", "PROMISED", "summarise", "write_report"]
 
@@ -38,7 +38,7 @@ FILES = {"summary": "summary.json", "html": "report.html"}
 """Files that :func:`write_report` writes."""
 
 
-def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any]:
+def summarise(comparison: Comparison) -> dict[str, Any]:
     """Figures per run, ready for JSON; None for figures without data.
 
     Means are over the run's own items. ``difference_to_full``, ``share_of_full`` (mean score divided by full's) and
@@ -48,20 +48,14 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
     with McNemar's probability. ``answerable`` figures are over the items that full prefill answers rightly: by the
     question's own metric, or, if any right answer counts, because the answer equals or contains one.
     ``equal_answers_by_words`` has the share of equal answers by the length of full prefill's. A score is over the items
-    that have it (``n_of_scores``, ``answerable_n_of_scores``). ``kl_ratio`` is the mean KL divided by the mean KL of
-    the run labelled ``against``,
-    over the questions that both answered; full has none, because its KL is rounding. ``gate`` says what a confidence
-    gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`), ``promises`` which gate guarantees what
-    (:mod:`~cacheclip_rag.lab.evaluation.promise`). Intervals are from
+    that have it (``n_of_scores``, ``answerable_n_of_scores``). ``gate`` says what a
+    confidence gate would have given (:mod:`~cacheclip_rag.lab.evaluation.gating`), ``promises`` which gate guarantees
+    what (:mod:`~cacheclip_rag.lab.evaluation.promise`). Intervals are from
     :mod:`~cacheclip_rag.lab.evaluation.statistics`. ``tasks`` holds the figures per task, if there are several tasks.
 
     Raises:
-        ConfigurationError: no run is labelled ``against``, or a figure with an interval is not a finite number.
+        ConfigurationError: a figure with an interval is not a finite number.
     """
-    if against != "full" and against not in {run.label for run in comparison.runs}:
-        raise ConfigurationError(
-            f"expected the label of a run, one of {', '.join(run.label for run in comparison.runs)}, got {against!r}."
-        )
     by_task: dict[str, set[str]] = {}
     for question in comparison.questions:
         by_task.setdefault(question.task, set()).add(question.id)
@@ -74,15 +68,12 @@ def summarise(comparison: Comparison, *, against: str = "full") -> dict[str, Any
         "skipped_first": [asdict(one) for one in comparison.skipped[:_SKIPPED_SHOWN]],
         "settings": comparison.settings,
         "measured_on": _measured_on(comparison),
-        "against": against,
-        **_figures(comparison, against, {question.id for question in comparison.questions}),
-        "tasks": {task: _figures(comparison, against, ids) for task, ids in by_task.items()}
-        if len(by_task) > 1
-        else {},
+        **_figures(comparison, {question.id for question in comparison.questions}),
+        "tasks": {task: _figures(comparison, ids) for task, ids in by_task.items()} if len(by_task) > 1 else {},
     }
 
 
-def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, Any]:
+def _figures(comparison: Comparison, ids: set[str]) -> dict[str, Any]:
     """Figures of every run over the questions with these ids."""
     by_run: dict[str, dict[str, ItemResult]] = {run.label: {} for run in comparison.runs}
     items = [item for item in comparison.items if item.id in ids]
@@ -90,13 +81,12 @@ def _figures(comparison: Comparison, against: str, ids: set[str]) -> dict[str, A
         by_run[item.label][item.id] = item
     reference = next((run.label for run in comparison.runs if run.method == "full"), None)
     full = by_run[reference] if reference is not None else {}
-    other = by_run[against] if against not in ("full", reference) else {}
     scores = list(dict.fromkeys(name for item in items for name in item.scores))
     return {
         "n": len(ids),
         "scores": scores,
         "own_scores": list(dict.fromkeys(item.own for item in items if item.own)),
-        "methods": {run.label: _row(run, by_run[run.label], full, other, scores) for run in comparison.runs},
+        "methods": {run.label: _row(run, by_run[run.label], full, scores) for run in comparison.runs},
         "promises": _promises(comparison.runs, by_run, full),
     }
 
@@ -141,7 +131,6 @@ def _row(
     run: Run,
     own: Mapping[str, ItemResult],
     full: Mapping[str, ItemResult],
-    other: Mapping[str, ItemResult],
     scores: list[str],
 ) -> dict[str, Any]:
     items = list(own.values())
@@ -157,7 +146,6 @@ def _row(
         "n_paired": len(pairs),
         "answered_plainly": sum(item.fallback is not None for item in items) or None,
         **_spread("kl_to_full", "kl_interval", _fidelity(items, "answer_kl")),
-        "kl_ratio": None if is_full else _kl_ratio(own, other),
         **_spread("first_token_kl", "first_token_kl_interval", _fidelity(items, "first_token_kl")),
         "agreement_with_full": _mean(_fidelity(items, "agreement")),
         "agreement_interval": _interval(_fidelity(items, "agreement")),
@@ -221,15 +209,6 @@ def _spread(name: str, interval: str, values: list[float]) -> dict[str, Any]:
 
 def _interval(values: list[float]) -> list[float] | None:
     return list(paired_bootstrap(values)) if values else None
-
-
-def _kl_ratio(own: Mapping[str, ItemResult], other: Mapping[str, ItemResult]) -> list[float | None] | None:
-    pairs = [(item, other[id_]) for id_, item in own.items() if id_ in other]
-    values = [
-        [one.fidelity["answer_kl"] for one in pair] for pair in pairs if all("answer_kl" in p.fidelity for p in pair)
-    ]
-    found = paired_ratio(*zip(*values, strict=True)) if values else None
-    return list(found) if found else None
 
 
 def _means(items: Sequence[ItemResult], scores: Sequence[str]) -> dict[str, float | None]:

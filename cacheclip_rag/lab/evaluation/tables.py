@@ -1,10 +1,10 @@
-"""The tables of a comparison: columns with their meanings, their best values, and what a gate would give."""
+"""The tables of a comparison: columns with their meanings, and what a gate would give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from .statistics import MARGIN
 
@@ -48,7 +48,6 @@ class Column:
     """Reads the figure (a number or a word) and, if it has one, its 95 % interval from a run's row of the summary."""
     shown: str
     """Format of the figure and of its interval."""
-    better: Literal["high", "low"] | None = None
     brief: bool = False
     """Whether the console and the tables of tasks show it."""
 
@@ -65,8 +64,6 @@ class Cell:
     """The figure, or ``-``."""
     interval: str = ""
     """In brackets; empty without one."""
-    best: bool = False
-    """Whether no run except full prefill has a better figure, to the digits shown."""
 
 
 def table(
@@ -81,12 +78,7 @@ def table(
         for column in _columns(summary)
         if (column.brief or not brief) and any(column.value(row) is not None for row in rows.values())
     ]
-    best = [_best(column, rows) for column in columns]
-    cells = {
-        label: [_cell(column, row, found) for column, found in zip(columns, best, strict=True)]
-        for label, row in rows.items()
-    }
-    return columns, cells
+    return columns, {label: [_cell(column, row) for column in columns] for label, row in rows.items()}
 
 
 def console_tables(summary: dict[str, Any]) -> dict[str, Rows]:
@@ -201,38 +193,25 @@ def score_title(name: str) -> str:
 
 
 def _columns(summary: dict[str, Any]) -> list[Column]:
-    own, against = summary["own_scores"], summary["against"]
+    own = summary["own_scores"]
     where = "mean over questions"
     return [
         Column("Ratio", "nominal recompute ratio", _read("ratio"), "{:g}"),
         Column("n", "questions answered", _read("n"), "{}", brief=True),
         Column("Plain", "of them answered by plain prefill: the method did not fit", _read("answered_plainly"), "{}"),
-        Column("TTFT (s)", "time to the first token, median over questions", _read("ttft_s"), "{:.3f}", "low", True),
-        Column("Speed-up", "full's TTFT over this one's, median", _read("speedup_vs_full"), "{:.2f}x", "high", True),
+        Column("TTFT (s)", "time to the first token, median over questions", _read("ttft_s"), "{:.3f}", True),
+        Column("Speed-up", "full's TTFT over this one's, median", _read("speedup_vs_full"), "{:.2f}x", True),
         *(column for name in own for column in _own_score(name)),
-        Column("Lost", "full is right and this is wrong, questions", _read("flips", "lost"), "{}", "low", True),
-        Column("Won", "the other way round", _read("flips", "won"), "{}", "high", True),
+        Column("Lost", "full is right and this is wrong, questions", _read("flips", "lost"), "{}", True),
+        Column("Won", "the other way round", _read("flips", "won"), "{}", True),
         Column("p", "McNemar's: that chance alone splits lost and won so unevenly", _read("flips", "p"), "{:.2g}"),
         *(_score(name) for name in summary["scores"] if name not in own),
-        Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", "high", True),
-        Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", "high", True),
+        Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", True),
+        Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", True),
         _where_right("equal_answers", "Equal answers", "{:.1%}"),
-        Column(
-            "KL to full", f"along full's answer, nats a token, {where}", _read("kl_to_full"), "{:#.3g}", "low", True
-        ),
-        Column(
-            f"KL / {against}", f"mean KL over that of {against}, {_PAIRED}", _read("kl_ratio"), "{:.3f}x", "low", True
-        ),
-        Column(
-            "First-token KL", f"at the answer's first token, nats, {where}", _read("first_token_kl"), "{:#.3g}", "low"
-        ),
-        Column(
-            "Agreement",
-            "share of full's greedy tokens also chosen here",
-            _read("agreement_with_full"),
-            "{:.3f}",
-            "high",
-        ),
+        Column("KL to full", f"along full's answer, nats a token, {where}", _read("kl_to_full"), "{:#.3g}", True),
+        Column("First-token KL", f"at the answer's first token, nats, {where}", _read("first_token_kl"), "{:#.3g}"),
+        Column("Agreement", "share of full's greedy tokens also chosen here", _read("agreement_with_full"), "{:.3f}"),
         Column("Effective ratio", "recomputed over chunk tokens", _read("effective_ratio"), "{:.3f}"),
         Column("Charged ratio", "share of (layer, chunk token) pairs given fresh KV", _read("charged_ratio"), "{:.3f}"),
     ]
@@ -243,26 +222,22 @@ def _own_score(name: str) -> list[Column]:
     title = score_title(name)
     return [
         _score(name, brief=True),
-        Column(
-            f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", "high", True
-        ),
-        Column(f"{title}: no worse", f"whether its lower bound is above {-MARGIN}", _no_worse(name), "{}", None, True),
-        Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}", "high"),
+        Column(f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", True),
+        Column(f"{title}: no worse", f"whether its lower bound is above {-MARGIN}", _no_worse(name), "{}", True),
+        Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}"),
         _where_right(name, title, "{:.3f}"),
     ]
 
 
 def _score(name: str, *, brief: bool = False) -> Column:
     title, meaning = _SCORES.get(name, (name, "mean of this score"))
-    return Column(title, f"{meaning}, over the questions scored so", _read(name), "{:.3f}", "high", brief)
+    return Column(title, f"{meaning}, over the questions scored so", _read(name), "{:.3f}", brief)
 
 
 def _where_right(key: str, title: str, shown: str) -> Column:
     """A figure over the questions that full prefill answers rightly."""
     right = "full's own score is 1.0, or, where any right answer counts, its answer equals or contains one"
-    return Column(
-        f"{title} where full is right", f"over the questions where {right}", _read("answerable", key), shown, "high"
-    )
+    return Column(f"{title} where full is right", f"over the questions where {right}", _read("answerable", key), shown)
 
 
 _INTERVALS = {
@@ -288,21 +263,13 @@ def _no_worse(score: str) -> Callable[[dict[str, Any]], Sequence[str | None]]:
     return lambda row: [{True: "yes", False: "no"}.get(row["no_worse"].get(score))]
 
 
-def _cell(column: Column, row: dict[str, Any], best: str | None) -> Cell:
+def _cell(column: Column, row: dict[str, Any]) -> Cell:
     value, *bounds = column.figure(row)
     if value is None:
         return Cell("-")
     text = column.shown.format(value)
     shown = ", ".join(column.shown.format(bound) for bound in bounds if bound is not None)
-    return Cell(text, f"[{shown}]" if shown else "", row["method"] != "full" and text == best)
-
-
-def _best(column: Column, rows: dict[str, dict[str, Any]]) -> str | None:
-    """The best figure as shown, among the runs other than full; None without a competitor."""
-    found = [value for row in rows.values() if row["method"] != "full" and (value := column.value(row)) is not None]
-    if column.better is None or len(found) < 2:
-        return None
-    return column.shown.format(max(found) if column.better == "high" else min(found))
+    return Cell(text, f"[{shown}]" if shown else "")
 
 
 def _as_text(columns: list[Column], cells: dict[str, list[Cell]]) -> Rows:

@@ -1,1 +1,1 @@
-"""Making the auxiliary model a better selector: synthetic questions, calibration of heads, fine-tuning."""
+"""Making the auxiliary model a better selector: synthetic questions, and fine-tuning of a head set."""

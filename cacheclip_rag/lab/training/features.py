@@ -1,4 +1,4 @@
-"""Features of a sample for calibration and fine-tuning: the auxiliary's attention, and the evidence tokens."""
+"""What the auxiliary attends to in a sample, and the tokens of its evidence."""
 
 from __future__ import annotations
 
@@ -30,14 +30,10 @@ class Seen:
     lengths: tuple[int, ...]
     """Tokens of each chunk."""
     scores: torch.Tensor
-    """``(num_recorded_layers, num_heads, num_tokens)`` float32: per head a softmax over all chunks without sinks, mean
+    """``(num_layers, num_heads, num_tokens)`` float32: per head a softmax over all chunks without sinks, mean
     over question tokens."""
     evidence: torch.Tensor
     """``(num_tokens,)`` bool."""
-    values: torch.Tensor
-    """``(num_tokens,)`` bool: the words of the answer."""
-    layers: tuple[int, ...] = ()
-    """The recorded layers."""
 
 
 def check_offsets(runtime: ModelRuntime) -> None:
@@ -50,18 +46,17 @@ def check_offsets(runtime: ModelRuntime) -> None:
 
 
 @torch.inference_mode()
-def look(caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: int = 0) -> Seen:
+def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> Seen:
     """Run a sample's question on each of its chunks in the auxiliary model, and record the attention. A long question
     is cut as in an engine. No store is used.
 
     Args:
-        layers: layers whose heads are recorded, increasing.
         sinks: first tokens of each chunk that get no score.
     """
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
     kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
-    question = question_ids(runtime, sample.question)
+    layers, question = range(runtime.num_layers), question_ids(runtime, sample.question)
     packed = pack_chunks(runtime, caches.prefix, kv, question)
     hidden = packed.sinks(sinks, spare=True)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
@@ -72,8 +67,7 @@ def look(caches: ChunkCaches, sample: Sample, layers: Sequence[int], *, sinks: i
     packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True))
     joined = (torch.cat(found[layer], dim=-1).cpu().masked_fill(hidden, float("-inf")) for layer in layers)
     scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in joined])
-    evidence, values = marked(tokens, sample.evidence), marked(tokens, sample.values)
-    return Seen(tuple(packed.lengths), scores, evidence, values, tuple(layers))
+    return Seen(tuple(packed.lengths), scores, marked(tokens, sample.evidence))
 
 
 def marked(tokens: Sequence[TokenizedText], spans: Sequence[Span]) -> torch.Tensor:

@@ -1,40 +1,43 @@
-"""Fine-tuning as a job: record attention on samples, compute targets with the primary, fit a head set, and test it.
-
-Recorded attention, targets, the head set and every test result are saved in a working folder at once, so that an
-interrupted run can continue.
-"""
+"""Fine-tuning as a job: compute targets with the primary, record attention on samples, fit a head set, and test it."""
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...base.errors import ConfigurationError, ModelError
-from ...base.paths import cache_home
+from ... import __version__
+from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
+from ...methods import preset
+from ...methods.base import Method
+from ...methods.recompute import Recompute
+from ...models.load import concrete
 from ...runtime.base import weights_digest
-from ...selection.heads import HeadSet
+from ...selection.heads import HeadSet, shipped_set
+from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
-from .calibrate import SHIPPED, open_engine
-from .families import Sample, synthetic_samples
-from .figures import IN_USE, OWN_ATTENTION, TUNED, UNTUNED, Figures, figures_of
-from .folder import Kept, digest_of, engine_inputs, resumable
-from .given import data_of
-from .outcomes import may_replace
-from .targets import after_sinks, targets_of
+from ..variants import ORACLE, RANDOM
+from .families import FAMILIES, Sample, synthetic_samples
+from .features import check_offsets, look
+from .outcomes import Outcome, answered_rightly, capped_mean, downstream, may_replace
+from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
 
-__all__ = ["FineTuning", "finetune"]
+__all__ = ["FineTuning", "finetune", "open_engine"]
 
-logger = logging.getLogger(__name__)
+
+UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
+SHIPPED, IN_USE = "comes with the package", "in use so far"
+"""Names of the head sets that the new one would replace: the package's, and one that an earlier run wrote."""
+_TRIES = 3
+"""Most questions tried for one that the primary answers rightly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,29 @@ class FineTuning:
 
     heads: HeadSet
     is_accepted: bool | None
-    """Whether the head set passes all tests on the test split: it is closer to full prefill than the untuned last layer
-    and EPIC; it :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the head set in use and the package's (without
-    these, the last layer); and its recall is at most 0.02 below the primary's own attention. None if the primary was
-    not asked."""
-    figures: tuple[Figures, ...]
-    """Figures on test families; the untuned last layer comes first."""
+    """Whether answers to the test questions are closer to full prefill's than with the untuned last layer and EPIC, and
+    the head set :func:`~cacheclip_rag.lab.training.outcomes.may_replace` the one in use and the package's (without
+    these, the last layer). None if the primary was not asked."""
+    outcomes: dict[str, tuple[Outcome, ...]]
+    """Per test question, by what chose the tokens; the untuned last layer comes first. Empty if the primary was not
+    asked."""
     seconds: float
     about: dict[str, Any]
-    folder: Path
-    """Working folder, from which an interrupted run continues; may be deleted."""
+
+
+def open_engine(config: EngineConfig) -> CacheClipEngine:
+    """An engine for fine-tuning: in memory, with models whose KV can be reused.
+
+    Raises:
+        ConfigurationError: no auxiliary model is set, or a model's KV cannot be reused.
+        ModelError: the auxiliary's tokenizer has no character offsets.
+    """
+    if config.auxiliary is None:
+        raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
+    engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
+    engine.parts.use_heads(None)
+    check_offsets(transformers_model(engine.auxiliary))
+    return engine
 
 
 def finetune(
@@ -60,12 +76,8 @@ def finetune(
     *,
     num_samples: int = 96,
     num_targets: int = 36,
-    num_tests: int = 36,
     num_prompts: int = 12,
-    given: Sequence[Sample] = (),
-    given_from: Sequence[str] = (),
     seed: int = 0,
-    folder: Path | None = None,
     rival: HeadSet | None = None,
 ) -> FineTuning:
     """Fit a head set of ``config.auxiliary`` for ``config.primary``.
@@ -74,107 +86,108 @@ def finetune(
         num_samples: number of synthetic training samples.
         num_targets: number of training samples, evenly spread, to which the head set is fitted: those for which the
             primary computes a target.
-        num_tests: number of synthetic test samples.
-        num_prompts: number of test samples that are also measured on the primary. Samples that full prefill answers
-            rightly are preferred.
-        given: further training samples.
-        given_from: names of the files of the given samples, for the report.
+        num_prompts: number of test samples. Samples that full prefill answers rightly are preferred.
         seed: seed of the synthetic samples.
-        folder: working folder; default a folder for these settings in ``$CACHECLIP_HOME/training``.
         rival: the head set that the new one would replace; None: the package's, if there is one.
 
     Raises:
         ConfigurationError: no auxiliary model is set, or there are too few samples.
         ModelError: the auxiliary cannot be used for training, or ``rival`` was made for another model.
-        Interrupted: the user stopped the run; it can continue from the folder.
     """
-    num_training = num_samples + len(given)
-    if num_training < 10 or num_targets < 1 or num_tests < 1 or not 0 <= num_prompts <= num_tests:
+    if num_samples < 10 or num_targets < 1 or num_prompts < 0:
         raise ConfigurationError(
-            f"fine-tuning needs at least 10 training samples, 1 target, 1 test sample, and no more prompts than tests, "
-            f"got {num_training}, {num_targets}, {num_tests} and {num_prompts}."
+            "fine-tuning needs at least 10 training samples, 1 target, and prompts from 0 on, got "
+            f"{num_samples}, {num_targets} and {num_prompts}."
         )
     started = time.perf_counter()
     engine = open_engine(config)
     if rival is not None:
         rival.check(engine.auxiliary)
-    samples = [*synthetic_samples("train", num_samples, seed=seed), *given]
-    inputs = _inputs(engine, seed, samples, len(given))
-    folder = folder or cache_home() / "training" / digest_of(inputs)[:16]
-    kept = Kept(folder, engine_inputs(engine))
-    with resumable(folder):
-        targets = targets_of(engine, samples, spaced(range(len(samples)), num_targets), kept)
-        found = _fitted(engine, samples, targets, kept, digest_of([inputs, list(targets)]))
-        about = {
-            **inputs,
-            "targets": num_targets,
-            "command": "finetune",
-            "auxiliary": Path(str(config.auxiliary)).name,
-            "primary": Path(config.primary).name,
-            "tests": num_tests,
-            "prompts": num_prompts,
-            **data_of(len(given), given_from),
-        }
-        figures, asked = figures_of(engine, found, num_tests, num_prompts, seed, kept, rival)
-        if num_prompts:
-            about["right"] = asked.summary
-        return FineTuning(
-            replace(found, about=about),
-            _is_accepted({each.name: each for each in figures}),
-            tuple(figures),
-            time.perf_counter() - started,
-            about,
-            folder,
-        )
-
-
-def _is_accepted(figures: Mapping[str, Figures]) -> bool | None:
-    """Whether the head set passes all tests; see :attr:`FineTuning.is_accepted`."""
-    tuned, own = figures[TUNED], figures.get(OWN_ATTENTION)
-    if tuned.kl is None or own is None:
-        return None
-    nearer = all((figures[name].kl or 0.0) > tuned.kl for name in (UNTUNED, "epic"))
-    replaced = [figures[name] for name in (SHIPPED, IN_USE) if name in figures] or [figures[UNTUNED]]
-    nearer = nearer and all(may_replace(tuned.outcomes, each.outcomes) for each in replaced)
-    return nearer and tuned.recall_of_asked["0.2"] >= own.recall["0.2"] - 0.02
-
-
-def _inputs(engine: CacheClipEngine, seed: int, samples: Sequence[Sample], num_given: int) -> dict[str, Any]:
-    """Everything on which recorded attention depends, without names and folders of models."""
-    return {
-        **engine_inputs(engine),
+    samples = synthetic_samples("train", num_samples, seed=seed)
+    asked = spaced(range(len(samples)), num_targets)
+    found = _fitted(engine, [samples[number] for number in asked])
+    about = {
+        **_inputs(engine),
         "sinks": SINKS,
         "seed": seed,
-        "samples": len(samples) - num_given,
-        "given": num_given,
-        "samples_sha256": digest_of([each.as_read() for each in samples]),
+        "samples": num_samples,
+        "samples_sha256": hashlib.sha256(json.dumps([asdict(each) for each in samples]).encode()).hexdigest(),
+        "targets": num_targets,
+        "command": "finetune",
+        "auxiliary": Path(str(config.auxiliary)).name,
+        "primary": Path(config.primary).name,
+        "prompts": num_prompts,
+        "data": "questions written by cacheclip_rag.lab.training.families (Apache-2.0)",
+        "families": {split: list(of_split) for split, of_split in FAMILIES.items()},
+    }
+    outcomes: dict[str, tuple[Outcome, ...]] = {}
+    if num_prompts:
+        tests = synthetic_samples("test", _TRIES * num_prompts, seed=seed)
+        answered = answered_rightly(engine, tests, num_prompts)
+        outcomes = _tested(engine, found, answered.samples, rival)
+        about["right"] = answered.summary
+    return FineTuning(
+        replace(found, about=about),
+        _is_accepted(outcomes),
+        outcomes,
+        time.perf_counter() - started,
+        about,
+    )
+
+
+def _tested(
+    engine: CacheClipEngine, heads: HeadSet, samples: Sequence[Sample], rival: HeadSet | None
+) -> dict[str, tuple[Outcome, ...]]:
+    """Outcomes of the samples with the last layer, the head sets that the new one would replace, the new one, and other
+    methods."""
+    runtime = transformers_model(engine.auxiliary)
+    sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
+    last = replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=SINKS)
+    sets: dict[str, HeadSet | Method] = {UNTUNED: last}
+    sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
+    sets[TUNED] = heads
+    others = [preset("direct"), RANDOM, preset("cacheblend"), preset("epic"), preset("anchored"), ORACLE]
+    others.append(Recompute(QueryAttention(layers="upper"), name=OWN_ATTENTION))
+    sets |= {method.name: method for method in others}
+    found = downstream(engine, samples, list(sets.values()))
+    return {name: tuple(outcomes) for name, outcomes in zip(sets, found, strict=True)}
+
+
+def _is_accepted(outcomes: Mapping[str, Sequence[Outcome]]) -> bool | None:
+    """See :attr:`FineTuning.is_accepted`."""
+    if not outcomes:
+        return None
+    tuned = outcomes[TUNED]
+    nearer = all(capped_mean(outcomes[name]) > capped_mean(tuned) for name in (UNTUNED, "epic"))
+    replaced = [outcomes[name] for name in (SHIPPED, IN_USE) if name in outcomes] or [outcomes[UNTUNED]]
+    return nearer and all(may_replace(tuned, each) for each in replaced)
+
+
+def _inputs(engine: CacheClipEngine) -> dict[str, Any]:
+    """Everything of an engine on which its models' outputs depend, without names and folders of models."""
+    config, auxiliary = engine.config, auxiliary_caches(engine)
+    return {
+        "primary_sha256": engine.primary.fingerprint,
+        "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
+        "auxiliary_sha256": auxiliary.runtime.fingerprint,
+        "auxiliary_tokenizer_sha256": auxiliary.runtime.tokenizer_sha256,
+        "prefix_ids": list(auxiliary.prefix_ids),
+        "system_prompt": config.system_prompt,
+        "chunk_context": config.chunk_context,
+        "codecs": [config.codec, config.auxiliary_codec],
+        "device": [config.device, config.auxiliary_device],
+        "cacheclip_rag": __version__,
     }
 
 
-def _fitted(
-    engine: CacheClipEngine,
-    samples: Sequence[Sample],
-    targets: Mapping[int, torch.Tensor | None],
-    kept: Kept,
-    digest: str,
-) -> HeadSet:
-    """The head set, from an earlier run or fitted now."""
-    path = kept.folder / "fitted.safetensors"
-    if path.is_file():
-        try:
-            found = HeadSet.load(path)
-            if found.about.get("inputs") == digest:
-                return found
-        except ModelError as error:
-            logger.info("fitting again: %s", error)
+def _fitted(engine: CacheClipEngine, samples: Sequence[Sample]) -> HeadSet:
+    """The head set that is fitted to these samples."""
     caches = auxiliary_caches(engine)
     runtime = transformers_model(caches.runtime)
-    seen, aims = [], []
-    with progress_bar("reading with every head", len(targets), "samples") as advance:
-        for done, (number, target) in enumerate(targets.items(), 1):
-            seen.append(kept.look(caches, samples[number], range(runtime.num_layers), sinks=SINKS))
-            aims.append(after_sinks(target, seen[-1].lengths, SINKS))
+    seen, targets = [], []
+    with progress_bar("asking the primary", len(samples), "samples") as advance:
+        for done, sample in enumerate(samples, 1):
+            seen.append(look(caches, sample, sinks=SINKS))
+            targets.append(after_sinks(attended_and_stale(engine, sample), seen[-1].lengths, SINKS))
             advance(done)
-    found = replace(fitted(seen, aims, weights_digest(runtime.fingerprint)), about={"inputs": digest})
-    found.save(path)
-    return found
+    return fitted(seen, targets, weights_digest(runtime.fingerprint))

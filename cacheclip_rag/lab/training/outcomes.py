@@ -1,14 +1,11 @@
-"""Results of the primary on samples: whether full prefill answers rightly, and how near to full prefill a method is.
-
-Results are saved in the working folder at once, so that an interrupted run can continue.
-"""
+"""Results of the primary on samples: whether full prefill answers rightly, and how near to full prefill a method is."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +13,13 @@ from ...base.progress import progress_bar
 from ...engine import CacheClipEngine
 from ...methods import preset
 from ...methods.base import Method
-from ...methods.settings import describe
+from ...prompt.segments import Segment
 from ...selection.heads import HeadSet
+from ..evaluation.questions import ask
+from ..evaluation.records import Record, RecordChunk
 from ..evaluation.reference import Reference
 from ..evaluation.scores import token_f1
 from .families import Sample
-from .folder import Kept
-from .prompts import segments_of
 
 __all__ = [
     "RATIO",
@@ -36,10 +33,11 @@ __all__ = [
     "may_replace",
     "same_answers",
     "same_first",
+    "segments_of",
 ]
 
 RATIO = 0.2
-"""Recompute ratio of the methods, and share of chosen tokens when heads are ranked."""
+"""Recompute ratio of the methods."""
 SELECTOR = "cacheclip"
 """The method that uses a head set."""
 _ANSWER_TOKENS = 16
@@ -98,56 +96,47 @@ def may_replace(new: Sequence[Outcome], old: Sequence[Outcome]) -> bool:
     return capped_mean(new) <= capped_mean(old) and same_first(new) >= same_first(old)
 
 
+def segments_of(engine: CacheClipEngine, sample: Sample) -> list[Segment]:
+    """The segments of the sample's prompt."""
+    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
+    record = Record(f"{sample.family}/0", sample.family, sample.question, (sample.answer,), chunks, {})
+    return ask(engine, record).segments
+
+
 class AnsweredSamples(NamedTuple):
     """Samples that the primary answers for measurements."""
 
     samples: list[Sample]
     num_right: int
     """Number of samples that full prefill answers rightly."""
-    num_open: int
-    """Number of samples without a short right answer."""
 
     @property
     def summary(self) -> str:
         """Numbers of rightly answered and of all samples."""
-        said = f"{self.num_right} of {len(self.samples)}"
-        return f"{said}, and {self.num_open} have no short right answer" if self.num_open else said
+        return f"{self.num_right} of {len(self.samples)}"
 
 
-def answered_rightly(
-    engine: CacheClipEngine, samples: Sequence[Sample], count: int, *, kept: Kept | None = None
-) -> AnsweredSamples:
-    """The first ``count`` samples that full prefill answers rightly (with every part, in one of its wordings). If there
-    are fewer, other samples fill up. The distance from a wrong answer says little, because small changes alter it.
-
-    Samples without parts (questions about documents) are included without being asked, because no model repeats their
-    answer, a whole sentence, word for word.
-    """
+def answered_rightly(engine: CacheClipEngine, samples: Sequence[Sample], count: int) -> AnsweredSamples:
+    """The first ``count`` samples that full prefill answers rightly (with every part). If there are fewer, others fill
+    up. The distance from a wrong answer says little, because small changes alter it."""
     if not count:
-        return AnsweredSamples([], 0, 0)
+        return AnsweredSamples([], 0)
     right: list[Sample] = []
     others: list[Sample] = []
     with progress_bar("what the primary knows", count, "prompts") as advance, torch.inference_mode():
         for sample in samples:
             if len(right) == count:
                 break
-            (right if not sample.parts or _is_answered(engine, sample, kept) else others).append(sample)
+            (right if _is_answered(engine, sample) else others).append(sample)
             advance(len(right))
-    num_open = sum(not sample.parts for sample in right)
-    return AnsweredSamples([*right, *others][:count], len(right) - num_open, num_open)
+    return AnsweredSamples([*right, *others][:count], len(right))
 
 
-def _is_answered(engine: CacheClipEngine, sample: Sample, kept: Kept | None) -> bool:
-    about = {"sample": asdict(sample), "right in": _WHOLE_ANSWER_TOKENS}
-    known = kept.outcome(about) if kept else None
-    if known is None:
-        engine.prefixes.clear()
-        full = engine.prefill(segments_of(engine, sample), method=preset("full"))
-        answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
-        known = (float(all(any(each.lower() in answer for each in wordings) for wordings in sample.parts)),)
-        if kept:
-            kept.keep_outcome(about, known)
-    return bool(known[0])
+def _is_answered(engine: CacheClipEngine, sample: Sample) -> bool:
+    engine.prefixes.clear()
+    full = engine.prefill(segments_of(engine, sample), method=preset("full"))
+    answer = Reference.of(engine, full, _WHOLE_ANSWER_TOKENS).answer.lower()
+    return all(part.lower() in answer for part in sample.parts)
 
 
 def downstream(
@@ -155,15 +144,12 @@ def downstream(
     samples: Sequence[Sample],
     sets: Sequence[HeadSet | Method],
     ratio: float = RATIO,
-    *,
-    kept: Kept | None = None,
 ) -> list[list[Outcome]]:
     """Outcomes of each set of heads (outer list) on each sample.
 
     Args:
         engine: must keep chunk caches in memory; the samples' chunks are released.
         sets: head sets that score for :data:`SELECTOR`, or methods; those with a ratio are measured at ``ratio``.
-        kept: folder of saved results.
     """
     assert engine.config.store is None, "training needs an engine in memory, not a user's store"
     found: list[list[Outcome]] = [[] for _ in sets]
@@ -173,42 +159,15 @@ def downstream(
     try:
         with progress_bar("asking the primary", len(samples), "prompts") as advance, torch.inference_mode():
             for number, sample in enumerate(samples, 1):
-                measure: Callable[[HeadSet | Method], Outcome] | None = None
+                measure = _measure(engine, sample, ratio)
                 for outcomes, heads in zip(found, sets, strict=True):
-                    about = _about(sample, heads, ratio)
-                    known = kept.outcome(about) if kept else None
-                    if known is not None:
-                        outcomes.append(_as_outcome(known))
-                        continue
-                    measure = measure or _measure(engine, sample, ratio)
                     outcomes.append(measure(heads))
-                    if kept:
-                        kept.keep_outcome(about, [float(figure) for figure in astuple(outcomes[-1])])
-                if measure is not None:
-                    engine.release(sample.chunks)
+                engine.release(sample.chunks)
                 advance(number)
     finally:
         engine.parts.use_heads(before)
         engine.release([chunk for sample in samples for chunk in sample.chunks])
     return found
-
-
-def _as_outcome(figures: Sequence[float]) -> Outcome:
-    first_token_kl, answer_kl, first_agrees, equal_answer, f1, full_f1 = figures
-    return Outcome(first_token_kl, answer_kl, bool(first_agrees), bool(equal_answer), f1, full_f1)
-
-
-def _about(sample: Sample, heads: HeadSet | Method, ratio: float) -> dict[str, Any]:
-    """Everything on which a result depends, except the engine's models; and the names of its figures, so that a result
-    with other figures is not taken for it."""
-    return {
-        "sample": sample.as_read(),
-        "method": describe(_method(heads, ratio)),
-        "heads": heads.digest() if isinstance(heads, HeadSet) else None,
-        "ratio": ratio,
-        "answer_tokens": _ANSWER_TOKENS,
-        "figures": [each.name for each in fields(Outcome)],
-    }
 
 
 def _method(heads: HeadSet | Method, ratio: float) -> Method:

@@ -1,96 +1,44 @@
-"""Reports of calibration and fine-tuning: tables, JSON objects, and a page in Markdown."""
+"""The report of a fine-tuning: a table, a verdict, and a JSON object."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from ...base.paths import atomic_path
-from .calibrate import SHIPPED, Calibration
-from .figures import IN_USE
-from .finetune import FineTuning
+from .finetune import IN_USE, SHIPPED, FineTuning
 from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
 
 __all__ = [
-    "calibration_json",
-    "calibration_note",
-    "calibration_table",
     "finetuning_json",
     "finetuning_note",
     "finetuning_table",
     "finetuning_verdict",
-    "ranking_tables",
-    "write_report",
 ]
 
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
 
-_AS_USED = f"of head sets: {SELECTOR}"
-"""Method that uses the head sets on the primary. It spends half of its budget on chunk starts."""
-_OUTCOME_TITLES = [
-    f"first-token KL, mean / median ({_AS_USED})",
-    f"answer KL, mean / median ({_AS_USED})",
+_TITLES = [
+    "selector",
+    "first-token KL, mean / median",
+    "answer KL, mean / median",
     "equal first tokens",
     "equal answers",
     "F1, share of full's",
 ]
-_SCORES_ALONE = f"Recall counts scores only, without the chunk starts on which {SELECTOR} spends half of its budget."
-
-_SHOWN_HEADS, _SHOWN_LAYERS = 8, 5
-
-
-def calibration_table(found: Calibration) -> Table:
-    """Candidates, with the best candidate marked."""
-    rows = []
-    for each in found.candidates:
-        rows.append(
-            [
-                f"{each.name} (chosen)" if each.name == found.chosen else each.name,
-                f"{each.recall:.3f}",
-                f"{each.span_recall:.3f}",
-                *_outcome_cells(each.outcomes),
-            ]
-        )
-    return ["heads", "evidence recall", "whole values", *_OUTCOME_TITLES], rows
-
-
-def calibration_note(found: Calibration) -> str:
-    """Note under the table of candidates."""
-    return _note(found.heads.about.get("right"))
 
 
 def finetuning_note(found: FineTuning) -> str:
     """Note under the table of selectors."""
-    return _note(found.about.get("right"))
-
-
-def _note(right: str | None) -> str:
-    if right is None:
-        return _SCORES_ALONE
     return (
-        f"{_SCORES_ALONE} KL is measured on prompts that full prefill answers rightly; if there are too few, other "
-        f"prompts fill up: {right}. First tokens, answers and F1 are compared with full prefill's on the same prompts."
+        f"Head sets choose for {SELECTOR}. Questions that full prefill answers rightly are asked, and others if there "
+        f"are too few: {found.about.get('right', 'none')}. All figures are of the distance from full prefill's answers."
     )
 
 
-def ranking_tables(found: Calibration) -> dict[str, Table]:
-    """Tables of the best heads and the best layers, by title."""
-    heads = [[f"{each.layer}.{each.head}", f"{each.recall:.3f}"] for each in found.ranking[:_SHOWN_HEADS]]
-    layers = [[f"{each.layer}", f"{each.recall:.3f}"] for each in found.layers[:_SHOWN_LAYERS]]
-    return {
-        "Best single heads": (["layer.head", "evidence recall"], heads),
-        "Best layers (mean of all heads)": (["layer", "evidence recall"], layers),
-    }
-
-
-def _outcome_cells(outcomes: Sequence[Outcome]) -> list[str]:
-    """Cells of :data:`_OUTCOME_TITLES`; empty if the primary was not asked."""
-    if not outcomes:
-        return [""] * len(_OUTCOME_TITLES)
+def _cells(outcomes: Sequence[Outcome]) -> list[str]:
     kls = [each.first_token_kl for each in outcomes], [each.answer_kl for each in outcomes]
     shares = [same(outcomes) / len(outcomes) for same in (same_first, same_answers)]
     return [
@@ -100,65 +48,19 @@ def _outcome_cells(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _outcome_values(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Figures of each prompt, and shares (0 to 1; None if the primary was not asked)."""
+    """Figures of each prompt, and shares (0 to 1)."""
     names = [each.name for each in fields(Outcome)]
     return {
         **{name: [getattr(each, name) for each in outcomes] for name in names},
-        "first_token_agreement": same_first(outcomes) / len(outcomes) if outcomes else None,
-        "equal_answers": same_answers(outcomes) / len(outcomes) if outcomes else None,
+        "first_token_agreement": same_first(outcomes) / len(outcomes),
+        "equal_answers": same_answers(outcomes) / len(outcomes),
         "f1_share_of_full": f1_share(outcomes),
     }
 
 
 def finetuning_table(found: FineTuning) -> Table:
-    """Selectors on the test split."""
-
-    def text(value: float | None) -> str:
-        return "" if value is None else f"{value:.3f}"
-
-    rows = [
-        [
-            each.name,
-            *(text(each.recall.get(ratio)) for ratio in ("0.1", "0.2")),
-            *(text(each.span_recall.get(ratio)) for ratio in ("0.1", "0.2")),
-            text(each.overlap),
-            text(each.correlation),
-            *_outcome_cells(each.outcomes),
-        ]
-        for each in found.figures
-    ]
-    titles = [
-        "selector",
-        "recall at 0.1",
-        "at 0.2",
-        "whole values at 0.1",
-        "at 0.2",
-        "overlap with target",
-        "rank correlation",
-    ]
-    return [*titles, *_OUTCOME_TITLES], rows
-
-
-def calibration_json(found: Calibration) -> dict[str, Any]:
-    """The result as a JSON object."""
-    return {
-        "chosen": found.chosen,
-        "about": found.heads.about,
-        "heads": [[*pair, float(weight)] for pair, weight in zip(found.heads.heads, found.heads.weights, strict=True)],
-        "digest": found.heads.digest(),
-        "candidates": {
-            each.name: {
-                "recall": each.recall,
-                "span_recall": each.span_recall,
-                **_outcome_values(each.outcomes),
-            }
-            for each in found.candidates
-        },
-        "ranking": [[rank.layer, rank.head, rank.recall] for rank in found.ranking],
-        "layers": [[rank.layer, rank.recall] for rank in found.layers],
-        "folder": str(found.folder),
-        "seconds": found.seconds,
-    }
+    """What chose the tokens, and how near answers to the test questions came to full prefill's."""
+    return _TITLES, [[name, *_cells(outcomes)] for name, outcomes in found.outcomes.items()]
 
 
 def finetuning_json(found: FineTuning) -> dict[str, Any]:
@@ -166,19 +68,8 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
     return {
         "is_accepted": found.is_accepted,
         "digest": found.heads.digest(),
-        "figures": {
-            each.name: {
-                "recall": each.recall,
-                "recall_of_asked": each.recall_of_asked,
-                "span_recall": each.span_recall,
-                "overlap": each.overlap,
-                "correlation": each.correlation,
-                **_outcome_values(each.outcomes),
-            }
-            for each in found.figures
-        },
+        "figures": {name: _outcome_values(outcomes) for name, outcomes in found.outcomes.items()},
         "about": found.about,
-        "folder": str(found.folder),
         "seconds": found.seconds,
     }
 
@@ -186,59 +77,12 @@ def finetuning_json(found: FineTuning) -> dict[str, Any]:
 def finetuning_verdict(found: FineTuning) -> str:
     """Verdict: the result of the head set on the test questions."""
     called = {SHIPPED: "what comes with the package", IN_USE: "the head set in use"}
-    replaced = [called[each.name] for each in found.figures if each.name in called]
+    replaced = [called[name] for name in found.outcomes if name in called]
     no_worse = f", no worse than {' and '.join(replaced)}" if replaced else ""
     or_worse = f", worse than {' or '.join(replaced)}" if replaced else ""
     return {
-        True: f"On the test questions, the fine-tuned heads are better than the untuned last layer and EPIC{no_worse}, "
-        "and find as much as the primary's own attention.",
+        True: f"On the test questions, the fine-tuned heads are better than the untuned last layer and EPIC{no_worse}.",
         False: "On the test questions, the fine-tuned heads are not better than both the untuned last layer and "
-        f"EPIC{or_worse}, or find less than the primary's own attention.",
+        f"EPIC{or_worse}.",
         None: "The primary was not asked the test questions.",
     }[found.is_accepted]
-
-
-def write_report(found: FineTuning, folder: Path) -> Path:
-    """Write ``report.md`` into ``folder``; returns its path."""
-    lines = [f"# Fine-tuning of {found.about['auxiliary']} for {found.about['primary']}", "", finetuning_verdict(found)]
-    lines += ["", *_markdown_table(finetuning_table(found)), "", finetuning_note(found), ""]
-    for name, table in _sections(found.about).items():
-        lines += [f"## {name}", "", *_markdown_table(table), ""]
-    with atomic_path(folder / "report.md") as temporary:
-        temporary.write_text("\n".join(lines), encoding="utf-8")
-    return folder / "report.md"
-
-
-def _sections(about: dict[str, Any]) -> dict[str, Table]:
-    """Tables of data, settings, and other inputs of the result."""
-    about = dict(about)
-    families, files = about.pop("families"), about.pop("given_from")
-    numbers = {
-        "samples": "synthetic training questions",
-        "given": "given training questions",
-        "targets": "training questions with a target from the primary",
-        "tests": "test questions",
-        "prompts": "test questions asked of the primary",
-        "right": "test questions answered rightly by full prefill",
-        "seed": "seed",
-    }
-    data = [["questions and licence", about.pop("data")]]
-    data += [[f"families, {split}", ", ".join(names)] for split, names in families.items()]
-    data += [["files given", ", ".join(files) or "none"]]
-    data += [[title, str(about.pop(name))] for name, title in numbers.items() if name in about]
-    about.pop("prefix_ids", None)  # token ids of the system prompt
-    rest = [[name, str(value)] for name, value in about.items()]
-    return {
-        "Data": (["data", ""], data),
-        "Models and versions": (["of", "value"], rest),
-    }
-
-
-def _markdown_table(table: Table) -> list[str]:
-    titles, rows = table
-    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
-    return [
-        f"| {' | '.join(titles)} |",
-        f"|{'---|' * len(titles)}",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from ...base.progress import progress_bar
 from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
 from ...methods.base import Method
@@ -19,10 +17,9 @@ from ..models import auxiliary_caches
 from ..variants import ORACLE
 from .families import Sample
 from .features import Offsets, spread_over
-from .folder import Kept
-from .prompts import segments_of
+from .outcomes import segments_of
 
-__all__ = ["attended_and_stale", "attended_when_stale", "after_sinks", "targets_of"]
+__all__ = ["after_sinks", "attended_and_stale"]
 
 _RATIO = 0.5
 """Any ratio except 0 and 1, at which methods score nothing."""
@@ -35,28 +32,18 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     (:mod:`cacheclip_rag.selection.scorers.oracle`), mapped to the auxiliary's tokens by characters. It costs more than
     two prefills of the primary. ``engine`` must keep chunk caches in memory; the sample's chunks are released.
     """
-    found = _rated(engine, sample, ORACLE)
-    return found / found.sum() if found is not None and bool(found.any()) else None
-
-
-def targets_of(
-    engine: CacheClipEngine, samples: Sequence[Sample], asked: Sequence[int], kept: Kept
-) -> dict[int, torch.Tensor | None]:
-    """:func:`attended_and_stale` of the ``samples`` with numbers ``asked``, by number; saved results are used."""
-    found: dict[int, torch.Tensor | None] = {}
-    if not asked:
-        return found
-
-    def ask(sample: Sample) -> dict[str, torch.Tensor]:
-        target = attended_and_stale(engine, sample)
-        return {} if target is None else {"target": target}
-
-    with progress_bar("asking the primary", len(asked), "samples") as advance:
-        for done, number in enumerate(asked, 1):
-            sample = samples[number]
-            found[number] = kept.tensors("target", {"target": sample.as_read()}, partial(ask, sample)).get("target")
-            advance(done)
-    return found
+    assert engine.config.store is None, "training needs an engine in memory, not a user's store"
+    by_text = _recorded(engine, sample)
+    parts = []
+    for chunk in sample.chunks:
+        offsets = auxiliary_caches(engine).tokenize(chunk).offsets
+        if chunk in by_text:
+            score, source = by_text[chunk]
+            parts.append(spread_over(score.float(), source, offsets))
+        else:  # the chunk is exact, or so short that it is computed with the prompt
+            parts.append(torch.zeros(len(offsets)))
+    found = torch.cat(parts)
+    return found / found.sum() if bool(found.any()) else None
 
 
 def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
@@ -68,38 +55,11 @@ def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int)
     return left / left.sum() if bool(left.any()) else None
 
 
-def attended_when_stale(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor:
-    """The scores of a method that reads the primary's stale cache, mapped to the auxiliary's tokens; all 0 if there is
-    nothing to choose."""
-    found = _rated(engine, sample, method)
-    if found is None:
-        return torch.zeros(sum(len(auxiliary_caches(engine).tokenize(chunk)) for chunk in sample.chunks))
-    return found
-
-
-def _rated(engine: CacheClipEngine, sample: Sample, method: Method) -> torch.Tensor | None:
-    """``(num_tokens,)``: a method's scores, mapped to the auxiliary's tokens; None if it scores nothing."""
-    assert engine.config.store is None, "training needs an engine in memory, not a user's store"
-    by_text = _recorded(engine, sample, method)
-    if not by_text:
-        return None
-    parts = []
-    for chunk in sample.chunks:
-        offsets = auxiliary_caches(engine).tokenize(chunk).offsets
-        if chunk in by_text:
-            score, source = by_text[chunk]
-            parts.append(spread_over(score.float(), source, offsets))
-        else:  # the chunk is exact, or so short that it is computed with the prompt
-            parts.append(torch.zeros(len(offsets)))
-    return torch.cat(parts)
-
-
-def _recorded(engine: CacheClipEngine, sample: Sample, method: Method) -> dict[str, tuple[torch.Tensor, Offsets]]:
-    """By chunk text, a method's scores, and the offsets of the chunk's tokens; empty if there is nothing to choose. A
+def _recorded(engine: CacheClipEngine, sample: Sample) -> dict[str, tuple[torch.Tensor, Offsets]]:
+    """By chunk text, the oracle's scores, and the offsets of the chunk's tokens; empty if there is nothing to choose. A
     token that differs in the prompt has score 0. The recompute itself is skipped. Chunks that were not stored before
     are released."""
-    assert isinstance(method, Recompute), "the method must score tokens"
-    recording = _Recording(method.at(_RATIO), name=method.name)
+    recording = _Recording(ORACLE.at(_RATIO), name=ORACLE.name)
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
     engine.precompute(sample.chunks, method=recording)
     engine.prefixes.clear()

@@ -57,14 +57,14 @@ def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor | None], auxilia
     """The heads whose weighted sum is nearest to the targets.
 
     Args:
-        seen: recorded attention of all layers that may be used.
+        seen: recorded attention.
         targets: one per sample: ``(num_tokens,)``, sum 1, attended and stale in the primary; None if nothing is.
     """
-    layers, (_, num_heads, _) = seen[0].layers, seen[0].scores.shape
+    num_layers, num_heads, _ = seen[0].scores.shape
     scale = target_scale(targets)
     looks = [(each.scores.flatten(0, 1).clone(), each.evidence.clone()) for each in seen]
     # clones: autograd refuses what was made in inference mode
-    mix = torch.zeros(len(layers) * num_heads, requires_grad=True)
+    mix = torch.zeros(num_layers * num_heads, requires_grad=True)
     optimizer = torch.optim.Adam([mix], lr=_LEARNING_RATE)
     for _ in range(_FIT_STEPS):
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor | None], auxilia
         optimizer.step()
     weights = mix.detach().softmax(0)
     best = sorted(weights.argsort(descending=True, stable=True)[:_MOST_HEADS].tolist())
-    heads = tuple((layers[index // num_heads], index % num_heads) for index in best)
+    heads = tuple((index // num_heads, index % num_heads) for index in best)
     return HeadSet(auxiliary_sha256, heads, weights[best] / weights[best].sum(), sinks=SINKS)
 
 

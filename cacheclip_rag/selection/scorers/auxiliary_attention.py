@@ -36,9 +36,9 @@ class AuxiliaryAttention(PromptScorer):
     sinks: int = 0
     """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     heads: str = "auto"
-    """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip calibrate`` or
-    ``cacheclip finetune`` wrote, else the one in the package), ``none`` (the last layer unchanged), a name (the file
-    ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a path with a slash."""
+    """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip finetune`` wrote, else the one in the
+    package), ``none`` (the last layer unchanged), a name (the file ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a
+    path with a slash."""
 
     def __post_init__(self) -> None:
         if self.layers != "tuned":

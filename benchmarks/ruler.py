@@ -1,4 +1,10 @@
-"""The eight needle tasks of RULER and its variable tracking, generated for any tokenizer and length.
+"""Questions of RULER's eight needle tasks and its variable tracking, for any tokenizer and length.
+
+    pip install wonderwords
+    python benchmarks/ruler.py --tasks niah_multikey_2,niah_single_1 --length 4096 > needles.jsonl
+    cacheclip eval --dataset needles.jsonl
+
+Tasks that hide their needles in essays take a text with ``--haystack FILE``.
 
 Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/niah.py``, ``variable_tracking.py`` and
 ``constants.py``: strings, draws, insertion and fitting follow it; the code is ours. Where we depart from it:
@@ -12,6 +18,8 @@ Source: NVIDIA/RULER (arXiv:2404.06654; Apache-2.0), ``scripts/data/synthetic/ni
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import re
 import string
@@ -21,12 +29,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import pairwise
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from ...base.errors import ConfigurationError, MissingExtraError
-from .records import Record, RecordChunk
-
-__all__ = ["TASKS", "NeedleTask", "Offsets", "VariableTracking", "chosen_tasks", "generate", "sentences"]
+from cacheclip_rag import CacheClipEngine
 
 Offsets = Callable[[str], Sequence[tuple[int, int]]]
 """Returns ``(start, end)`` in characters of every token of a text, without special tokens."""
@@ -169,7 +175,7 @@ def generate(
     haystack: str | None = None,
     chunk_tokens: int = 1000,
     overlap_tokens: int = 50,
-) -> list[Record]:
+) -> list[dict[str, Any]]:
     """``count`` records of ``task``, each of nearly ``num_tokens`` tokens and not more.
 
     The tokens include prompt, answer prefix and the task's room for the answer. They do not include a chat template and
@@ -180,10 +186,9 @@ def generate(
     turn; ``length``, the tokens counted; and ``num_tokens``, ``metric``, ``max_tokens``.
 
     Raises:
-        ConfigurationError: an unknown task, missing or too short essays, too few tokens, invalid chunk sizes.
-        MissingExtraError: wonderwords is not installed.
+        SystemExit: missing or too short essays, or too few tokens.
     """
-    row = _check(task, count, offsets, chunk_tokens, overlap_tokens)
+    row = TASKS[task]
     words = (haystack or "").split() if row.haystack == "essay" else None
     step, room = row.step(num_tokens), row.max_tokens
     lines = 0 if isinstance(row, NeedleTask) else _example_lines(row, task, offsets)
@@ -213,31 +218,17 @@ def generate(
             "metric": "string_match_all",
             "max_tokens": room,
         }
-        chunks = tuple(RecordChunk("", text) for text in _chunks(sample, spans, chunk_tokens, overlap_tokens))
-        question = sample.closing.removeprefix("\n")
-        records.append(Record(f"{task}-{num_tokens}-{index}", task, question, sample.answers, chunks, meta))
+        records.append(
+            {
+                "id": f"{task}-{num_tokens}-{index}",
+                "task": task,
+                "question": sample.closing.removeprefix("\n"),
+                "answers": list(sample.answers),
+                "chunks": [{"text": text} for text in _chunks(sample, spans, chunk_tokens, overlap_tokens)],
+                "meta": meta,
+            }
+        )
     return records
-
-
-def chosen_tasks(names: Sequence[str], *, has_haystack: bool) -> list[str]:
-    """Names of tasks (``all`` means every task), checked before anything is loaded or generated.
-
-    Raises:
-        ConfigurationError: an unknown or repeated task, or a task that needs a haystack without one.
-    """
-    chosen = [name for given in names for name in (TASKS if given == "all" else [given])]
-    if not chosen:
-        raise ConfigurationError(f"expected RULER tasks, got none. Known: {', '.join(TASKS)}.")
-    for number, name in enumerate(chosen):
-        _known(name)
-        if name in chosen[:number]:
-            raise ConfigurationError(f"expected each RULER task once, got {name!r} twice.")
-        if TASKS[name].haystack == "essay" and not has_haystack:
-            raise ConfigurationError(
-                f"{name} hides its needles in essays, and there is no haystack. Give a text file as haystack, or name "
-                f"tasks that need none: {', '.join(each for each, row in TASKS.items() if row.haystack != 'essay')}."
-            )
-    return chosen
 
 
 def sentences(text: str) -> list[str]:
@@ -258,30 +249,6 @@ def _example_lines(row: VariableTracking, task: str, offsets: Offsets) -> int:
     return _fit(
         task, lambda size: len(offsets(row.example(random.Random(task), size))), _EXAMPLE_TOKENS, 5, _EXAMPLE_TOKENS
     )
-
-
-def _check(
-    task: str, count: int, offsets: Offsets, chunk_tokens: int, overlap_tokens: int
-) -> NeedleTask | VariableTracking:
-    row = _known(task)
-    if count < 1:
-        raise ConfigurationError(f"expected a count of at least 1 sample, got {count}. Ask for one or more.")
-    if not 0 <= overlap_tokens < chunk_tokens:
-        raise ConfigurationError(
-            f"expected 0 <= overlap < chunk size, got chunk size {chunk_tokens}, overlap {overlap_tokens}. "
-            "The CacheClip paper has 1000 and 50."
-        )
-    if not offsets(_NOISE):
-        raise ConfigurationError(
-            "expected the characters of every token, got none. Use a model with a fast tokenizer (tokenizer.json)."
-        )
-    return row
-
-
-def _known(task: str) -> NeedleTask | VariableTracking:
-    if task not in TASKS:
-        raise ConfigurationError(f"expected a RULER task, got {task!r}. Known: {', '.join(TASKS)}.")
-    return TASKS[task]
 
 
 def _sample(row: NeedleTask, draw: random.Random, seed: int, words: list[str] | None, size: int) -> _Haystack:
@@ -325,10 +292,7 @@ def _draw(kind: str, draw: random.Random) -> str:
 @cache
 def _word_lists() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Adjectives and nouns, each once, so that drawing both is uniform over RULER's set of six million combinations."""
-    try:
-        assets = files("wonderwords").joinpath("assets")
-    except ImportError as error:
-        raise MissingExtraError("wonderwords (the words of RULER's keys)", "lab") from error
+    assets = files("wonderwords").joinpath("assets")
     lists = [assets.joinpath(f"{name}list.txt").read_text(encoding="utf-8") for name in ("adjective", "noun")]
     adjectives, nouns = (tuple(sorted({word.strip() for word in text.split("\n")} - {""})) for text in lists)
     return adjectives, nouns
@@ -353,12 +317,12 @@ def _fit(task: str, length: Callable[[int], int], limit: int, step: int, most: i
     """
     short = length(step) if most >= step else 0
     if short > limit:
-        raise ConfigurationError(f"{task} needs num_tokens of about {short + short // 20} or more, got {limit}.")
+        raise SystemExit(f"{task} needs num_tokens of about {short + short // 20} or more, got {limit}.")
     slack = short // 20
     low, high, long = step, step, short
     while long <= limit:
         if high >= most:
-            raise ConfigurationError(
+            raise SystemExit(
                 f"{task} needs essays longer than {limit} tokens as haystack, got {most} words. "
                 "Pass more text (RULER's is the essays of Paul Graham), or ask for fewer tokens."
             )
@@ -373,3 +337,34 @@ def _fit(task: str, length: Callable[[int], int], limit: int, step: int, most: i
         else:
             high, long = guess, tokens
     return low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b", help="whose tokens are counted")
+    parser.add_argument("--tasks", default="niah_multikey_2,niah_single_1", help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--limit", type=int, default=20, help="questions of a task")
+    parser.add_argument("--haystack", type=Path)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--chunk-tokens", type=int, default=1000)
+    parser.add_argument("--overlap-tokens", type=int, default=50)
+    given = parser.parse_args()
+
+    runtime = CacheClipEngine(primary=given.primary, auxiliary=None).primary
+    for task in given.tasks.split(","):
+        for record in generate(
+            task,
+            num_tokens=given.length,
+            count=given.limit,
+            offsets=lambda text: runtime.tokenize(text).offsets,
+            seed=given.seed,
+            haystack=given.haystack.read_text(encoding="utf-8") if given.haystack else None,
+            chunk_tokens=given.chunk_tokens,
+            overlap_tokens=given.overlap_tokens,
+        ):
+            print(json.dumps(record, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
