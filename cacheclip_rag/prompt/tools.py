@@ -86,6 +86,8 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for tool in tools:
         if not isinstance(tool, Mapping):
             raise ConfigurationError(f"a tool must be a dict in OpenAI's function format, got {type(tool).__name__}.")
+        if "function" not in tool and tool.get("type", "function") != "function" and "name" not in tool:
+            raise ConfigurationError(f"a tool of type {tool['type']!r} cannot be called here: give functions.")
         whole = dict(tool) if isinstance(tool.get("function"), Mapping) else {"function": dict(tool)}
         checked.append({"type": "function", **whole})
         name, parameters = whole["function"].get("name"), whole["function"].get("parameters")

@@ -259,9 +259,18 @@ def test_what_a_message_says_of_itself_is_passed_over(llm: ChatCacheClip, read: 
     assert read()[1]["content"].startswith("Wait.") and "see" not in read()[1]["content"]
 
 
+def test_old_kinds_of_messages(llm: ChatCacheClip, read: Read) -> None:
+    llm.invoke([ChatMessage("Be brief.", role="developer"), HumanMessage(PROMPT), FunctionMessage("42", name="f g")])
+    assert [(each["role"], each["content"]) for each in read()] == [
+        ("system", "Be brief."),
+        ("user", PROMPT),
+        ("tool", "42"),
+    ]
+
+
 def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
-    with pytest.raises(ConfigurationError, match="'function' message"):
-        llm.invoke([HumanMessage(PROMPT), FunctionMessage("42", name="f")])
+    with pytest.raises(ConfigurationError, match="'chat' message"):
+        llm.invoke([HumanMessage(PROMPT), ChatMessage("42", role="robot")])
     text = {"type": "text", "text": PROMPT}
     for block in (
         {"type": "image_url", "image_url": {"url": "data:,"}},
