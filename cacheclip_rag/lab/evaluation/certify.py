@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigurationError
@@ -35,6 +36,7 @@ from ...models.load import concrete
 from .conversations import TurnOutcome, converse, questions_of
 from .exactness import DIRECT, check_exactness, check_reuse
 from .gating import CONFIDENCES
+from .guarantee import asked_answers, check_max_differ, guarantee_of, kept_answers
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
@@ -70,7 +72,15 @@ class PromptOutcome:
     """Of the first token."""
 
 
-def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False, turns: int = 1) -> Certificate:
+def certify(
+    config: EngineConfig,
+    *,
+    method: Method | None = None,
+    quick: bool = False,
+    max_differ: float | None = None,
+    answers: Path | None = None,
+    turns: int = 1,
+) -> Certificate:
     """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
 
     Args:
@@ -79,6 +89,9 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         method: an instance, instead of the method that ``config`` names.
         quick: use 4 of the 20 prompts. The verdict may change with more prompts. If engines require a certificate, only
             the verdict ``exact`` of a quick certificate counts.
+        max_differ: also look for the cheapest recompute ratio and gate with which at most this share of answers differs
+            from full prefill's, with 95 % confidence (:mod:`.promise`).
+        answers: a folder of ``cacheclip eval`` whose answers show it; None: 10 / ``max_differ`` prompts are asked.
         turns: of a conversation about the passages of each prompt with a needle; with 1, none is measured.
 
     Raises:
@@ -89,6 +102,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """
     started = time.perf_counter()
     check_writable()
+    if max_differ is not None:
+        check_max_differ(max_differ)
     config = replace(concrete(config), store=None, shadow_rate=0.0, min_confidence=None)
     given = replace(CacheClipEngine(config).make_method(method), min_confidence=0.0)
     check_method(given)
@@ -97,6 +112,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     engine.observers.clear()  # they would warn that there is no certificate
     prompts = prompts_of(quick)
     methods = at_ratios(given)
+    identity = engine.parts.certificates.identity(methods[max(methods)])
+    kept = None if answers is None else kept_answers(answers, config, identity, methods)
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     conversations: list[list[TurnOutcome]] = []
@@ -116,10 +133,13 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
                 conversations.append(converse(engine, asked, given, ANSWER_TOKENS))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    return certificate_of(
+    guarantee = None
+    if max_differ is not None and exactness["passed"]:
+        guarantee = guarantee_of(kept or asked_answers(config, methods, max_differ), max_differ)
+    certificate = certificate_of(
         config,
         given,
-        engine.parts.certificates.identity(methods[max(methods)]),
+        identity,
         exactness,
         found_by_full,
         outcomes,
@@ -128,6 +148,7 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         quick=quick,
         seconds=time.perf_counter() - started,
     )
+    return replace(certificate, guarantee=guarantee)
 
 
 def certificate_of(
