@@ -6,7 +6,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
@@ -64,17 +63,6 @@ def test_several_at_a_time_are_the_same(engine: CacheClipEngine) -> None:
         together = list(threads.map(lambda prompt: engine.generate(prompt, PARAMS).token_ids, prompts))
     # cells lie elsewhere then, so that sums are rounded otherwise: the first tokens are equal
     assert [ids[:4] for ids in together] == [ids[:4] for ids in alone]
-
-
-def test_a_step_of_several_is_that_of_each(engine: CacheClipEngine) -> None:
-    runtime = engine.primary
-    prompts = [torch.tensor(runtime.tokenize(text).ids) for text in CHUNKS[:3]]
-    states = [runtime.prefill(ids, len(ids) + 2)[0] for ids in prompts]
-    found = runtime.decode_steps(states, [5, 6, 7])
-    for state, ids, token, step in zip(states, prompts, [5, 6, 7], found, strict=True):
-        assert state.get_seq_length() == len(ids) + 1
-        alone, _ = runtime.prefill(ids, len(ids) + 2)
-        assert float((runtime.decode_step(alone, token) - step).abs().max()) < 0.02
 
 
 def test_it_is_no_auxiliary(make: MakeEngine) -> None:

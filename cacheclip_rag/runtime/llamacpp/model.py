@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..base import TokenizedText, mark_reasoning
@@ -28,12 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 
 
-_MOST_RUNS = 16
-"""Runs of one call: each needs a sequence."""
-_LONG = 512
-"""Tokens of a run that has a call of its own."""
-_FEW = 2
-"""Tokens without stored KV that later runs of the same call may miss: what stands between two chunks."""
+_CALL_TOKENS = 64
+"""Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
+each."""
+_SEPARATOR_TOKENS = 2
+"""Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
 """Tokens of KV that is written out together, for the bytes of one."""
 
@@ -93,9 +93,6 @@ class LlamaRuntime(ChatText):
     can_constrain = True
     reads_kv = False
     kv_codec = "opaque"
-    span_tokens = 32
-    call_tokens = 64
-    """Tokens for which a call is worth its costs: with fewer, llama.cpp's attention takes twice as long a token."""
     rope_pin = "gguf"
 
     def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
@@ -221,9 +218,10 @@ class LlamaRuntime(ChatText):
         assert logits is not None, "one token was computed"
         return logits[0]
 
-    def decode_steps(self, states: Sequence[LlamaState], token_ids: Sequence[int]) -> list[torch.Tensor]:
+    def decode_steps(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[torch.Tensor]:
         check_process(self.name, self._process)
-        return list(self._context.decode_steps([state.cells for state in states], token_ids))
+        parts = [(state.cells, [token]) for state, token in zip(states, token_ids, strict=True)]
+        return [logits[0] for logits in self._context.decode_many(parts, logits_of=1)]
 
     # -- fusion -------------------------------------------------------------------------------------------------
 
@@ -257,43 +255,48 @@ class LlamaRuntime(ChatText):
         return held, unread
 
     def compute_in_order(
-        self, ids: Sequence[int], held: Cells, runs: Sequence[tuple[int, int]], capacity: int, *, in_one_call: int
+        self, ids: Sequence[int], held: Cells, runs: Iterable[tuple[int, int]], capacity: int
     ) -> tuple[LlamaState, torch.Tensor]:
         """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``.
 
         Args:
             runs: neighbouring positions that are computed, the prompt's last one among them.
-            in_one_call: short runs share a call until it has so many tokens. They see each other as ``held`` has them.
 
         Returns:
             The state, and the logits of the prompt's last token, ``(vocab_size,)``.
         """
         state = self._state(max(capacity, len(ids)))
-        cells = state.cells
-        *before, (start, stop) = runs
-        for together in _calls(before, held, in_one_call):
-            self._context.compute_runs(cells, held, ids, together)
-        if start > cells.length:
-            self._context.copy(held, cells, cells.length, start)
-        logits = self._context.decode(cells, ids[start:stop])
-        assert logits is not None and cells.length == len(ids), "the prompt's last token is computed"
+        *earlier, last = runs
+        groups = grouped(earlier, held.runs or (), most=1 + self._context.spare())
+        for group in groups:
+            self._context.compute_apart(state.cells, held, ids, group)
+        logits = self._context.compute_apart(state.cells, held, ids, [last], logits_of=1)
+        assert logits is not None and state.cells.length == len(ids), "the prompt's last token is computed"
         return state, logits[0]
 
 
-def _calls(runs: Iterable[tuple[int, int]], held: Cells, num_tokens: int) -> Iterator[list[tuple[int, int]]]:
-    """Runs that are computed together: of ``num_tokens`` tokens or more, if there are so many."""
-    filled = held.runs or ()
-    together: list[tuple[int, int]] = []
-    count = 0
-    for start, stop in runs:
-        if together and stop - start > _LONG:
-            yield together
-            together, count = [], 0
-        together.append((start, stop))
-        count += stop - start
-        stored = sum(max(0, min(stop, last) - max(start, first)) for first, last in filled)
-        if count >= num_tokens or len(together) == _MOST_RUNS or stop - start - stored > _FEW:
-            yield together
-            together, count = [], 0
-    if together:
-        yield together
+def grouped(
+    runs: Iterable[tuple[int, int]], stored: Iterable[tuple[int, int]], *, most: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Runs that are computed in one call: neighbours with less than 64 tokens, until together they have that many.
+
+    Args:
+        runs: neighbouring positions, ascending.
+        stored: positions that have stored KV. What has none, and is more than a separator, is computed before all that
+            comes after it.
+        most: runs of a call.
+    """
+    group, edges = list[tuple[int, int]](), np.array([edge for pair in stored for edge in pair], np.int64)
+    for run in runs:
+        size = run[1] - run[0]
+        if group and size >= _CALL_TOKENS:
+            yield group
+            group = []
+        group.append(run)
+        new = int((np.searchsorted(edges, np.arange(*run), side="right") % 2 == 0).sum())
+        rows = sum(stop - start for start, stop in group)
+        if rows >= _CALL_TOKENS or new > _SEPARATOR_TOKENS or len(group) == most:
+            yield group
+            group = []
+    if group:
+        yield group
