@@ -64,13 +64,13 @@ def test_a_certificate(cacheclip: Any, files: dict[str, Path]) -> None:
     assert engine.parts.certificates.identity(engine.make_method()).digest() in made.json["path"]
 
 
-def test_the_checks_see_a_wrong_position(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_see_that_kv_is_missing(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, prompt = make(chunk_context="prefix"), EvaluationPrompt(tuple(CHUNKS[:2]), QUESTION, None)
     engine.precompute(prompt.chunks, method=DIRECT)
     assert check_exactness(engine, prompt)["passed"]
 
-    def misplaced(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> PlacedKV:
-        return PlacedKV(data, num_tokens, first + 1, count - 1, at)
+    def shorter(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> PlacedKV:
+        return PlacedKV(data, num_tokens, first + 8, count - 8, at + 8)
 
-    monkeypatch.setattr(in_order, "PlacedKV", misplaced)
+    monkeypatch.setattr(in_order, "PlacedKV", shorter)
     assert not check_exactness(engine, prompt)["checks"]["first_chunk"]["passed"]
