@@ -63,8 +63,8 @@ class EngineConfig:
     min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
     it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
-    certify`` shows what a value gives and costs. ``auto``: the least value with which the first token of every prompt
-    of the certificate was full prefill's, at less than full prefill's cost; it needs a thorough certificate. 0: none.
+    certify`` shows what a value gives and costs. ``auto``: the value, and unless one is given the recompute ratio,
+    that the certificate promises (``certify --max-differ``). 0: none.
     None: the method's own. It holds for methods given by name; a Method instance has its own."""
     chunk_context: str = "passages"
     """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .answering.options import CallOptions, Request
@@ -298,7 +299,7 @@ class CacheClipEngine:
             method,
             recompute_ratio,
             lambda: self.parts.default_method,
-            lambda chosen: self.parts.certificates.confidence(chosen, any_ratio=any_ratio),
+            partial(self.parts.certificates.promised, any_ratio=any_ratio),
         )
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:

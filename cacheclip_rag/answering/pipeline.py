@@ -206,7 +206,7 @@ class Answering:
         queued_s = clock.elapsed() - clock.seconds["lookup"]
         plan = self.plan(request, sources, clock, read)
         for observer in observers:
-            observer.on_plan(plan, sources)
+            plan = observer.on_plan(plan, sources) or plan
         room = room_for(request.options.params)
         found = prefill(plan, sources, answer_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self._controller(request)) is not None:

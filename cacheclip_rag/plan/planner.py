@@ -116,7 +116,7 @@ def choose_method(
     method: str | Method | None,
     recompute_ratio: float | str | None,
     default: Callable[[], str],
-    certified_confidence: Callable[[Method], float],
+    promised: Callable[[Method, bool], Method],
 ) -> Method:
     """The method for a call, at its recompute ratio.
 
@@ -125,7 +125,8 @@ def choose_method(
         recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
             for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
         default: says which preset ``auto`` means; called for ``auto`` only, because it loads the models.
-        certified_confidence: the method's confidence gate by its certificate; called for ``auto`` only.
+        promised: the method with the confidence gate that its certificate promises, at its ratio (True) or at the
+            cheapest one; called for a gate of ``auto`` only.
 
     Raises:
         ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
@@ -144,6 +145,6 @@ def choose_method(
         chosen = chosen.at(ratio)
     check_auxiliary(chosen, config.auxiliary)
     least = config.min_confidence
-    if least is not None and by_name and chosen.reuses_chunks:
-        chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
-    return chosen
+    if least is None or not by_name or not chosen.reuses_chunks:
+        return chosen
+    return promised(chosen, ratio is not None) if isinstance(least, str) else replace(chosen, min_confidence=least)

@@ -139,7 +139,7 @@ class Planner:
             method,
             recompute_ratio,
             lambda: self.parts.default_method,
-            self.parts.certificates.confidence,
+            self.parts.certificates.promised,
         )
 
     def warm_up(self) -> None:
