@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -180,17 +179,6 @@ class TestOpenAI:
         assert client.completions.create(**own, logprobs=0).choices[0].logprobs.top_logprobs == [{}] * 6
         assert client.completions.create(**own).choices[0].logprobs is None
 
-    def test_eight_at_once(self, served: Served, client: OpenAI) -> None:
-        prompts = [rag_prompt(CHUNKS[n % 4 :], f"Number {n}?") for n in range(8)]
-        expected = [served.engine.generate(prompt, max_tokens=6).text for prompt in prompts]
-
-        def one(prompt: str) -> str:
-            said = ask(client, messages=[{"role": "user", "content": prompt}], max_tokens=6)
-            return str(said.choices[0].message.content)
-
-        with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(one, prompts)) == expected
-
 
 class TestSeveral:
     """Lists of prompts, and several answers to one."""
@@ -296,11 +284,6 @@ class TestField:
         said = ask(client, extra_body={"cacheclip": {"method": "direct", "question": QUESTION}})
         assert said.cacheclip["method"] == "direct" and said.cacheclip["recomputed_tokens"] == 0
 
-    def test_a_ratio(self, served: Served, client: OpenAI) -> None:
-        served.engine.prefixes.clear()
-        half = ask(client, extra_body={"cacheclip": {"method": "cacheclip", "ratio": 0.5}}).cacheclip
-        assert half["nominal_ratio"] == 0.5
-
     def test_a_confidence(self, client: OpenAI) -> None:
         unsure = ask(client, extra_body={"cacheclip": {"ratio": 0.1, "min_confidence": 1.0}}).cacheclip
         assert unsure["gated"] is True and unsure["nominal_ratio"] == 0.1
@@ -325,17 +308,6 @@ class TestField:
         full = served.engine.generate(MESSAGES, max_tokens=12, method="full").text
         assert "".join(chunk.choices[0].delta.content or "" for chunk in revised) == full
         assert revised[-1].cacheclip["verified_tokens"] is not None
-
-    def test_documents_are_stored_after_the_answer(self, client: OpenAI) -> None:
-        new = "A lighthouse keeper wrote down seventeen ships on the last day of the year. " * 2
-        fields: dict[str, Any] = {"messages": [{"role": "user", "content": f"{new}\n\nHow many?"}]}
-        first = ask(client, **fields, extra_body={"cacheclip": {"documents": [new]}}).cacheclip
-        assert (first["hits"], first["misses"]) == (0, 1)
-        for _ in range(50):  # stored after the last event
-            again = ask(client, **fields).cacheclip
-            if again["hits"]:
-                break
-        assert again["hits"] == 1
 
 
 class TestFrameworks:
@@ -370,9 +342,6 @@ class TestOtherPaths:
         assert found.model_extra is not None
         assert found.model_extra["max_model_len"] == served.engine.primary.context_tokens
         assert found.model_extra["cacheclip"] == {"uses_tools": True, "can_constrain": True}
-
-    def test_health(self, served: Served) -> None:
-        assert served.client.get("/health").json() == {"status": "ok"}
 
     def test_shadow_checks(self, config: EngineConfig) -> None:
         with running(replace(config, shadow_rate=1.0)) as served:
