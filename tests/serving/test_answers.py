@@ -13,6 +13,7 @@ import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
@@ -322,10 +323,10 @@ class TestField:
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
-        gates = (PromisedGate(0.35, 0.9999, 0, 0.09, 0.35),)
+        gates = (PromisedGate(0.35, 1.0, 0, 0.09, 0.35),)
         guarantee = Guarantee(0.1, 0.95, 100, gates, None, None, None)
+        certificate_for(CacheClipEngine(replace(config, store=None)), guarantee=guarantee).save()
         with running(replace(config, store=None, min_confidence="auto")) as served:
-            certificate_for(served.engine, guarantee=guarantee).save()
             served.engine.precompute(CHUNKS)
             asking = OpenAI(base_url=served.url, api_key="unused", max_retries=0)
             for least in ({}, {"min_confidence": 0.0}):  # not below the certificate's
