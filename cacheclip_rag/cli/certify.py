@@ -28,6 +28,9 @@ def certify(
         float | None,
         typer.Option(help="Find the cheapest gate with which at most this share of answers differs from full's."),
     ] = None,
+    turns: Annotated[
+        int, typer.Option("--turns", min=1, help="Also measure conversations of so many turns, such as 5.")
+    ] = 1,
     backend: BackendOption = "transformers",
     as_json: JsonOption = False,
 ) -> None:
@@ -49,6 +52,8 @@ def certify(
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 
+        if turns > 1:
+            raise ConfigurationError("--turns measures the transformers backend only: leave out --turns or --backend.")
         certificate = certify_vllm(config, quick=quick, vllm=dict(settings.vllm))
     else:
         from ..lab.evaluation.certify import certify as run
@@ -56,7 +61,7 @@ def certify(
         promised: dict[str, Any] = {} if max_differ is None else {"max_differ": max_differ}
         if answers is not None:
             promised["answers"] = Path(answers).expanduser()
-        certificate = run(config, quick=quick, **promised)
+        certificate = run(config, quick=quick, turns=turns, **promised)
     path = certificate.save()
     if as_json:
         print_json({**certificate.to_dict(), "path": str(path)})
@@ -99,6 +104,10 @@ def _print(certificate: Certificate, path: Path) -> None:
             if guarantee.gates
             else "No gate that costs less than full prefill keeps it: give a larger --max-differ, or use full."
         )
+    if certificate.turns:
+        tables[f"Turns of conversations at ratio {certificate.ratio:g}, to full prefill of the same history"] = _turns(
+            certificate
+        )
     verdict = (
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )
@@ -130,6 +139,20 @@ def _fidelity(certificate: Certificate) -> Rows:
             (f"{row.ratio:g}", f"{row.effective_ratio:.3f}", charged, *(f"{each:.4f}" for each in figures), *shares)
         )
     return (*titles, "agree", "needles", "verdict"), rows
+
+
+def _turns(certificate: Certificate) -> Rows:
+    titles = ("turn", "prompt tokens", "continued", "computed", "first KL mean", "answer KL mean", "max", "agree")
+    return (*titles, "needles", "of full", "verdict"), [
+        (
+            str(each.turn),
+            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.continued_tokens, each.computed_tokens)),
+            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
+            *(f"{share:.0%}" for share in (each.agreement, each.needle_accuracy, each.needle_accuracy_of_full)),
+            each.verdict,
+        )
+        for each in certificate.turns
+    ]
 
 
 def _gate(certificate: Certificate) -> Rows:

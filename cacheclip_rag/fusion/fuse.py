@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..base.errors import ConfigurationError
 from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span, question_slots, question_text
-from ..runtime.base import Runtime, wait_for
+from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
@@ -61,7 +61,16 @@ def fuse(
             stale = match.stale[: layout.num_cached]
         else:
             layout, stale = plan.layout.cached_until(match.num_tokens, plan.reused), None
-        pass_ = _FusedPass(runtime, replace(plan, layout=layout), sources, capacity, clock, geometry, trace, stale)
+        pass_ = _FusedPass(
+            plan=replace(plan, layout=layout),
+            sources=sources,
+            clock=clock,
+            stale=stale,
+            runtime=runtime,
+            capacity=capacity,
+            geometry=geometry,
+            trace=trace,
+        )
         return pass_.run(match)
 
 
@@ -77,7 +86,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
     """
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    chosen, _ = choose_ahead(runtime, plan, sources, clock=clock)
+    chosen, _ = choose_ahead(plan, sources, clock=clock)
     rows = choose_rows(layout, plan.reused, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
@@ -102,7 +111,6 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
 
 
 def choose_ahead(
-    runtime: Runtime,
     plan: Plan,
     sources: Sources,
     *,
@@ -126,25 +134,64 @@ def choose_ahead(
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     spans = [span for span in plan.reused if not layout.is_exact(span)]
-    pass_ = _FusedPass(cast("ModelRuntime", runtime), plan, sources, 0, clock, None, False, stale)
+    choice, recorded = _Choice(plan=plan, sources=sources, clock=clock, stale=stale), list[torch.Tensor]()
+    unread: Any = _Unread(method.name)
     with clock.phase("select"):
-        masks, scores = pass_.choose(spans, when_read)
+        early = method.score(PromptView(**choice.seen(spans, when_read)))
+        view = CacheView(
+            **choice.seen(spans),
+            runtime=unread,
+            cache=unread,
+            full_prefill=lambda: unread.prefill,
+            record_scores=recorded.extend,
+        )
+        masks, scores = method.select(view, early), recorded
     return dict(zip(spans, masks, strict=True)), dict(zip(spans, scores, strict=False))
 
 
-@dataclass(frozen=True, slots=True)
-class _FusedPass:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What the choice of tokens is made by."""
+
+    plan: Plan
+    sources: Sources
+    clock: PhaseClock
+    stale: np.ndarray[Any, Any] | None = None
+    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
+
+    def seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
+        layout, auxiliary = self.plan.layout, self.sources.auxiliary
+        return {
+            "layout": layout,
+            "spans": scorable,
+            "num_chunk_tokens": self.plan.rated_tokens,
+            "candidates": None if self.stale is None else self._candidates(scorable),
+            "question": question_slots(layout, self.plan.question),
+            "fresh": choose_rows(layout, self.plan.reused, []),
+            "auxiliary_scores": lambda scorer: (auxiliary or _no_auxiliary()).score(
+                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
+            ),
+        }
+
+    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Per span the tokens whose KV is a chunk's as it was stored."""
+        assert self.stale is not None
+        known = torch.from_numpy(self.stale)
+        return [
+            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
+            for span in spans
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FusedPass(_Choice):
     """One plan on its way through the model."""
 
     runtime: ModelRuntime
-    plan: Plan
-    sources: Sources
     capacity: int
-    clock: PhaseClock
     geometry: Geometry | None
     trace: bool
-    stale: np.ndarray[Any, Any] | None = None
-    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
     def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -157,7 +204,7 @@ class _FusedPass:
                     reading.start()
             with clock.phase("select"):
                 scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
-                view = PromptView(**self._seen(scorable, reading.start))
+                view = PromptView(**self.seen(scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
                 return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
@@ -221,26 +268,6 @@ class _FusedPass:
             clock.left_to_read_s = busy_s - began[0]
         return found
 
-    def choose(
-        self, scorable: Sequence[Span], when_read: Callable[[], None] | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Masks of the tokens to recompute, and scores, for a method that needs no KV of the primary."""
-        plan = self.plan
-        recorded: list[torch.Tensor] = []
-        scores = plan.method.score(PromptView(**self._seen(scorable, when_read)))
-
-        def no_prefill() -> FusedCache:
-            raise AssertionError(f"method {plan.method.name!r} plans ahead, and asked for the primary's KV")
-
-        view = CacheView(
-            **self._seen(scorable),
-            runtime=self.runtime,
-            cache=FusedCache(layers=[]),
-            full_prefill=no_prefill,
-            record_scores=recorded.extend,
-        )
-        return plan.method.select(view, scores), recorded
-
     def _recompute(
         self,
         cache: FusedCache,
@@ -265,7 +292,7 @@ class _FusedPass:
 
         with clock.phase("select"):
             view = CacheView(
-                **self._seen(scorable),
+                **self.seen(scorable),
                 runtime=runtime,
                 cache=cache,
                 full_prefill=full_prefill,
@@ -298,21 +325,6 @@ class _FusedPass:
         stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
 
-    def _seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, auxiliary = self.plan.layout, self.sources.auxiliary
-        return {
-            "layout": layout,
-            "spans": scorable,
-            "num_chunk_tokens": self.plan.rated_tokens,
-            "candidates": None if self.stale is None else self._candidates(scorable),
-            "question": question_slots(layout, self.plan.question),
-            "fresh": choose_rows(layout, self.plan.reused, []),
-            "auxiliary_scores": lambda scorer: (auxiliary or _no_auxiliary()).score(
-                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
-            ),
-        }
-
     def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
         """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
         stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
@@ -322,15 +334,6 @@ class _FusedPass:
             stale[: len(self.stale)] = self.stale
         stale[rows.numpy()] = False
         return stale
-
-    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Per span the tokens whose KV is a chunk's as it was stored."""
-        assert self.stale is not None
-        known = torch.from_numpy(self.stale)
-        return [
-            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
-            for span in spans
-        ]
 
     def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -348,6 +351,16 @@ class _FusedPass:
                 reused.append(span)
                 pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
         return reused, pieces
+
+
+class _Unread:
+    """In the place of the primary's model and KV, for a method that says it looks at neither."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AssertionError(f"method {self._method!r} plans ahead, and asked for the primary's {name}")
 
 
 def _no_auxiliary() -> NoReturn:

@@ -1,8 +1,8 @@
 """Carries out a plan on a runtime that computes tokens only in the order of the prompt, and whose KV is opaque.
 
-No token depends on a later one, so that one scattering pass and many short ones in order compute the same. Each short
-one costs as much as reading all weights: spans of recomputed tokens are as long as the runtime says is worth a pass
-(:attr:`~cacheclip_rag.runtime.base.Runtime.span_tokens`). Nothing is corrected, because the KV cannot be changed.
+No token depends on a later one, so that one scattering pass and many short ones in order compute the same. A short one
+costs nearly as much as one of 64 tokens, so that short neighbours share one, in which they see each other's stored KV
+(:func:`cacheclip_rag.runtime.llamacpp.model.grouped`). Nothing is corrected, because the KV cannot be changed.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ def _fused(
 ) -> Fused | None:
     known = match.stale[: plan.layout.num_cached] if isinstance(match, ContinuedMatch) else None
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
-    in_spans = replace(plan, method=plan.method.in_spans(runtime.span_tokens))
     with sources.primary.read_ahead(texts) as reading:
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen, scores = choose_ahead(runtime, in_spans, sources, clock=clock, when_read=reading.start, stale=known)
+        chosen, scores = choose_ahead(plan, sources, clock=clock, when_read=reading.start, stale=known)
         with clock.phase("read"):
             stored = _read(reading, texts)
         clock.reading_s += reading.busy_s()

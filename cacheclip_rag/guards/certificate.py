@@ -43,6 +43,7 @@ __all__ = [
     "GateFigures",
     "Identity",
     "RatioFigures",
+    "TurnFigures",
     "check_certificate",
     "check_writable",
     "find_certificate",
@@ -139,6 +140,27 @@ class RatioFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnFigures:
+    """Fidelity to full prefill at one turn of conversations, whose history grows by the method's own answers."""
+
+    turn: int
+    """From 1."""
+    prompt_tokens: float
+    """These three: means over conversations, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
+    continued_tokens: float
+    computed_tokens: float
+    first_token_kl: Mapping[str, float]
+    """These three: as in :class:`RatioFigures`."""
+    answer_kl: Mapping[str, float]
+    agreement: float
+    needle_accuracy: float
+    """Share of the numbers asked for at this turn that the answers contain."""
+    needle_accuracy_of_full: float
+    verdict: str
+    """One of :data:`VERDICTS`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """Measured figures, and the verdict at the requested recompute ratio."""
 
@@ -160,6 +182,8 @@ class Certificate:
     seconds: float
     created: str
     """UTC, ISO 8601."""
+    turns: Sequence[TurnFigures] = ()
+    """Of conversations, at ``ratio`` and without a gate; empty if none were measured."""
     guarantee: Guarantee | None = None
     """What was asked for with ``--max-differ``."""
 
@@ -171,16 +195,18 @@ class Certificate:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         if value["format"] != FORMAT_VERSION:
             raise ValueError(f"certificate format {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios", "guarantee")}
+        taken = ("format", "identity", "ratios", "guarantee", "turns")
         promised = value.get("guarantee")
         certificate = cls(
             identity=Identity(**value["identity"]),
             ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
+            turns=tuple(TurnFigures(**row) for row in value.get("turns", ())),
             guarantee=promised and Guarantee.from_dict(promised),
-            **fields,
+            **{key: value[key] for key in value if key not in taken},
         )
-        rows, gates = certificate.ratios, [gate for row in certificate.ratios for gate in row.gate]
-        if not {certificate.verdict, *(row.verdict for row in rows), *(gate.verdict for gate in gates)} <= {*VERDICTS}:
+        verdicts = {certificate.verdict, *(row.verdict for row in certificate.ratios)}
+        verdicts |= {turn.verdict for turn in certificate.turns}
+        if not verdicts | {gate.verdict for row in certificate.ratios for gate in row.gate} <= {*VERDICTS}:
             raise ValueError("unknown verdict")
         return certificate
 
@@ -204,8 +230,14 @@ class Certificate:
                 logger.warning("%s holds a thorough certificate and stays; this quick one is not saved", self.path)
                 return self.path
             if self.quick == older.quick and self.exactness["passed"]:
-                guarantee = self.guarantee or older.guarantee
-                return replace(self, ratios=_merged(older.ratios, self.ratios), guarantee=guarantee)._write()
+                turns = self.turns or (older.turns if older.ratio == self.ratio else ())
+                merged = replace(
+                    self,
+                    ratios=_merged(older.ratios, self.ratios),
+                    turns=turns,
+                    guarantee=self.guarantee or older.guarantee,
+                )
+                return replace(merged, verdict=verdict_at(merged, merged.ratio))._write()
         return self._write()
 
     def _write(self) -> Path:
@@ -262,7 +294,8 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
 
 
 def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0.0) -> str:
-    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger.
+    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger, or that of the
+    worst turn of conversations, if they were measured at that ratio.
 
     Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
     tokens were equal, ``faithful`` if (in half precision) noise changed a token.
@@ -279,7 +312,10 @@ def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0
     if row is None:
         return "not faithful"
     gates = [each for each in row.gate if 0.0 < each.min_confidence <= min_confidence]
-    return gates[-1].verdict if gates else row.verdict
+    if gates:
+        return gates[-1].verdict
+    turns = certificate.turns if row == _row_at(certificate, certificate.ratio) else ()
+    return max((row.verdict, *(turn.verdict for turn in turns)), key=VERDICTS.index)
 
 
 def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:

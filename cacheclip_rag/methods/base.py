@@ -104,11 +104,6 @@ class Method(ABC):
         """
         raise ConfigurationError(f"method {self.name!r} has no recompute ratio, got {ratio!r}. Leave it out.")
 
-    def in_spans(self, num_tokens: int) -> Self:
-        """The same method for a runtime in which each recomputed span costs a pass: it recomputes as many tokens, in
-        spans of at least ``num_tokens`` where it can."""
-        return self
-
     @property
     def context(self) -> ChunkContext | None:
         """The chunk context of the method's chunks; None: the engine's setting."""

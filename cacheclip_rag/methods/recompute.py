@@ -15,7 +15,6 @@ import torch
 from ..base.checks import check_share
 from ..base.errors import ConfigurationError
 from ..selection.budget import Budget, TokenBudget
-from ..selection.grouping import Windows
 from ..selection.scorers import Scorer
 from ..selection.views import CacheView, PromptView
 from .base import Method
@@ -83,12 +82,6 @@ class Recompute(Method):
         if not isinstance(self.budget, Budget):
             return super(Recompute, self).at(ratio)
         return replace(self, budget=replace(self.budget, ratio=ratio))
-
-    def in_spans(self, num_tokens: int) -> Self:
-        budget = self.budget
-        if not isinstance(budget, Budget) or not isinstance(budget.grouping, Windows):
-            return self
-        return replace(self, budget=replace(budget, grouping=Windows(max(num_tokens, budget.grouping.size))))
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
         if self.budget.is_open(view):

@@ -77,7 +77,8 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``.
 
     Raises:
-        ConfigurationError: a definition lacks a name, or has a name that is more than a word.
+        ConfigurationError: a definition lacks a name, or has a name that is more than a word, or parameters that are no
+            object.
     """
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigurationError(f"tools must be a list of definitions, got {type(tools).__name__}.")
@@ -87,7 +88,12 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ConfigurationError(f"a tool must be a dict in OpenAI's function format, got {type(tool).__name__}.")
         whole = dict(tool) if isinstance(tool.get("function"), Mapping) else {"function": dict(tool)}
         checked.append({"type": "function", **whole})
-        check_name("a tool's name", whole["function"].get("name"))
+        name, parameters = whole["function"].get("name"), whole["function"].get("parameters")
+        check_name("a tool's name", name)
+        if parameters and not isinstance(parameters, Mapping):  # an empty list is how PHP writes an empty object
+            raise ConfigurationError(
+                f"the parameters of the tool {name!r} must be a JSON schema as a dict, got {type(parameters).__name__}."
+            )
     return checked
 
 
@@ -362,7 +368,8 @@ def call_schema(
     def own(schema: Mapping[str, Any], number: int) -> dict[str, Any]:
         moved: dict[str, Any] = _moved(schema, f"#/$defs/{number}.")
         for key in _SHARED:  # references start at the root of the whole schema
-            shared.update({f"{number}.{name}": each for name, each in moved.pop(key, {}).items()})
+            if isinstance(moved.get(key), Mapping):
+                shared.update({f"{number}.{name}": each for name, each in moved.pop(key).items()})
         return moved
 
     for number, function in enumerate(wanted):

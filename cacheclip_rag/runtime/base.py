@@ -166,8 +166,6 @@ class Runtime(ABC):
     reads_kv: bool = True
     """Whether methods can look at the KV and change it. If not, methods that reuse chunks must plan ahead
     (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`), and nothing is corrected."""
-    span_tokens: int = 1
-    """Least tokens of a recomputed span that are worth a pass, where each span takes one of its own."""
     backend: str = ""
     """What runs the model, for certificates; empty for transformers in this process."""
     opening: str

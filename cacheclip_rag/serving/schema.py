@@ -26,6 +26,8 @@ _IGNORED = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
         *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
         *("session_id", "chat_id", "request_id"),
+        *("cache_prompt", "id_slot", "truncation_length"),  # llama.cpp's and others' clients
+        *("provider", "route", "usage", "caching", "num_retries", "drop_params"),  # of what routes requests
     }
 )
 """Fields that do not change the answer."""
@@ -55,6 +57,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "extra_body": ({},),
+    "transforms": ([],),
+    "n_predict": (-1,),
+    "add_bos_token": (True,),
+    "ban_eos_token": (False,),
+    **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical"), (1,)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
 }
 """Values with which a field that is not followed changes nothing; null never does."""
 _REASONS = {
@@ -107,7 +115,13 @@ def _text(value: Any) -> Any:
 
 def _text_of(part: Any) -> str | None:
     """A part's text; None for calls and reasoning. Raises ValueError for parts that are not read."""
-    kind = str(part.get("type")) if isinstance(part, dict) else "text" if isinstance(part, str) else type(part).__name__
+    kind = (
+        str(part.get("type", "text"))
+        if isinstance(part, dict)
+        else "text"
+        if isinstance(part, str)
+        else type(part).__name__
+    )
     if kind in _REASONING_PARTS or kind in _CALL_PARTS:
         return None
     if kind not in _TEXT_PARTS:
@@ -313,7 +327,7 @@ class Body(_ContentPart):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _IGNORED or _is_neutral(name, value):
                 continue
-            if name in ("enable_thinking", "thinking") and isinstance(value, bool | dict):
+            if _switched(name, value) is not None or (name == "thinking" and isinstance(value, dict)):
                 continue
             why = _REASONS.get(name, "this server does not follow it. Leave it out")
             raise unsupported(name, f"{name} is not supported with this value: {why}.")
@@ -323,6 +337,20 @@ class Body(_ContentPart):
             raise RequestError("stop must hold strings that are not empty.", param="stop")
         if self.stream and len(self.prompts) * (self.n or 1) > 1:
             raise unsupported("stream", "several answers are not streamed. Leave stream out, or ask for one at a time.")
+
+
+def _switched(name: str, value: Any) -> bool | None:
+    """Whether a field switches thinking on or off; None: neither."""
+    match name, value:
+        case "enable_thinking" | "thinking" | "think", bool():
+            return value
+        case "thinking", {"type": "enabled" | "disabled" as kind}:
+            return bool(kind == "enabled")
+        case "reasoning", {"enabled": bool() as on}:
+            return on
+        case ("reasoning_effort", "none") | ("reasoning", {"effort": "none"}):
+            return False
+    return None
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -346,7 +374,7 @@ class ChatBody(Body):
     @property
     def ignored(self) -> list[str]:
         in_messages = set().union(*(message.ignored for message in self.messages))
-        read = {"enable_thinking", "thinking", *(("reasoning_effort",) if self.turns_thinking_off else ())}
+        read = {name for name, value in (self.model_extra or {}).items() if _switched(name, value) is not None}
         return [
             *(name for name in super().ignored if name not in read),
             *sorted(f"messages.{name}" for name in in_messages),
@@ -393,18 +421,8 @@ class ChatBody(Body):
 
     def _thinking(self) -> dict[str, Any]:
         """Thinking switched off or on by other fields, as Qwen 3's and others' templates have it."""
-        extra = self.model_extra or {}
-        kind = extra["thinking"].get("type") if isinstance(extra.get("thinking"), dict) else None
-        if self.turns_thinking_off or kind == "disabled" or extra.get("enable_thinking") is False:
-            return {"enable_thinking": False, "thinking": False}
-        if kind == "enabled" or extra.get("enable_thinking") is True:
-            return {"enable_thinking": True, "thinking": True}
-        return {}
-
-    @property
-    def turns_thinking_off(self) -> bool:
-        """Whether OpenAI's field says that the answer has no reasoning."""
-        return (self.model_extra or {}).get("reasoning_effort") == "none"
+        switched = {_switched(name, value) for name, value in (self.model_extra or {}).items()} - {None}
+        return dict.fromkeys(("enable_thinking", "thinking"), False not in switched) if switched else {}
 
     def check(self) -> None:
         super().check()

@@ -112,6 +112,16 @@ class RuntimeConformance:
             assert state.get_seq_length() == len(ids)
             assert float((logits - self.reference_logits(runtime, ids, number)).abs().max()) <= self.tolerance
 
+    def test_several_answers_at_once_equal_each_alone(self, runtime: Runtime) -> None:
+        ids = torch.tensor(runtime.tokenize(_PROMPT).ids)
+        together, alone = ([runtime.prefill(ids[n:], len(ids))[0] for n in range(3)] for _ in range(2))
+        for step in range(3):
+            tokens = ids[step : step + 3].tolist()
+            found = runtime.decode_steps(together, tokens)
+            for state, token, logits in zip(alone, tokens, found, strict=True):
+                assert float((runtime.decode_step(state, token) - logits).abs().max()) <= self.tolerance
+        assert [state.get_seq_length() for state in together] == [len(ids) + 3 - n for n in range(3)]
+
     def test_the_reference_tells_prompts_apart(self, runtime: Runtime) -> None:
         """Twin of the two tests above: other tokens must give other logits."""
         ids = torch.tensor(runtime.tokenize(_PROMPT).ids)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +26,59 @@ from tests.engine.asking import SHORT, check_sums, logits, rag
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
 
 
+MARKED = (
+    "The **boiler** of the *northern* hall has **four** valves, of which **two** are `closed` in **winter**. The "
+    "*keeper* reads the **pressure** at `six` in the **morning** and writes it into the **red** book. If the "
+    "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
+    "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
+)
+GERMAN = (
+    "Die Öfen der größeren Häuser müssen jährlich überprüft werden. Für die Prüfung ist die zuständige Behörde mit "
+    "geeigneten Geräten ausgerüstet. Übermäßige Rückstände führen zu Störungen, die für die Bewohner gefährlich "
+    "wären. Künftig würden höhere Gebühren fällig. Für ältere Gebäude gelten möglicherweise größere Beträge."
+)
+GREEK = (
+    "Οι λέβητες των μεγάλων κτιρίων πρέπει να ελέγχονται κάθε χρόνο. Η αρμόδια αρχή "
+    "έχει τα κατάλληλα όργανα για την εξέταση, και η πίεση μετράται κάθε πρωί στις έξι. Αν η "
+    "βελόνα περάσει το τρίτο σημάδι, ανοίγεται η εξωτερική βαλβίδα."
+)
+
+
+def without_marks(text: str) -> str:
+    return "".join(each for each in unicodedata.normalize("NFD", text) if not unicodedata.combining(each))
+
+
+REWRITTEN: dict[str, tuple[str, str]] = {
+    # name: a stored text, and how the prompt has it
+    "marks removed": (MARKED, re.sub("[*`]", "", MARKED)),
+    "marks added": (re.sub("[*`]", "", MARKED), MARKED),
+    "other marks": (MARKED, MARKED.replace("**", "__").replace("*", "_")),
+    "tags": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"<b class='x'>\1</b>", MARKED)),
+    "links": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"[\1](https://x.org/a/\1)", MARKED)),
+    "capitals": (GERMAN, GERMAN.upper()),
+    "umlauts stripped": (GERMAN, without_marks(GERMAN)),
+    "umlauts restored": (without_marks(GERMAN), GERMAN),
+    "two letters for one": (GERMAN, GERMAN.translate(str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss"}))),
+    "question marks": (GERMAN, GERMAN.encode("ascii", "replace").decode()),
+    "lost in decoding": (GERMAN, GERMAN.encode("cp1252").decode("utf-8", "replace")),
+    "decoded wrongly": (GERMAN, GERMAN.encode().decode("latin-1")),
+    "accents of Greek": (GREEK, without_marks(GREEK)),
+}
+
+
 class TestMisses:
+    @pytest.mark.parametrize("name", REWRITTEN)
+    def test_a_rewritten_text_is_found_or_counted(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
+        text, shown = REWRITTEN[name]
+        others = [each for each in (MARKED, GERMAN, GREEK) if without_marks(each)[:3] != without_marks(text)[:3]]
+        engine.precompute([text, chunks[0], *others])
+        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
+        assert (stats.hits + stats.misses, stats.hits > 0) == (2, True)
+        assert stats.misses == 0 or stats.missed_tokens == len(engine.primary.tokenize(text))
+        engine.release([text])
+        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
+        assert (stats.hits, stats.misses) == (1, 0), "nothing of the text is left"
+
     def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)
@@ -32,11 +86,6 @@ class TestMisses:
         assert answer.stats.fallback is not None and "4 chunks" in answer.stats.fallback
         assert answer.stats.misses == 4 and answer.stats.nominal_ratio == 0.2
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
-
-    def test_the_second_call_hits(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, documents=chunks)
-        stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
-        assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
 
     @pytest.mark.parametrize(("length", "stores"), [(200, False), (400, True)])
     def test_a_part_of_a_deleted_text(
@@ -185,13 +234,6 @@ class TestDamage:
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
-    def test_all_damaged_says_that_it_was_a_plain_prefill(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        for chunk in chunks:
-            self.damage(engine, engine.config.primary, chunk)
-        stats = engine.generate(rag(chunks), SHORT).stats
-        assert stats.fallback is not None
-
     def test_damaged_for_the_auxiliary(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
@@ -231,24 +273,6 @@ class TestStore:
             engine.precompute(iter([chunks[0], "", chunks[1]]))
         assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
 
-    def test_survives_a_new_engine(
-        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
-    ) -> None:
-        engine.precompute(chunks)
-        again = make(store=engine.config.store)
-        assert again.precompute(chunks) == 0
-        assert again.generate(rag(chunks), SHORT).stats.hits == 4
-
-    def test_memory_and_disk_give_the_same_answer(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        engines = [make(), make(store=str(tmp_path / "a")), make(store=str(tmp_path / "b"), memory_bytes=10**8)]
-        answers = []
-        for engine in engines:
-            engine.precompute(chunks)
-            answers.append(engine.generate(rag(chunks), SHORT).token_ids)
-        assert answers[0] == answers[1] == answers[2]
-
     @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
     def test_release_of_every_chunk_context_loads_no_model(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: Method
@@ -264,9 +288,6 @@ class TestStore:
         assert not any(engine.is_stored(text) for text in chunks[:2])
         assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
-    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
-        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
-
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         assert engine.release(chunks[:2]) == 2
@@ -277,18 +298,6 @@ class TestStore:
         assert engine.generate(rag(chunks), SHORT).stats.misses == 0
         assert engine.precompute(chunks) == 2
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
-
-    def test_namespaces_do_not_share(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        ours, theirs = (make(store=str(tmp_path), namespace=n) for n in ("ours", "theirs"))
-        ours.precompute(chunks)
-        assert not theirs.is_stored(chunks[0])
-        assert Chunk(chunks[0]) not in theirs.segment(rag(chunks))
-        assert theirs.generate(rag(chunks), SHORT).stats.hits == 0
-        assert theirs.precompute(chunks) == 4
-        theirs.release(chunks)
-        assert ours.generate(rag(chunks), SHORT).stats.hits == 4
 
     def test_other_system_prompt_does_not_share(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path

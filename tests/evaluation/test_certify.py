@@ -18,10 +18,12 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.guards.fidelity import kl_divergence
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.lab.evaluation import exactness
 from cacheclip_rag.lab.evaluation import guarantee as guarantees
 from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
+from cacheclip_rag.lab.evaluation.conversations import questions_of
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.lab import Lab, planned_runs
@@ -253,6 +255,51 @@ class TestCertify:
         else:
             assert engine.make_method() == replace(preset("cacheclip"), min_confidence=least)
 
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_turns_are_compared_with_full_prefill_of_the_same_history(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
+        """Brute force, with an engine that nothing else was asked. Planted: no turn continues the one before."""
+        config = replace(config, recompute_ratio=0.3)
+        with monkeypatch.context() as patched:
+            if planted:
+                patched.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+            turns = certify(config, quick=True, turns=5).turns
+        assert [each.turn for each in turns] == [1, 2, 3, 4, 5] and not turns[0].continued_tokens
+        engine = CacheClipEngine(config)
+        prompt, method = short_prompts(2)[1], engine.make_method()
+        engine.precompute(prompt.chunks)
+        messages, found = list[dict[str, str]](), list[tuple[float, int, int]]()
+        for turn in questions_of(prompt, 5, 0):
+            messages.append({"role": "user", "content": turn.question if messages else turn.text})
+            full = engine.prefill(messages, method=preset("full")).logits
+            own = engine.prefill(messages, method=method).logits
+            answer = engine.generate(messages, SamplingParams(max_tokens=6))
+            kl = float(kl_divergence(full, own))
+            found.append((kl, answer.stats.continued_tokens, answer.stats.prompt_tokens))
+            messages.append({"role": "assistant", "content": answer.text})
+        assert all(continued > 0 for _, continued, _ in found[1:])
+        expected = [(pytest.approx(kl, rel=1e-3, abs=1e-5), *sizes) for kl, *sizes in found]
+        seen = [(each.first_token_kl["mean"], each.continued_tokens, each.prompt_tokens) for each in turns]
+        assert (seen == expected) is not planted
+
+    def test_turns_at_ratio_1_are_exact_and_the_worst_turn_is_the_verdict(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True, turns=3)
+        assert [each.verdict for each in certificate.turns] == ["exact"] * 3 and certificate.verdict == "exact"
+        certificate.save()
+        bad = replace(certificate, turns=(*certificate.turns[:2], replace(certificate.turns[2], verdict="faithful")))
+        bad.save()
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+        replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+
+    def test_questions_of_a_conversation(self) -> None:
+        for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):
+            asked = questions_of(prompt, 5, number)
+            needles = {each.needle for each in asked} - {None}
+            assert len({each.question for each in asked}) == 5 and prompt.needle in needles and len(needles) == 3
+            assert all(prompt.text.count(needle) == 1 for needle in needles)
+
     def test_answers_of_others_make_none(
         self, config: EngineConfig, tmp_path: Path, tiny_models: dict[str, str]
     ) -> None:
@@ -360,11 +407,17 @@ class TestCommand:
         assert value["verdict"] == "exact" and Path(value["path"]).is_file()
         assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
 
+    def test_turns_are_measured_with_transformers_only(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--turns", "2", "--backend", "vllm"])
+        assert isinstance(result.exception, ConfigurationError) and "leave out --turns" in str(result.exception)
+
     def test_found_wanting_is_exit_code_1(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "160")
-        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05"])
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05", "--turns", "3"])
         assert result.exit_code == 1
         for word in (
+            "Turns of conversations at ratio 0.05",
+            "continued",
             "Verdict at ratio 0.05: not faithful",
             "nominal",
             "charged",

@@ -448,7 +448,7 @@ class TestEngine:
 
         from cacheclip_rag.cli import app
 
-        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool, turns: int) -> Certificate:
             measured = CacheClipEngine(config)
             identity = measured.parts.certificates.identity(measured.make_method(method))
             return replace(certificate_for(make()), identity=identity, quick=quick)

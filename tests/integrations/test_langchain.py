@@ -509,15 +509,15 @@ def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCa
     assert not caplog.records
 
 
-def test_construction_is_quick_and_loads_no_torch() -> None:
+def test_construction_loads_no_torch() -> None:
+    """Of both frameworks' components."""
     code = """
-import statistics, sys, time
+import sys
 from langchain_cacheclip import ChatCacheClip
-def seconds():
-    begin = time.perf_counter()
-    ChatCacheClip(store="s", temperature=0.5)
-    return time.perf_counter() - begin
-assert statistics.median(seconds() for _ in range(9)) < 0.010
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+ChatCacheClip(store="s", temperature=0.5)
+CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -526,17 +526,16 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 def test_missing_framework_is_explained() -> None:
     code = """
 import sys
-sys.modules[sys.argv[2]] = None
-try:
-    __import__(sys.argv[1])
-except ImportError as error:
-    sys.exit("pip install 'cacheclip-rag[" not in str(error))
+for module, framework in ("langchain_cacheclip", "langchain_core"), ("llama_index.llms.cacheclip", "llama_index.core"):
+    sys.modules[framework] = None
+    try:
+        __import__(module)
+    except ImportError as error:
+        assert "pip install 'cacheclip-rag[" in str(error)
+    else:
+        raise AssertionError(module)
 """
-    for module, framework in (
-        ("langchain_cacheclip", "langchain_core"),
-        ("llama_index.llms.cacheclip", "llama_index.core"),
-    ):
-        assert subprocess.run([sys.executable, "-c", code, module, framework], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_configurable_fields_and_copies_still_answer(llm: ChatCacheClip) -> None:

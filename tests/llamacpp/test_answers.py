@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.runtime.llamacpp.context import Context
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.conftest import MakeEngine
 
@@ -115,3 +118,31 @@ class TestEarlierPrompts:
         engine.generate(PROMPT, PARAMS, method=everything)
         full = engine.prefill(PROMPT, method=engine.make_method("full"))
         assert float((engine.prefill(PROMPT, method=everything).logits - full.logits).abs().max()) < 0.1
+
+    @pytest.mark.parametrize("planted", [False, True])
+    @pytest.mark.parametrize("method", ["epic", "cacheclip"])
+    def test_no_prompt_computes_more_than_plain_prefill(
+        self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
+        if planted:
+            monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+        rows, decode = list[int](), Context.decode
+
+        def counted(self: Any, cells: Any, ids: Any, **options: Any) -> Any:
+            rows.append(len(ids))
+            return decode(self, cells, ids, **options)
+
+        engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
+        engine.precompute(CHUNKS)
+        monkeypatch.setattr(Context, "decode", counted)
+        for _ in range(8):
+            chosen = generator.sample(CHUNKS, generator.randint(1, 4))
+            for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
+                prompt = "\n\n".join([*chosen, question])
+                ids = engine.plan(prompt, method="prefix").layout.token_ids
+                plain = len(ids) - engine.prefixes.known(ids[:-1])
+                rows.clear()
+                engine.generate(prompt, max_tokens=1, method=generator.choice(["prefix", method]))
+                over += sum(rows) > plain
+        assert (over > 0) is planted

@@ -16,7 +16,6 @@ from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
-from cacheclip_rag.selection import Budget
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.conftest import MakeEngine
 from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW
@@ -87,10 +86,35 @@ class TestExactness:
         pieces[0] = pieces[0][chance.randint(0, 40) :]
         prompt = chance.choice(["\n\n", " ", "\n- "]).join([*pieces, QUESTION])
         some = RandomTokens(chance.random(), seed)
-        found = logits(engine, prompt, some)
-        monkeypatch.setattr(in_order, "runs_of", one_by_one)
-        assert float((logits(engine, prompt, some) - found).abs().max()) < TOLERANCE
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "_CALL_TOKENS", 0)  # each run has a call
+            found = logits(engine, prompt, some)
+            patch.setattr(in_order, "runs_of", one_by_one)
+            assert float((logits(engine, prompt, some) - found).abs().max()) < TOLERANCE
         assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_runs_of_a_call_see_each_other_as_stored(self, make: MakeEngine, architecture: str, seed: int) -> None:
+        chance = random.Random(seed)
+        runtime = make(architecture).primary
+        ids = runtime.tokenize(PROMPT).ids[:300]
+        held = runtime.prefill(torch.tensor(ids[::-1]), 300)[0].cells  # other tokens' KV
+        held.runs = [(0, 300)]
+        runs = [(n, n + chance.randint(1, 12)) for n in sorted(chance.sample(range(0, 280, 20), 5))]
+        context, expected = held.context, runtime.compute_in_order(ids, held, [(299, 300)], 300)[0].cells
+        context.cut(expected, 0)
+        for start, stop in runs:
+            alone = context.new(300)
+            context.copy(held, alone, 0, start)
+            context.decode(alone, ids[start:stop])
+            context.copy(held, expected, expected.length, start)
+            context.copy(alone, expected, start, stop)
+        context.copy(held, expected, expected.length, 299)
+        last = context.decode(expected, ids[299:])
+        found = runtime.compute_in_order(ids, held, [*runs, (299, 300)], 300)[1]
+        assert float((found - last[0]).abs().max()) < TOLERANCE
+        stale = runtime.compute_in_order(ids, held, [(299, 300)], 300)[1]
+        assert float((found - stale).abs().max()) > TOLERANCE  # the comparison sees the runs
 
 
 def one_by_one(rows: list[int]) -> list[tuple[int, int]]:
@@ -113,6 +137,23 @@ class RandomTokens(Method):
         return [torch.rand(len(span.tokens), generator=generator) < self.share for span in view.spans]
 
 
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0, 70)], [1]),
+        ([(0, 9), (20, 29), (30, 39)], [3]),
+        ([(0, 60), (70, 80), (90, 99)], [2, 1]),
+        ([(0, 9), (20, 90), (91, 95)], [1, 1, 1]),
+        ([(0, 9), (100, 103), (110, 113)], [2, 1]),
+        ([(n, n + 1) for n in range(0, 60, 2)], [20, 10]),
+    ],
+    ids=["long", "short", "enough", "long between", "stored nowhere", "many"],
+)
+def test_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[int]) -> None:
+    groups = list(model.grouped(runs, [(0, 50), (52, 100), (103, 200)], most=20))
+    assert [len(group) for group in groups] == expected and sum(groups, []) == runs
+
+
 class TestMethods:
     @pytest.mark.parametrize("name", PRESET_NAMES)
     def test_each_runs_or_is_refused_with_the_reason(self, make: MakeEngine, name: str) -> None:
@@ -129,16 +170,6 @@ class TestMethods:
 
     def test_auto_needs_no_kv(self, make: MakeEngine) -> None:
         assert make(method="auto").make_method().name == "epic"
-
-    def test_spans_are_as_long_as_a_pass_is_worth(self, make: MakeEngine) -> None:
-        engine = make(method="cacheclip")
-        engine.precompute(CHUNKS)
-        method = replace(preset("cacheclip"), budget=Budget(ratio=0.5))
-        answer = engine.generate(PROMPT, method=method, trace=True, max_tokens=1)
-        assert answer.trace is not None and answer.trace.scores
-        rows = answer.trace.recomputed
-        runs = 1 + sum(b - a > 1 for a, b in zip(rows, rows[1:], strict=False))
-        assert len(rows) == round(0.5 * answer.stats.chunk_tokens) and runs <= len(rows) / 16
 
     def test_a_gate_completes_the_exact_kv(self, make: MakeEngine) -> None:
         engine = make()

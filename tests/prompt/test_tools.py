@@ -269,6 +269,10 @@ class TestChecks:
             ([len], "OpenAI's function format"),
             ([{"description": "x"}], "name must be a word"),
             ([{"name": "a b"}], "'a b'"),
+            *(
+                ([{"name": "a", "parameters": given}], "of the tool 'a' must be a JSON schema")
+                for given in (True, "x", [1], 5)
+            ),
         ],
     )
     def test_tools(self, tools: Any, match: str) -> None:
@@ -277,6 +281,11 @@ class TestChecks:
 
     def test_the_outer_object_may_be_left_out(self) -> None:
         assert check_tools([SEARCH["function"]]) == [SEARCH]  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("given", [{}, [], None, {"$defs": [], "type": "object"}, {"definitions": 5}])
+    def test_odd_parameters(self, given: Any) -> None:
+        """A call can be forced all the same."""
+        assert call_schema(check_tools([{"name": "a", "parameters": given}]))["properties"]["name"] == {"const": "a"}
 
     def test_schema_of_a_call(self) -> None:
         other = {"name": "stop"}

@@ -85,6 +85,7 @@ def of(**properties: Any) -> dict[str, Any]:
         (of(a={"type": "string", "format": "colour"}), ["properties/a", "colour"]),
         ({"type": "foo"}, ["as a whole", "foo"]),
         ({"type": "array", "uniqueItems": True}, ["as a whole", "uniqueItems"]),
+        ({"$ref": "#"}, ["as a whole: no value can follow it", "refers to itself alone"]),
     ],
 )
 def test_a_refusal_says_which_part_and_why(grammars: Grammars, schema: dict[str, Any], words: list[str]) -> None:

@@ -210,6 +210,9 @@ class TestAnswers:
         assert read({"role": "user", "content": parts}) == [{"role": "user", "content": "a\nb"}]
 
 
+OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
+
+
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -218,8 +221,22 @@ class TestAnswers:
         ({"max_completion_tokens": 8.0, "seed": 3.0}, {"max_tokens": 8, "seed": 3}),
         ({"n": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {}),
         ({"reasoning_effort": "medium"}, {}),
-        ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
-        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        ({"reasoning_effort": "none"}, OFF),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        *(
+            ({field: value}, OFF)
+            for field, value in (("think", False), ("enable_thinking", False), ("thinking", False))
+        ),
+        *(
+            ({"reasoning": value}, OFF)
+            for value in ({"effort": "none"}, {"enabled": False}, {"enabled": False, "x": 1})
+        ),
+        ({"reasoning": {"enabled": True}}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, OFF),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"cache_prompt": True, "id_slot": -1, "n_predict": -1, "mirostat": 0, "repeat_penalty": 1.0, "min_p": 0}, {}),
+        ({"provider": {"order": ["x"]}, "transforms": [], "usage": {"include": True}, "num_retries": 2}, {}),
+        ({"add_bos_token": True, "ban_eos_token": False, "truncation_length": 4096, "typical": 1}, {}),
         ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
         ({"stop": []}, {"stop": []}),
@@ -228,6 +245,23 @@ class TestAnswers:
 )
 def test_requests(fields: dict[str, Any], options: dict[str, Any]) -> None:
     assert parse(ChatBody, {"messages": [USER], **fields}).sampling() == options
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"n_predict": 5},
+        {"mirostat": 2},
+        {"repeat_penalty": 1.1},
+        {"reasoning": {"effort": "high"}},
+        {"think": "high"},
+        {"add_bos_token": False},
+        {"transforms": ["middle-out"]},
+    ],
+)
+def test_what_would_change_the_answer(field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(field))} is not supported with this value"):
+        parse(ChatBody, {"messages": [USER], **field})
 
 
 def test_marks_for_caches_in_tools() -> None:

@@ -34,6 +34,10 @@ class EvaluationPrompt:
         """The prompt's text, chunks first."""
         return "\n\n".join(self.chunks) + f"\n\nQuestion: {self.question}"
 
+    def finds(self, answer: str) -> bool | None:
+        """Whether an answer contains the needle, with any grouping of its digits; None for a prompt without one."""
+        return None if self.needle is None else self.needle in answer.replace(",", "").replace(" ", "")
+
 
 def bundled_prompts(count: int) -> list[EvaluationPrompt]:
     """The first ``count`` prompts, alternating questions and needles. From the 25th on, the same questions stand after

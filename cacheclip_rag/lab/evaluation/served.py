@@ -223,7 +223,7 @@ def certify_vllm(
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
             reference = session.ask(prompt, preset("full"), common.ANSWER_TOKENS)
-            found_by_full.append(common.finds(prompt, _text(engine, reference.ids)))
+            found_by_full.append(prompt.finds(_text(engine, reference.ids)))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(session, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
@@ -295,7 +295,7 @@ def _measure(
     answer = reference.ids
     if prompt.needle is not None and fidelity.agreement < 1.0:
         answer = session.ask(prompt, method, common.ANSWER_TOKENS, rows=False).ids
-    finds = common.finds(prompt, _text(session.engine, answer))
+    finds = prompt.finds(_text(session.engine, answer))
     ratio = said.effective_ratio
     return common.PromptOutcome(fidelity, ratio, ratio, finds, confidence(said.rows[0]))
 

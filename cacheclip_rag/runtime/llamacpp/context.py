@@ -97,9 +97,10 @@ class Context:
     def copy(self, source: Cells, target: Cells, start: int, stop: int) -> None:
         """Let the cells of positions ``[start, stop)`` belong to ``target``, too, whose next position is ``start``."""
         assert start == target.length, f"position {start} cannot follow {target.length} tokens"
-        with self._lock:
-            for own in target.ids:
-                library().llama_memory_seq_cp(self._memory, source.ids[0], own, start, stop)
+        if start < stop:
+            with self._lock:
+                for own in target.ids:
+                    library().llama_memory_seq_cp(self._memory, source.ids[0], own, start, stop)
         target.length = stop
 
     def cut(self, cells: Cells, start: int) -> None:
@@ -185,29 +186,86 @@ class Context:
             ``(logits_of, vocab_size)`` logits; None for none.
         """
         found: list[torch.Tensor] = []
-        with self._lock:
-            if cells.length + len(ids) > cells.room:  # an answer that is longer than was said
-                self._make_room(grown := cells.length + len(ids) + _STEP // 4 - cells.room)
-                cells.room += grown
-            self._use_threads()
-            for begin in range(0, len(ids), _BATCH):
-                part = ids[begin : begin + _BATCH]
-                wanted = max(0, min(len(part), logits_of - (len(ids) - begin - len(part))))
-                batch = self._batch.of(part, cells.length, cells.ids, wanted)
-                code = library().llama_decode(self._pointer, batch)
-                if code:
-                    self.cut(cells, cells.length)
-                    raise ModelError(f"llama.cpp could not compute {len(part)} tokens (its code is {code}).")
-                self._shifted = False
-                cells.length += len(part)
-                if wanted:
-                    found.append(self._logits(wanted))
+        for begin in range(0, len(ids), _BATCH):
+            part = ids[begin : begin + _BATCH]
+            wanted = max(0, min(len(part), logits_of - (len(ids) - begin - len(part))))
+            found += self.decode_many([(cells, part)], logits_of=wanted)
         return torch.cat(found) if found else None
 
-    def _logits(self, count: int) -> torch.Tensor:
-        get = library().llama_get_logits_ith
-        rows = [np.ctypeslib.as_array(get(self._pointer, n - count), (self.vocab_size,)) for n in range(count)]
-        return torch.from_numpy(np.stack(rows))
+    def decode_many(self, parts: Sequence[tuple[Cells, Sequence[int]]], *, logits_of: int) -> list[torch.Tensor]:
+        """Compute tokens after the last one of each sequence, all in one call: the weights are read once. No sequence
+        sees what is computed of another.
+
+        Args:
+            parts: sequences, each once, and their tokens; no more than a call takes.
+            logits_of: of so many last tokens of each.
+
+        Returns:
+            Per part ``(logits_of, vocab_size)`` logits; empty for none.
+
+        Raises:
+            ModelError: llama.cpp could not do it. Nothing has changed then.
+        """
+        with self._lock:
+            for cells, ids in parts:
+                if cells.length + len(ids) > cells.room:  # an answer that is longer than was said
+                    self._make_room(grown := cells.length + len(ids) + _STEP // 4 - cells.room)
+                    cells.room += grown
+            self._use_threads()
+            code = library().llama_decode(
+                self._pointer, self._batch.of([(cells.ids, cells.length, ids) for cells, ids in parts], logits_of)
+            )
+            if code:
+                for cells, _ in parts:
+                    self.cut(cells, cells.length)
+                count = sum(len(ids) for _, ids in parts)
+                raise ModelError(f"llama.cpp could not compute {count} tokens (its code is {code}).")
+            self._shifted = False
+            for cells, ids in parts:
+                cells.length += len(ids)
+            if not logits_of:
+                return []
+            get, rows, end = library().llama_get_logits_ith, [], 0
+            for _, ids in parts:
+                end += len(ids)
+                numbers = range(end - logits_of, end)
+                rows += [np.ctypeslib.as_array(get(self._pointer, n), (self.vocab_size,)) for n in numbers]
+            return list(torch.from_numpy(np.stack(rows)).split(logits_of))
+
+    def compute_apart(
+        self, target: Cells, held: Cells, ids: Sequence[int], runs: Sequence[tuple[int, int]], *, logits_of: int = 0
+    ) -> torch.Tensor | None:
+        """Compute some runs of a prompt in one call, and let them and what ``held`` has between them belong to
+        ``target``. A run sees the others of its call as ``held`` has them; one that is stored nowhere it does not see.
+
+        Args:
+            ids: of the whole prompt.
+            runs: neighbouring positions, ascending; none is empty.
+            logits_of: of so many last tokens; only for a single run.
+        """
+        with self._lock:
+            (start, stop), *others = runs
+            self.copy(held, target, target.length, start)
+            if not others:
+                return self.decode(target, ids[start:stop], logits_of=logits_of)
+            apart = [self.new(0) for _ in others]
+            for cells, (first, last) in zip(apart, others, strict=True):
+                self.copy(target, cells, 0, start)
+                self.copy(held, cells, start, first)
+                cells.room = last  # its new cells are counted as the target's
+            parts = [(target, ids[start:stop])]
+            parts += [(cells, ids[first:last]) for cells, (first, last) in zip(apart, others, strict=True)]
+            self.decode_many(parts, logits_of=0)
+            for cells, (first, last) in zip(apart, others, strict=True):
+                self.copy(held, target, target.length, first)
+                self.copy(cells, target, first, last)
+        return None
+
+    def spare(self) -> int:
+        """Sequences that are free, without those for the next answers."""
+        with self._lock:
+            self._collect()
+            return max(0, len(self._free) - _SEQUENCES // 4)
 
     def _use_threads(self) -> None:
         threads = torch.get_num_threads()
@@ -218,7 +276,7 @@ class Context:
         """Have keys rotated that wait for it: llama.cpp does so when it computes anything."""
         if not self._shifted:
             return
-        code = library().llama_decode(self._pointer, self._batch.of([0], 0, self._scratch, 0))
+        code = library().llama_decode(self._pointer, self._batch.of([(self._scratch, 0, [0])], 0))
         for own in self._scratch:
             library().llama_memory_seq_rm(self._memory, own, -1, -1)
         if code:
@@ -293,25 +351,29 @@ class _Batch:
         api = library()
         self._tokens, self._positions = np.zeros(_BATCH, np.int32), np.zeros(_BATCH, np.int32)
         self._counts, self._wanted = np.full(_BATCH, per_token, np.int32), np.zeros(_BATCH, np.int8)
-        self._own = (ctypes.c_int32 * per_token)()
-        row = ctypes.cast(self._own, ctypes.POINTER(ctypes.c_int32))
-        self._sequences = (ctypes.POINTER(ctypes.c_int32) * _BATCH)(*[row] * _BATCH)
+        self._own = np.zeros((_BATCH, per_token), np.int32)
+        rows = self._own.ctypes.data + self._own.strides[0] * np.arange(_BATCH, dtype=np.uintp)
+        self._rows = rows.astype(np.uintp)
+        numbers = ctypes.POINTER(ctypes.c_int32)
         self._struct = api.llama_batch(
             0,
-            self._tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+            self._tokens.ctypes.data_as(numbers),
             None,
-            self._positions.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._counts.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-            self._sequences,
+            self._positions.ctypes.data_as(numbers),
+            self._counts.ctypes.data_as(numbers),
+            self._rows.ctypes.data_as(ctypes.POINTER(numbers)),
             self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
-    def of(self, ids: Sequence[int], position: int, sequences: tuple[int, ...], num_logits: int) -> Any:
-        """A batch of these tokens, from ``position`` on."""
-        count = len(ids)
-        self._tokens[:count] = ids
-        self._positions[:count] = np.arange(position, position + count)
-        self._wanted[:count] = np.arange(count) >= count - num_logits
-        self._own[:] = list(sequences)
-        self._struct.n_tokens = count
+    def of(self, parts: Sequence[tuple[tuple[int, ...], int, Sequence[int]]], logits_of: int) -> Any:
+        """A batch of tokens, with logits of so many last ones of each part: its sequences, first position and ids."""
+        begin = 0
+        for sequences, position, ids in parts:
+            end = begin + len(ids)
+            self._tokens[begin:end] = ids
+            self._positions[begin:end] = np.arange(position, position + len(ids))
+            self._wanted[begin:end] = np.arange(len(ids)) >= len(ids) - logits_of
+            self._own[begin:end] = sequences
+            begin = end
+        self._struct.n_tokens = begin
         return self._struct

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..base import TokenizedText, mark_reasoning
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 
 
+_CALL_TOKENS = 64
+"""Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
+each."""
+_SEPARATOR_TOKENS = 2
+"""Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
 """Tokens of KV that is written out together, for the bytes of one."""
 
@@ -87,7 +93,6 @@ class LlamaRuntime(ChatText):
     can_constrain = True
     reads_kv = False
     kv_codec = "opaque"
-    span_tokens = 32
     rope_pin = "gguf"
 
     def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
@@ -213,6 +218,11 @@ class LlamaRuntime(ChatText):
         assert logits is not None, "one token was computed"
         return logits[0]
 
+    def decode_steps(self, states: Sequence[Any], token_ids: Sequence[int]) -> list[torch.Tensor]:
+        check_process(self.name, self._process)
+        parts = [(state.cells, [token]) for state, token in zip(states, token_ids, strict=True)]
+        return [logits[0] for logits in self._context.decode_many(parts, logits_of=1)]
+
     # -- fusion -------------------------------------------------------------------------------------------------
 
     def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
@@ -256,10 +266,37 @@ class LlamaRuntime(ChatText):
             The state, and the logits of the prompt's last token, ``(vocab_size,)``.
         """
         state = self._state(max(capacity, len(ids)))
-        logits = None
-        for start, stop in runs:
-            if start > state.cells.length:
-                self._context.copy(held, state.cells, state.cells.length, start)
-            logits = self._context.decode(state.cells, ids[start:stop], logits_of=int(stop == len(ids)))
+        *earlier, last = runs
+        groups = grouped(earlier, held.runs or (), most=1 + self._context.spare())
+        for group in groups:
+            self._context.compute_apart(state.cells, held, ids, group)
+        logits = self._context.compute_apart(state.cells, held, ids, [last], logits_of=1)
         assert logits is not None and state.cells.length == len(ids), "the prompt's last token is computed"
         return state, logits[0]
+
+
+def grouped(
+    runs: Iterable[tuple[int, int]], stored: Iterable[tuple[int, int]], *, most: int
+) -> Iterator[list[tuple[int, int]]]:
+    """Runs that are computed in one call: neighbours with less than 64 tokens, until together they have that many.
+
+    Args:
+        runs: neighbouring positions, ascending.
+        stored: positions that have stored KV. What has none, and is more than a separator, is computed before all that
+            comes after it.
+        most: runs of a call.
+    """
+    group, edges = list[tuple[int, int]](), np.array([edge for pair in stored for edge in pair], np.int64)
+    for run in runs:
+        size = run[1] - run[0]
+        if group and size >= _CALL_TOKENS:
+            yield group
+            group = []
+        group.append(run)
+        new = int((np.searchsorted(edges, np.arange(*run), side="right") % 2 == 0).sum())
+        rows = sum(stop - start for start, stop in group)
+        if rows >= _CALL_TOKENS or new > _SEPARATOR_TOKENS or len(group) == most:
+            yield group
+            group = []
+    if group:
+        yield group

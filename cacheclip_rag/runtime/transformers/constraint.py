@@ -103,7 +103,9 @@ def _refusal(vocabulary: Any, json_schema: str, why: str) -> str:
         matcher, own = _compiled(vocabulary, json.dumps({**shared, **each}))
         if matcher is None:
             path, part, why, ahead = f"{path}/{step}", each, own, _parts_of(each)
-    what = " ".join(line.strip() for line in why.splitlines())[:500]
+    what = " ".join(line.strip() for line in why.partition("<state>")[0].splitlines())[:500]
+    if "NoExtensionBias" in what:
+        what = "no value can follow it, because it refers to itself alone, or its parts exclude one another"
     where = f"at {path[1:]!r} ({json.dumps(part, ensure_ascii=False)[:200]})" if path else "as a whole"
     return f"json_schema cannot be followed {where}: {what}. Change this part of it."
 
