@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.fusion.cases import reference_logits
+from tests.guards.test_certificate import certificate_for
 from tests.serving.conftest import NAME, Served, running
 
 PROMPT = rag_prompt(CHUNKS)
@@ -297,6 +301,21 @@ class TestField:
                 served.engine.prefixes.clear()
                 said = ask(asking, extra_body={"cacheclip": {"method": method, "min_confidence": 0.0}}).cacheclip
                 assert said["gated"] is True, said
+
+    def test_a_confidence_of_the_servers_certificate(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        gates = (PromisedGate(0.35, 1.0, 0, 0.09, 0.35),)
+        guarantee = Guarantee(0.1, 0.95, 100, gates, None, None, None)
+        certificate_for(CacheClipEngine(replace(config, store=None)), guarantee=guarantee).save()
+        with running(replace(config, store=None, min_confidence="auto")) as served:
+            served.engine.precompute(CHUNKS)
+            asking = OpenAI(base_url=served.url, api_key="unused", max_retries=0)
+            for least in ({}, {"min_confidence": 0.0}):  # not below the certificate's
+                served.engine.prefixes.clear()
+                said = ask(asking, extra_body={"cacheclip": {"method": "cacheclip", **least}}).cacheclip
+                assert said["gated"] and "at recompute ratio 0.35, below 1" in said["fallback"], said
 
     def test_auto_without_a_profile_keeps_the_methods_ratio(self, client: OpenAI) -> None:
         auto = ask(client, extra_body={"cacheclip": {"ratio": "auto", "min_confidence": 0.0}}).cacheclip
