@@ -195,7 +195,7 @@ class TestCommands:
         path = head_set_path(weights_digest(auxiliary.fingerprint), weights_digest(primary.fingerprint))  # type: ignore[union-attr]
         assert first["path"] == str(path) and IN_USE not in first["figures"]
         other = settings(tmp_path, *few, "seed = 1")
-        second = self.run("finetune", *models, *other)
+        second = self.run("calibrate", *models, *other)
         assert IN_USE in second["figures"] and second["digest"] != first["digest"]
         used = CacheClipEngine(config).head_set
         assert used.digest() == (second if second["is_accepted"] else first)["digest"]  # type: ignore[union-attr]
