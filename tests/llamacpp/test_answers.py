@@ -59,13 +59,21 @@ class TestOneAnswer:
         assert set(plan.keys) == {engine.chunk_caches()[0].key(text) for text in CHUNKS}
 
 
-def test_several_at_a_time_are_the_same(engine: CacheClipEngine) -> None:
+def test_several_at_a_time_are_the_same(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are decoded together."""
+    sizes, compute = list[int](), Context.decode_many
+
+    def decode_many(self: Context, parts: Any, *, logits_of: int) -> Any:
+        sizes.append(len(parts) if logits_of else 0)
+        return compute(self, parts, logits_of=logits_of)
+
+    monkeypatch.setattr(Context, "decode_many", decode_many)
     prompts = ["\n\n".join([*CHUNKS[n:], *CHUNKS[:n], QUESTION]) for n in range(4)]
     alone = [engine.generate(prompt, PARAMS).token_ids for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda prompt: engine.generate(prompt, PARAMS).token_ids, prompts))
     # cells lie elsewhere then, so that sums are rounded otherwise: the first tokens are equal
-    assert [ids[:4] for ids in together] == [ids[:4] for ids in alone]
+    assert [ids[:4] for ids in together] == [ids[:4] for ids in alone] and max(sizes) > 1
 
 
 def test_it_is_no_auxiliary(make: MakeEngine) -> None:
@@ -108,6 +116,14 @@ class TestEarlierPrompts:
         again, full = (engine.prefill(prompt, method=engine.make_method(name)) for name in ("prefix", "full"))
         assert again.stats.cached_prefix_tokens > 100 and not full.stats.cached_prefix_tokens
         assert float((again.logits - full.logits).abs().max()) < 0.1
+
+    def test_idle_time_completes_the_kv(self, engine: CacheClipEngine) -> None:
+        engine.generate(PROMPT, PARAMS, method="direct", finish="idle")
+        assert engine.wait_for_observers()
+        prompt = "\n\n".join([*CHUNKS, "Where does the ferry leave?"])
+        found, full = (engine.prefill(prompt, method=engine.make_method(name)) for name in ("direct", "full"))
+        assert found.is_exact and found.stats.cached_prefix_tokens > 100
+        assert float((found.logits - full.logits).abs().max()) < 0.1
 
     def test_a_follow_up_continues_the_kv(self, engine: CacheClipEngine) -> None:
         first = engine.generate(PROMPT, PARAMS)
