@@ -143,15 +143,15 @@ class TestEarlierPrompts:
         """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
         if planted:
             monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
-        rows, decode = list[int](), Context.decode
+        rows, decode = list[int](), Context.decode_many
 
-        def counted(self: Any, cells: Any, ids: Any, **options: Any) -> Any:
-            rows.append(len(ids))
-            return decode(self, cells, ids, **options)
+        def counted(self: Any, parts: Any, **options: Any) -> Any:
+            rows.extend(len(ids) for _, ids in parts)
+            return decode(self, parts, **options)
 
         engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
         engine.precompute(CHUNKS)
-        monkeypatch.setattr(Context, "decode", counted)
+        monkeypatch.setattr(Context, "decode_many", counted)
         for _ in range(8):
             chosen = generator.sample(CHUNKS, generator.randint(1, 4))
             for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
