@@ -30,8 +30,6 @@ from .runtime.base import DTYPES
 if TYPE_CHECKING:
     from .methods.base import Method
 
-__all__ = ["EngineConfig"]
-
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
 
@@ -154,7 +152,6 @@ class EngineConfig:
 
     @property
     def fixed_ratio(self) -> float | None:
-        """``recompute_ratio`` if it is a number."""
         return None if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
     @property

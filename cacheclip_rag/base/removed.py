@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from .errors import ConfigurationError
 
-__all__ = ["METHODS", "NAMES", "OPTIONS", "SETTINGS", "refuse_removed"]
-
 _VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
 _CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
 METHODS: dict[str, str] = {

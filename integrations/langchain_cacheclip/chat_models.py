@@ -12,7 +12,15 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.documents import Document
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import LC_AUTO_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
+from langchain_core.messages import (
+    LC_AUTO_PREFIX,
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    ToolMessage,
+)
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
@@ -23,12 +31,13 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.forced_tools import can_constrain, with_tool_choice
+from cacheclip_rag.fusion.answer import last_answer
 from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
-from .base import LangChainFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending
 
 if TYPE_CHECKING:
     from cacheclip_adapters.remote import RemoteEngine
@@ -36,9 +45,7 @@ if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
     from cacheclip_rag.prompt.tools import ToolCall
 
-__all__ = ["ChatCacheClip"]
-
-_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 
 _PASSED_OVER = {
     *("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
@@ -211,7 +218,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await last_answer_async(self._asked(messages, stop, kwargs)))
+        return self._result(await answer_in_thread(self._asked(messages, stop, kwargs)))
 
     def _stream(
         self,
@@ -285,7 +292,6 @@ def _reasoned(text: str) -> dict[str, Any]:
 
 
 def _call_chunk(call: ToolCall, index: int) -> Any:
-    """A whole call as a chunk of a stream."""
     return tool_call_chunk(name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index)
 
 
@@ -309,6 +315,8 @@ def _calling(message: BaseMessage) -> dict[str, Any]:
     answers."""
     if isinstance(message, ToolMessage):
         return {"tool_call_id": as_name(message.tool_call_id), "name": as_name(message.name or "")}
+    if isinstance(message, FunctionMessage):
+        return {"name": as_name(message.name)}
     if not isinstance(message, AIMessage):
         return {}
     named = past_calls(
@@ -334,8 +342,8 @@ def _reasoning(message: AIMessage) -> str:
 
 def _role(message: BaseMessage) -> str:
     kind = message.type.removesuffix("MessageChunk").lower()
-    if kind == "chat" and getattr(message, "role", None) in _ROLES.values():
-        return str(message.role)  # type: ignore[attr-defined]
+    if isinstance(message, ChatMessage) and message.role in (*_ROLES.values(), "developer"):
+        return "system" if message.role == "developer" else message.role
     if kind not in _ROLES:
         raise ConfigurationError(
             f"ChatCacheClip takes system, human, AI and tool messages, got a {message.type!r} message. Give its "

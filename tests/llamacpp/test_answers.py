@@ -136,6 +136,19 @@ class TestEarlierPrompts:
         assert float((engine.prefill(PROMPT, method=everything).logits - full.logits).abs().max()) < 0.1
 
     @pytest.mark.parametrize("planted", [False, True])
+    def test_approximate_kv_is_in_no_exact_cache(self, make: MakeEngine, planted: bool) -> None:
+        """Planted: it is put into the prefix cache. The comparison must find it."""
+        engine = make(method="direct")
+        engine.precompute(CHUNKS)
+        for question in ("Who?", "Where?", "And then?"):
+            engine.generate("\n\n".join([*CHUNKS, question]), PARAMS)
+        if planted:
+            fused = engine.prefill(PROMPT, method=engine.make_method("direct"))
+            engine.prefixes.insert(fused.layout.token_ids, fused.cache)
+        found, full = (engine.prefill(PROMPT, method=engine.make_method(name)) for name in ("prefix", "full"))
+        assert (float((found.logits - full.logits).abs().max()) < 0.1) is not planted
+
+    @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
     def test_no_prompt_computes_more_than_plain_prefill(
         self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.answering.calls import CallReader, read_calls
+from cacheclip_rag.answering.calls import read_calls
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
 from cacheclip_rag.prompt.tools import Marks, ToolCall, call_schema, check_calls, check_tools
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
@@ -269,6 +270,7 @@ class TestChecks:
             ([len], "OpenAI's function format"),
             ([{"description": "x"}], "name must be a word"),
             ([{"name": "a b"}], "'a b'"),
+            ([{"type": "web_search_preview"}], "a tool of type 'web_search_preview' cannot be called here"),
             *(
                 ([{"name": "a", "parameters": given}], "of the tool 'a' must be a JSON schema")
                 for given in (True, "x", [1], 5)

@@ -13,16 +13,6 @@ from typing import Any
 
 from ...base.errors import UnsupportedModelError
 
-__all__ = [
-    "SUPPORTED",
-    "Architecture",
-    "check_architecture",
-    "check_supported",
-    "has_pinned_rope",
-    "reuse_tokens",
-    "rope_pin",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -71,21 +61,13 @@ _WORKS = (
 
 
 def check_architecture(model_type: str, name: str) -> None:
-    """Raise UnsupportedModelError unless KV of this ``model_type`` can be reused exactly."""
     if model_type not in SUPPORTED:
         _refuse(name, f"has architecture {model_type!r}, which is not among those proven exact")
 
 
 def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
-    """Check a transformers ``config``.
-
-    Args:
-        quantised: accept quantised weights, which another process runs.
-
-    Raises:
-        UnsupportedModelError: KV of this model cannot be reused exactly. The message gives one reason and an
-            alternative.
-    """
+    """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
+    ``config`` cannot be reused exactly. ``quantised``: accept quantised weights, which another process runs."""
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
         _refuse(
