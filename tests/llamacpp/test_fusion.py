@@ -179,12 +179,14 @@ class TestMethods:
         gated = replace(preset("direct"), min_confidence=1.0)
         assert engine.generate(PROMPT, method=gated, max_tokens=8).token_ids == full.token_ids
 
-    def test_a_revised_answer_is_full_prefills(self, make: MakeEngine) -> None:
+    @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
+    def test_ways_to_finish(self, make: MakeEngine, finish: str) -> None:
         engine = make()
         engine.precompute(CHUNKS)
-        full = engine.generate(PROMPT, method="full", max_tokens=12)
-        revised = engine.generate(PROMPT, method="direct", finish="revise", max_tokens=12)
-        assert revised.token_ids == full.token_ids and revised.stats.verified_tokens is not None
+        full, direct = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("full", "direct"))
+        answer = engine.generate(PROMPT, method="direct", finish=finish, max_tokens=12)
+        assert answer.token_ids == (full if finish == "revise" else direct) and full != direct
+        assert (answer.stats.verified_tokens is None) == (finish == "none")
 
 
 class TestStored:
