@@ -7,8 +7,10 @@ The documents are those of the examples, split and precomputed once. Every compo
 default method and with ``full``. Where a component needs an answer of a certain form (a selection, sub-questions, a
 call of a tool), the model's answer is replaced by one that is written here, after the model was run. ``of documents``:
 characters of the prompts that come from the documents. ``reused``: the share of them whose KV was reused. ``sooner``:
-seconds to the first token of all of a component's prompts, ``full`` over the default method. ``last prompt``, of
-components with several: its seconds to the first token over those of the method ``prefix`` (exact prefix caching).
+seconds to the first token of all of a component's prompts, ``full`` over the default method. ``later prompts``, of
+components with several (turns of a chat, steps of an agent): seconds to the first tokens of all but the first, over
+those of the method ``prefix`` (exact prefix caching); and the same with ``finish="idle"`` and a pause before each. The
+server is ``cacheclip serve`` in a process of its own.
 
 Agents need a model whose chat template uses tools, and ``LLMListwiseRerank`` the extra ``structured``; without, they
 are left out.
@@ -19,17 +21,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
-import warnings
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import httpx
 from common import CORPUS, FILES, LangChainMiniLM, LlamaIndexMiniLM
+from langchain.agents import create_agent
 from langchain_cacheclip import CacheClipDocumentStore, ChatCacheClip
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
@@ -47,7 +55,6 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
-from langgraph.prebuilt import create_react_agent
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
@@ -80,6 +87,7 @@ from cacheclip_rag.store import Catalog, TextIndex
 QUESTION = "What must be done with modified files?"
 EARLIER = "What does the licence say about patents?"
 FOUND = "They must carry prominent notices."
+TURNS = (EARLIER, QUESTION, "And what does it say about trademarks?")
 
 
 Said = str | ToolCall
@@ -94,6 +102,10 @@ class Watch(Observer):
     stats: list[FusionStats] = field(default_factory=list)
     says: list[Said] = field(default_factory=list)
     """Answers to the next prompts, instead of the model's."""
+    pauses: bool = False
+    """Whether the reader of an answer takes a while."""
+    pause_s: float = 0.0
+    """Seconds in which a server, of which nobody sees when it is done, completes a prompt's exact KV."""
 
     def on_plan(self, plan: Plan, sources: Any) -> None:
         self.plans.append(plan)
@@ -117,15 +129,22 @@ def watch(engine: CacheClipEngine) -> Watch:
         text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
         return replace(answer, text=text, tool_calls=calls)
 
+    def pause() -> None:
+        if seen.pauses:
+            engine.wait_for_observers(600.0)
+
     def said(*args: Any, **options: Any) -> Any:
         answer = generate(*args, **options)
+        pause()
         return instead(answer) if seen.says else answer
 
     def streamed(*args: Any, **options: Any) -> Iterator[Any]:
         if not seen.says:
             yield from stream(*args, **options)
+            pause()
             return
         *_, last = stream(*args, **options)
+        pause()
         answer = instead(last.answer)
         yield replace(last, text=answer.text, tool_calls=answer.tool_calls, answer=answer)
 
@@ -160,10 +179,10 @@ def llama_index_cases(llm: CacheClipLLM, texts: list[str]) -> Iterator[Case]:
 
         def chat(mode: str = mode) -> None:
             engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=4)  # type: ignore[arg-type]
-            engine.chat(EARLIER)
-            engine.chat(QUESTION)
+            for question in TURNS:
+                engine.chat(question)
 
-        yield Case("LlamaIndex", f"chat mode `{mode}`, two turns", chat)
+        yield Case("LlamaIndex", f"chat mode `{mode}`, three turns", chat)
     tool = QueryEngineTool(
         index.as_query_engine(llm=llm, similarity_top_k=4), ToolMetadata(name="licences", description="Licences.")
     )
@@ -244,6 +263,15 @@ def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
         lambda: create_retrieval_chain(aware, stuff).invoke({"input": QUESTION, "chat_history": history}),
         (QUESTION,),
     )
+
+    def talk() -> None:
+        found = "\n\n".join(piece.page_content for piece in retriever.invoke(QUESTION))
+        messages: list[Any] = []
+        for question in TURNS:
+            messages.append(HumanMessage(question if messages else f"Answer from this.\n\n{found}\n\n{question}"))
+            messages.append(chat.invoke(messages))
+
+    yield Case("LangChain", "messages, three turns", talk)
     many = MultiQueryRetriever.from_llm(retriever, chat)
     yield Case("LangChain", "`MultiQueryRetriever`", ask(many), (f"{QUESTION}\n{EARLIER}",))
     compressing = ContextualCompressionRetriever(
@@ -274,11 +302,54 @@ def langchain_cases(chat: ChatCacheClip, texts: list[str]) -> Iterator[Case]:
         yield Case("LangChain", name, ask(parents))
     if knows_tools(chat.primary):
         tool = create_retriever_tool(retriever, "licences", "Search the licences.")
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            agent = create_react_agent(chat, [tool])
-        call = ToolCall("licences", {"query": QUESTION})
-        asked_agent = {"messages": [("user", QUESTION)]}
-        yield Case("LangChain", "LangGraph's agent", lambda: agent.invoke(asked_agent), (call, FOUND))
+        agent = create_agent(chat, [tool])
+
+        def work() -> None:
+            messages: list[Any] = []
+            for question in TURNS[:2]:
+                messages = agent.invoke({"messages": [*messages, ("user", question)]})["messages"]
+
+        calls = [ToolCall("licences", {"query": question}) for question in TURNS[:2]]
+        yield Case("LangChain", "`create_agent`, two questions", work, (calls[0], FOUND, calls[1], FOUND))
+
+
+@contextmanager
+def serving(options: dict[str, str], store: str) -> Iterator[str]:
+    """The address of a server."""
+    command = [sys.executable, "-P", "-c", "import cacheclip_rag.cli as cli; cli.main()", "serve", "--json"]
+    options = {**options, "store": store, "port": "0"}
+    command += [part for name, value in options.items() for part in (f"--{name}", value)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            yield str(json.loads(process.stdout.readline())["address"])
+        finally:
+            process.terminate()
+
+
+def server_case(address: str, chat: ChatCacheClip, seen: Watch, texts: list[str]) -> Case:
+    """A chat over HTTP. The server's prefix cache cannot be emptied, so that each chat begins with other words."""
+    splitter = RecursiveCharacterTextSplitter(chunk_size=1000, chunk_overlap=0)
+    pieces = [piece for text in texts for piece in splitter.split_text(text)][:4]
+    numbers = count()
+
+    def talk() -> None:
+        messages = [{"role": "system", "content": f"{next(numbers)} is the number of this chat."}]
+        for question in TURNS:
+            first = len(messages) == 1
+            content = "\n\n".join(["Answer from this.", *pieces, question]) if first else question
+            messages.append({"role": "user", "content": content})
+            ours = {"method": chat.method, "finish": chat.finish, "documents": pieces}
+            body = {"messages": messages, "temperature": 0, "max_tokens": 24, "cacheclip": ours}
+            said = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=600).raise_for_status().json()
+            seen.plans.append(chat.engine.plan(messages))
+            seen.stats.append(SimpleNamespace(**said["cacheclip"]))
+            messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"] or ""})
+            if seen.pauses:
+                time.sleep(seen.pause_s)
+
+    chat.engine.precompute(pieces)
+    return Case("server", "chat over HTTP, three turns", talk)
 
 
 def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
@@ -298,20 +369,24 @@ def characters(plan: Plan, corpus: TextIndex) -> tuple[int, int]:
 def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dict[str, Any]:
     """One component with each method in turn."""
     found: dict[str, Any] = {"framework": case.framework, "component": case.name}
-    seconds, last = [], []
-    for method in (None, "full", "prefix"):
+    seconds, later = dict[str, float](), dict[str, float]()
+    for way, method in (("ours", "cacheclip"), ("full", "full"), ("prefix", "prefix"), ("idle", "cacheclip")):
+        if way == "idle" and found["prompts"] == 1:
+            continue
         for llm, seen in llms:
             seen.clear()
             seen.says.extend(case.says)
             llm.engine.prefixes.clear()
-            llm.method = method or "cacheclip"
+            llm.method, llm.finish, seen.pauses = method, "idle" if way == "idle" else "none", way == "idle"
         case.run()
         assert not any(seen.says for _, seen in llms), f"{case.name} did not ask for all answers that it needs"
         plans = [plan for _, seen in llms for plan in seen.plans]
         stats = [one for _, seen in llms for one in seen.stats]
-        seconds.append(sum(one.ttft_s for one in stats))
-        last.append(stats[-1].ttft_s)
-        if method is None:
+        seconds[way] = sum(one.ttft_s for one in stats)
+        later[way] = sum(one.ttft_s for one in stats[1:])
+        for _, seen in llms:
+            seen.pause_s = max(seen.pause_s, *(2 * one.ttft_s for one in stats))
+        if way == "ours":
             pairs = [characters(plan, corpus) for plan in plans]
             of_documents, reused = (sum(column) for column in zip(*pairs, strict=True))
             found |= {
@@ -321,9 +396,22 @@ def measure(case: Case, llms: list[tuple[Any, Watch]], corpus: TextIndex) -> dic
                 "of_documents": of_documents,
                 "reused": reused / of_documents if of_documents else None,
             }
-    found["sooner"] = seconds[1] / seconds[0]
-    found["last_over_prefix"] = last[0] / last[2] if found["prompts"] > 1 else None
+    found["sooner"] = seconds["full"] / seconds["ours"]
+    several = found["prompts"] > 1
+    found["later_over_prefix"] = later["ours"] / later["prefix"] if several else None
+    found["later_over_prefix_after_pauses"] = later["idle"] / later["prefix"] if several else None
     return found
+
+
+def show(row: dict[str, Any]) -> None:
+    share = "-" if row["reused"] is None else f"{row['reused']:.0%}"
+    ratios = (row["later_over_prefix"], row["later_over_prefix_after_pauses"])
+    later = " | ".join("-" if ratio is None else f"{ratio:.1f}x prefix" for ratio in ratios)
+    print(
+        f"| {row['framework']} | {row['component']} | {row['prompts']} | {row['prompt_tokens']:,} "
+        f"| {row['hits']} | {share} | {row['sooner']:.1f}x | {later} |",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -340,24 +428,21 @@ def main() -> None:
     options = {"primary": arguments.primary, "auxiliary": arguments.auxiliary, "dtype": arguments.dtype}
     rows = []
     print(
-        "| | component | prompts | tokens | hits | reused | sooner | last prompt |\n|---|---|---|---|---|---|---|---|"
+        "| | component | prompts | tokens | hits | reused | sooner | later prompts | after pauses |\n"
+        "|---|---|---|---|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
         for make, cases in ((CacheClipLLM, llama_index_cases), (ChatCacheClip, langchain_cases)):
             llm: Any = make(**options, store=f"{folder}/{make.__name__}", max_tokens=24)
             seen = watch(llm.engine)
             for case in cases(llm, texts):
-                if arguments.only.lower() not in f"{case.framework} {case.name}".lower():
-                    continue
-                row = measure(case, [(llm, seen)], corpus)
-                rows.append(row)
-                share = "-" if row["reused"] is None else f"{row['reused']:.0%}"
-                last = "-" if row["last_over_prefix"] is None else f"{row['last_over_prefix']:.1f}x prefix"
-                print(
-                    f"| {row['framework']} | {row['component']} | {row['prompts']} | {row['prompt_tokens']:,} "
-                    f"| {row['hits']} | {share} | {row['sooner']:.1f}x | {last} |",
-                    flush=True,
-                )
+                if arguments.only.lower() in f"{case.framework} {case.name}".lower():
+                    rows.append(measure(case, [(llm, seen)], corpus))
+                    show(rows[-1])
+            if make is ChatCacheClip and arguments.only.lower() in "server chat over http, three turns":
+                with serving(options, f"{folder}/{make.__name__}") as address:
+                    rows.append(measure(server_case(address, llm, seen, texts), [(llm, seen)], corpus))
+                    show(rows[-1])
     if not rows:
         parser.error(f"no component's framework and name contain {arguments.only!r}")
     if arguments.json:

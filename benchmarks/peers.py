@@ -1,20 +1,22 @@
-"""The time to the first token, side by side with other ways to run the same model.
+"""First token, second question and whole answer, side by side with other ways to run the same model.
 
-    python benchmarks/peers.py
-    python benchmarks/peers.py --tokens 1000,4000 --dtype bfloat16 --json peers.json --plot peers.png
-    python benchmarks/peers.py --python llama.cpp=llama/bin/python --python vllm=vllm/bin/python
+    python benchmarks/peers.py --json peers.json
+    python benchmarks/peers.py --from peers.json --plot docs/pages/images/peers.png
+    python benchmarks/peers.py --python llama.cpp=llama/bin/python --python vllm=vllm/bin/python --log peers.log
 
 Systems: transformers; transformers with the cache of the last prompt, cropped to what the next prompt begins with;
-llama.cpp with its own prompt cache, on the GGUF file of the same weights; vLLM for CPU with prefix caching; and
-cacheclip-rag with its default method. Each runs in a process of its own, with the same number of threads; those that
+llama.cpp with its own prompt cache, on the GGUF file of the same weights; vLLM for CPU with prefix caching; kvboost;
+and cacheclip-rag with its default method, on transformers (also with ``finish="idle"``: the reader takes a while before
+the second question) and on llama.cpp. Each runs in a process of its own, with the same number of threads; those that
 are not installed are named with the command that installs them. They take turns in every round, so that a slow minute
-hits all of them.
+hits all of them. Answers in the log are not asked for again.
 
-A round begins with empty prompt caches and asks four questions: a ``first`` one; one on the same chunks in the ``same
-order``; one with a chunk of the middle replaced (``one exchanged``); and one on the chunks in another order (``other
-order``). Every prompt but the first so finds the caches of the one before. cacheclip-rag has precomputed all chunks:
-the seconds of that are printed beside. All systems get the same text, tokenise it themselves, and answer with one
-token; the time is from the text to this token. Token ids are compared too.
+A round begins with empty prompt caches and asks several questions (``--cases``): a ``first`` one, and one on the same
+chunks in the ``same order``; also one with a chunk of the middle replaced (``one exchanged``), and one on the chunks in
+another order (``other order``). Every prompt but the first so finds the caches of the one before. cacheclip-rag has
+precomputed all chunks: the seconds of that are printed beside. All systems get the same text, tokenise it themselves,
+and answer greedily with ``--new`` tokens; the times are from the text to the first and to the last of them. An answer
+that ends sooner counts as if it had gone on at its speed. Token ids of the prompts are compared too.
 """
 
 from __future__ import annotations
@@ -37,15 +39,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 QUESTIONS = {
-    "first": "Which harbour does the northern ferry reach before the winter timetable begins?",
-    "same order": "What did the captain of the northern ferry write in the letter?",
-    "one exchanged": "Who keeps the record of the company at the railway bridge?",
-    "other order": "When was the engine of the island station last measured?",
+    "first": "What do these texts tell of the northern ferry? Answer in ten sentences.",
+    "same order": "What do these texts tell of the railway bridge? Answer in ten sentences.",
+    "one exchanged": "What do these texts tell of the company? Answer in ten sentences.",
+    "other order": "What do these texts tell of the island station? Answer in ten sentences.",
 }
 """A question for each case, in the order in which they are asked."""
 CASES = tuple(QUESTIONS)
@@ -73,17 +77,33 @@ class System:
     def clear(self) -> None:
         """Forget all prompts, but not precomputed chunks."""
 
-    def answer(self, message: str, text: str) -> dict[str, Any]:
-        """Answer with one token.
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
+        """Answer with ``new`` tokens.
 
         Args:
             message: the user's message.
             text: the whole prompt: the message in the chat template.
 
         Returns:
-            ``ttft_s``, ``ids`` of the prompt, ``reused`` (tokens of it that were not computed) and the first ``token``.
+            ``ttft_s``, ``answer_s``, ``ids`` of the prompt, ``reused`` (tokens of it that were not computed) and the
+            first ``token``.
         """
         raise NotImplementedError
+
+
+class Times:
+    """Seconds from its making to the first and the last token of an answer."""
+
+    def __init__(self) -> None:
+        self._started, self._tokens = time.perf_counter(), list[float]()
+
+    def token(self) -> None:
+        self._tokens.append(time.perf_counter() - self._started)
+
+    def of(self, new: int) -> dict[str, float]:
+        """``ttft_s`` and ``answer_s``; what is missing of ``new`` tokens is taken to be as fast as those before."""
+        first, last, count = self._tokens[0], self._tokens[-1], len(self._tokens)
+        return {"ttft_s": first, "answer_s": first + (last - first) * (new - 1) / max(1, count - 1)}
 
 
 class Transformers(System):
@@ -105,20 +125,32 @@ class Transformers(System):
         parameters = inspect.signature(self._model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # transformers 5.24 renamed it
 
-    def answer(self, message: str, text: str) -> dict[str, Any]:
-        started = time.perf_counter()
+    def clear(self) -> None:
+        from transformers import DynamicCache
+
+        self._cache, self._ids = DynamicCache(config=self._model.config), list[int]()
+
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
+        times = Times()
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        token, reused = self._prefill(ids)
-        return {"ttft_s": time.perf_counter() - started, "ids": ids, "reused": reused, "token": token}
+        reused = self._reuse(ids)
+        first = token = self._next(ids[reused:])
+        times.token()
+        for _ in range(new - 1):
+            token = self._next([token])
+            times.token()
+        return {**times.of(new), "ids": ids, "reused": reused, "token": first}
 
-    def _prefill(self, ids: list[int]) -> tuple[int, int]:
-        """The first token, and the number of the prompt's tokens that were not computed."""
-        return self._first_token(ids, None), 0
+    def _reuse(self, ids: list[int]) -> int:
+        """Number of the prompt's tokens that the cache holds from now on."""
+        self.clear()
+        return 0
 
-    def _first_token(self, ids: list[int], cache: Any) -> int:
+    def _next(self, ids: list[int]) -> int:
+        self._ids = [*self._ids, *ids]
         with self._torch.inference_mode():
             given = self._torch.tensor([ids])
-            logits = self._model(given, use_cache=True, logits_to_keep=1, **{self._cache_name: cache}).logits
+            logits = self._model(given, use_cache=True, logits_to_keep=1, **{self._cache_name: self._cache}).logits
             return int(logits[0, -1].argmax())
 
 
@@ -129,20 +161,14 @@ class TransformersPrefix(Transformers):
         super().__init__(settings)
         self.clear()
 
-    def clear(self) -> None:
-        from transformers import DynamicCache
-
-        self._cache, self._ids = DynamicCache(config=self._model.config), list[int]()
-
-    def _prefill(self, ids: list[int]) -> tuple[int, int]:
+    def _reuse(self, ids: list[int]) -> int:
         common = common_start(self._ids, ids[:-1])  # the last token is computed for its logits
-        if common:
-            self._cache.crop(common - len(self._ids))  # a negative number: tokens to remove
-        else:
+        if not common:
             self.clear()
-        token = self._first_token(ids[common:], self._cache)
-        self._ids = ids
-        return token, common
+        elif common < len(self._ids):
+            self._cache.crop(common - len(self._ids))  # a negative number: tokens to remove
+        self._ids = self._ids[:common]
+        return common
 
 
 class LlamaCpp(System):
@@ -167,13 +193,14 @@ class LlamaCpp(System):
     def clear(self) -> None:
         self._llama.reset()
 
-    def answer(self, message: str, text: str) -> dict[str, Any]:
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
         held = [int(number) for number in self._llama.input_ids[: self._llama.n_tokens]]
-        started = time.perf_counter()
+        times, tokens = Times(), list[int]()
         ids = self._llama.tokenize(text.encode(), add_bos=False, special=True)
-        token = next(iter(self._llama.generate(ids, temp=0.0)))
-        seconds = time.perf_counter() - started
-        return {"ttft_s": seconds, "ids": ids, "reused": common_start(held, ids[:-1]), "token": token}
+        for token in islice(self._llama.generate(ids, temp=0.0), new):
+            times.token()
+            tokens.append(token)
+        return {**times.of(new), "ids": ids, "reused": common_start(held, ids[:-1]), "token": tokens[0]}
 
 
 class Vllm(System):
@@ -188,7 +215,7 @@ class Vllm(System):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its waiting process would keep a core busy
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM, SamplingParams
 
@@ -202,18 +229,57 @@ class Vllm(System):
             seed=0,
         )
         self._tokenizer = self._llm.get_tokenizer()
-        self._params = SamplingParams(temperature=0.0, max_tokens=1)
+        self._sampling, self._number = partial(SamplingParams, temperature=0.0, ignore_eos=True), 0
 
     def clear(self) -> None:
         self._llm.reset_prefix_cache()
 
-    def answer(self, message: str, text: str) -> dict[str, Any]:
-        started = time.perf_counter()
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
+        times, self._number = Times(), self._number + 1
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        found = self._llm.generate([{"prompt_token_ids": ids}], self._params, use_tqdm=False)[0]
-        seconds = time.perf_counter() - started
-        token = found.outputs[0].token_ids[0]
-        return {"ttft_s": seconds, "ids": ids, "reused": found.num_cached_tokens or 0, "token": token}
+        engine, tokens = self._llm.llm_engine, list[int]()
+        engine.add_request(str(self._number), {"prompt_token_ids": ids}, self._sampling(max_tokens=new))
+        while engine.has_unfinished_requests():
+            for found in engine.step():
+                for _ in found.outputs[0].token_ids[len(tokens) :]:
+                    times.token()
+                tokens, reused = list(found.outputs[0].token_ids), found.num_cached_tokens or 0
+        return {**times.of(new), "ids": ids, "reused": reused, "token": tokens[0]}
+
+
+class KVBoost(System):
+    """kvboost with its defaults: chunks of 128 tokens of earlier prompts."""
+
+    packages = {"kvboost": "kvboost", "torch": "torch", "transformers": "transformers"}
+    install = "pip install kvboost==0.9.0"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        import torch
+        from kvboost import KVBoost as Engine
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(settings["threads"])
+        self._tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+        model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"]))
+        self._engine = Engine(model.eval(), self._tokenizer, max_cache_bytes=2**29, device="cpu")
+
+    def precompute(self, texts: Sequence[str]) -> None:
+        for text in texts:
+            self._engine.warm(text)
+
+    def clear(self) -> None:
+        self._engine.reset_cache()
+
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
+        times, tokens = Times(), list[int]()
+
+        def token(number: int) -> None:
+            times.token()
+            tokens.append(number)
+
+        found = self._engine.generate(text, max_new_tokens=new, on_token=token)
+        ids = self._tokenizer(text)["input_ids"]  # which is how it makes them
+        return {**times.of(new), "ids": ids, "reused": found.cached_tokens, "token": tokens[0]}
 
 
 class CacheClip(System):
@@ -221,6 +287,9 @@ class CacheClip(System):
 
     packages = {"cacheclip_rag": "cacheclip-rag", "torch": "torch", "transformers": "transformers"}
     install = "pip install ."
+    ending: ClassVar[str] = ""
+    """Of the primary's name."""
+    finish: ClassVar[str] = "none"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         import torch
@@ -229,10 +298,10 @@ class CacheClip(System):
 
         torch.set_num_threads(settings["threads"])
         self._engine = CacheClipEngine(
-            primary=settings["primary"],
+            primary=settings["gguf"] if self.ending else settings["primary"],
             auxiliary=settings["auxiliary"],
             dtype=settings["dtype"],
-            store=settings["store"],
+            store=os.path.join(settings["store"], type(self).__name__),
         )
         _ = self._engine.primary, self._engine.auxiliary  # loads them
 
@@ -242,22 +311,41 @@ class CacheClip(System):
     def clear(self) -> None:
         self._engine.prefixes.clear()
 
-    def answer(self, message: str, text: str) -> dict[str, Any]:
-        started = time.perf_counter()
-        events = self._engine.stream(message, max_tokens=1)
+    def answer(self, message: str, text: str, new: int) -> dict[str, Any]:
+        times = Times()
+        events = self._engine.stream(message, max_tokens=new, finish=self.finish)
         event = next(events)
-        seconds = time.perf_counter() - started
+        times.token()
         answer = [event, *events][-1].answer
         stats = answer.stats
+        count = max(1, stats.generated_tokens - 1)
+        found = times.of(1)
+        self._engine.wait_for_observers(600.0)  # the reader takes a while
         return {
-            "ttft_s": seconds,
+            "ttft_s": found["ttft_s"],
+            "answer_s": found["ttft_s"] + stats.decode_s * (new - 1) / count,
             "ids": list(self._engine.plan(message).layout.token_ids),
             "reused": stats.reused_tokens,
             "token": answer.token_ids[0] if answer.token_ids else None,
             "method": stats.method,
             "hits": stats.hits,
             "effective_ratio": stats.effective_ratio,
+            "generated": stats.generated_tokens,
         }
+
+
+class CacheClipIdle(CacheClip):
+    """The same where the reader takes a while: the exact KV is completed between two questions."""
+
+    finish = "idle"
+
+
+class CacheClipLlamaCpp(CacheClip):
+    """This package on the GGUF file that llama.cpp has."""
+
+    packages = {"cacheclip_rag": "cacheclip-rag", "llama_cpp": "llama-cpp-python"}
+    install = 'pip install ".[llama-cpp]"'
+    ending = ".gguf"
 
 
 SYSTEMS: dict[str, type[System]] = {
@@ -265,7 +353,10 @@ SYSTEMS: dict[str, type[System]] = {
     "transformers-prefix": TransformersPrefix,
     "llama.cpp": LlamaCpp,
     "vllm": Vllm,
+    "kvboost": KVBoost,
     "cacheclip-rag": CacheClip,
+    "cacheclip-rag idle": CacheClipIdle,
+    "cacheclip-rag llama.cpp": CacheClipLlamaCpp,
 }
 
 
@@ -282,7 +373,7 @@ def work(name: str) -> None:
     """Serve one system: a JSON object a line on stdin, one a line on stdout.
 
     The first line out has ``versions``, or ``missing`` modules. The first line in has the settings. The others are
-    ``{"precompute": texts}``, ``{"clear": true}`` or ``{"message": ..., "text": ...}``.
+    ``{"precompute": texts}``, ``{"clear": true}`` or ``{"message": ..., "text": ..., "new": ...}``.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no result
@@ -306,7 +397,7 @@ def work(name: str) -> None:
         elif "clear" in order:
             system.clear()
         else:
-            found = system.answer(order["message"], order["text"])
+            found = system.answer(order["message"], order["text"], order["new"])
             ids = found.pop("ids")
             say(**found, prompt_tokens=len(ids), digest=digest(ids))
             continue
@@ -436,7 +527,7 @@ class Prompts:
         """Chunks of the prompts; the last one is the one that replaces another."""
         self.tokens = tokens
 
-    def of_round(self, number: int) -> Iterator[Prompt]:
+    def of_round(self, number: int, cases: Sequence[str] = CASES) -> Iterator[Prompt]:
         """The prompts of one round, in the order in which they are asked."""
         *texts, spare = self.texts
         start = number % len(texts)
@@ -446,6 +537,8 @@ class Prompts:
         other = random.Random(number).sample(base[1:], len(base) - 1)
         other.insert(random.Random(number).randrange(1, len(base)), base[0])  # never the first one again
         for case, chunks in zip(CASES, (base, base, exchanged, other), strict=True):
+            if case not in cases:
+                continue
             message = "\n\n".join(chunks) + f"\n\nQuestion: {QUESTIONS[case]}"
             text = message
             if self._tokenizer.chat_template:
@@ -463,9 +556,9 @@ def main() -> None:
         return
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("--plot needs matplotlib: pip install 'cacheclip-rag[lab]'")
-    found = compare(args)
+    found = json.loads(args.made.read_text()) if args.made else compare(args)
     print(markdown(found))
-    if args.json:
+    if args.json and not args.made:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.plot:
         plot(found, args.plot)
@@ -477,28 +570,37 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--primary", default="packaged:qwen2.5-coder-0.5b")
     parser.add_argument("--auxiliary", default="packaged:smollm2-135m")
-    parser.add_argument("--dtype", default="float32", help="of all but llama.cpp, which computes with its GGUF file's")
+    parser.add_argument("--dtype", default="bfloat16", help="of all but llama.cpp, which computes with its GGUF file's")
     parser.add_argument("--gguf", type=Path, help="the primary's GGUF file; a packaged model's is fetched")
-    parser.add_argument("--tokens", default="1000,2000,4000,8000", help="tokens of all chunks, comma-separated")
-    parser.add_argument("--chunk-tokens", type=int, default=120)
+    parser.add_argument("--tokens", default="1000,4000,8000", help="tokens of all chunks, comma-separated")
+    parser.add_argument("--chunk-tokens", type=int, default=250)
+    parser.add_argument("--new", type=int, default=100, help="tokens of an answer")
+    parser.add_argument("--cases", default="first,same order", help=f"comma-separated, of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of each system; default: the cores that this process may use")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="comma-separated; default all")
     parser.add_argument("--python", action="append", default=[], metavar="NAME=PATH", help="interpreter of a system")
     parser.add_argument("--vllm-compile", action="store_true", help="let vLLM compile the model; default eager mode")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that one answer may take")
+    parser.add_argument("--log", type=Path, help="one JSON object an answer; those in it are not asked for again")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="picture of the case `other order`, one line a system")
+    parser.add_argument("--from", type=Path, dest="made", metavar="JSON", help="of an earlier run: only print and plot")
+    parser.add_argument("--plot", type=Path, help="picture of the first tokens of both questions, one line a system")
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.systems = args.systems.split(",")
+    args.systems, args.cases = args.systems.split(","), args.cases.split(",")
     args.tokens = sorted({int(number) for number in args.tokens.split(",")})
     args.python = dict(one.partition("=")[::2] for one in args.python)
     for name in (*args.systems, *args.python):
         if name not in SYSTEMS:
             parser.error(f"expected names of systems ({', '.join(SYSTEMS)}), got {name!r}")
-    if args.rounds < 1 or args.chunk_tokens < 16 or args.tokens[0] // args.chunk_tokens < 3:
-        parser.error("expected one round or more, chunks of 16 tokens or more, and three chunks a prompt or more")
+    if unknown := [case for case in args.cases if case not in CASES]:
+        parser.error(f"expected --cases of {', '.join(CASES)}, got {unknown[0]!r}")
+    if args.rounds < 1 or args.new < 2 or args.chunk_tokens < 16 or args.tokens[0] // args.chunk_tokens < 3:
+        parser.error(
+            "expected one round or more, answers of two tokens or more, chunks of 16 tokens or more, and three chunks "
+            "a prompt or more"
+        )
     args.threads = args.threads or usable_cores()
     return args
 
@@ -521,7 +623,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-peers-"))
         workers = _start(args, reports, stack)
         settings = {name: getattr(args, name) for name in ("primary", "auxiliary", "dtype", "threads", "vllm_compile")}
-        settings |= {"model": str(folder), "context": longest + 64, "store": store, "gguf": _gguf(args, workers)}
+        settings |= {
+            "model": str(folder),
+            "context": longest + args.new + 64,
+            "store": store,
+            "gguf": _gguf(args, workers),
+        }
 
         def orders(name: str, *given: dict[str, Any]) -> list[dict[str, Any]] | None:
             """Give a worker several orders; None if it failed, now or before."""
@@ -538,28 +645,41 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 del workers[name]
                 return None
 
+        def missing(name: str, tokens: int) -> list[int]:
+            """The rounds of which an answer of this system is not in the log."""
+            wanted = [(turn, {(name, tokens, case, turn) for case in args.cases}) for turn in range(args.rounds)]
+            return [turn for turn, keys in wanted if not keys <= log.answers.keys()]
+
+        log = Log(args.log, {**settings, "store": "", "new": args.new, "chunk_tokens": args.chunk_tokens})
+        for name in [name for name in workers if not any(missing(name, tokens) for tokens in args.tokens)]:
+            workers.pop(name).close()
         say(f"loading {', '.join(workers)}")
         for name in list(workers):  # at the same time
             attempt(name, lambda worker: worker.send(**settings))
         for name in list(workers):
             attempt(name, Worker.receive)
-        for number, each in enumerate(prompts):
-            for name in list(workers):
+        is_warm = set[str]()
+        for each in prompts:
+            for name in [name for name in workers if missing(name, each.tokens)]:
                 done = orders(name, {"precompute": each.texts})
                 if done and name == "cacheclip-rag":
                     ingestion.append({"tokens": each.tokens, "chunks": len(each.texts), **done[0]})
-                if number == 0:  # the first answer of a process makes threads and buffers
+                if name not in is_warm:  # the first answer of a process makes threads and buffers
                     warm = next(each.of_round(0))
-                    orders(name, {"message": warm.message, "text": warm.text})
+                    orders(name, {"message": warm.message, "text": warm.text, "new": 2})
+                    is_warm.add(name)
             for turn in range(args.rounds):
-                for name in list(workers):
-                    say(f"{each.tokens} tokens, round {turn + 1} of {args.rounds}: {name}")
-                    asked = list(each.of_round(turn))
-                    given = [{"message": prompt.message, "text": prompt.text} for prompt in asked]
-                    for prompt, found in zip(asked, (orders(name, {"clear": True}, *given) or [])[1:], strict=False):
-                        same = found.pop("digest") == prompt.digest
-                        about = {"system": name, "tokens": each.tokens, "case": prompt.case, "round": turn}
-                        answers.append({**about, **found, "same_tokens": same})
+                for name in args.systems:
+                    asked = list(each.of_round(turn, args.cases))
+                    if name in workers and turn in missing(name, each.tokens):
+                        say(f"{each.tokens} tokens, round {turn + 1} of {args.rounds}: {name}")
+                        given = [{"message": one.message, "text": one.text, "new": args.new} for one in asked]
+                        for one, found in zip(asked, (orders(name, {"clear": True}, *given) or [])[1:], strict=False):
+                            same = found.pop("digest") == one.digest
+                            about = {"system": name, "tokens": each.tokens, "case": one.case, "round": turn}
+                            log.add({**about, **found, "same_tokens": same})
+                    keys = [(name, each.tokens, one.case, turn) for one in asked]
+                    answers += [log.answers[key] for key in keys if key in log.answers]
     return {
         "processor": processor_name(),
         "cores": usable_cores(),
@@ -569,11 +689,33 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "chunk_tokens": args.chunk_tokens,
         "rounds": args.rounds,
+        "new": args.new,
         "systems": [vars(report) for report in reports.values()],
         "ingestion": ingestion,
         "rows": list(summarise(answers)),
         "answers": answers,
     }
+
+
+class Log:
+    """Answers of this run and, with a file, of those before it that had the same settings."""
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
+        self._path, self._run = path, hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        self.answers: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            answer = json.loads(line)
+            if answer.pop("run") == self._run:
+                self.answers[self._key(answer)] = answer
+
+    def add(self, answer: dict[str, Any]) -> None:
+        self.answers[self._key(answer)] = answer
+        if self._path is not None:
+            with self._path.open("a") as file:
+                print(json.dumps({"run": self._run, **answer}), file=file)
+
+    def _key(self, answer: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(answer[name] for name in ("system", "tokens", "case", "round"))
 
 
 def _start(args: argparse.Namespace, reports: dict[str, Report], stack: ExitStack) -> dict[str, Worker]:
@@ -604,7 +746,7 @@ def _start(args: argparse.Namespace, reports: dict[str, Report], stack: ExitStac
 
 def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
     """The primary's GGUF file, if llama.cpp needs it."""
-    if args.gguf or "llama.cpp" not in workers:
+    if args.gguf or not any(name.endswith("llama.cpp") for name in workers):
         return str(args.gguf) if args.gguf else None
     from cacheclip_rag.models import pull_gguf
     from cacheclip_rag.models.packaged.catalogue import packaged_name
@@ -613,42 +755,52 @@ def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
 
 
 def summarise(answers: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row for each system, context length and case."""
+    """One row for each system, context length and case. ``sooner`` and ``answer_sooner``: medians over rounds of plain
+    transformers' seconds over the system's."""
     keys = dict.fromkeys((answer["tokens"], answer["case"], answer["system"]) for answer in answers)
-    for tokens, case, system in keys:
-        found = [a for a in answers if (a["tokens"], a["case"], a["system"]) == (tokens, case, system)]
-        seconds = [answer["ttft_s"] for answer in found]
-        yield {
-            "tokens": tokens,
-            "case": case,
-            "system": system,
-            "median": statistics.median(seconds),
-            "min": min(seconds),
-            "max": max(seconds),
-            "prompt_tokens": round(statistics.median(answer["prompt_tokens"] for answer in found)),
-            "reused": round(statistics.median(answer["reused"] for answer in found)),
-            "same_tokens": all(answer["same_tokens"] for answer in found),
-        }
+    by_key = {key: {} for key in keys}
+    for answer in answers:
+        by_key[answer["tokens"], answer["case"], answer["system"]][answer["round"]] = answer
+    for (tokens, case, system), found in by_key.items():
+        plain = by_key.get((tokens, case, "transformers"), {})
+        both = [(plain[turn], found[turn]) for turn in found if turn in plain]
+        row: dict[str, Any] = {"tokens": tokens, "case": case, "system": system}
+        for figure, sooner in (("ttft_s", "sooner"), ("answer_s", "answer_sooner")):
+            seconds = [answer[figure] for answer in found.values()]
+            row[figure] = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
+            ratios = [one[figure] / other[figure] for one, other in both]
+            row[sooner] = statistics.median(ratios) if ratios else None
+        for name in ("prompt_tokens", "reused"):
+            row[name] = round(statistics.median(answer[name] for answer in found.values()))
+        yield {**row, "same_tokens": all(answer["same_tokens"] for answer in found.values())}
+
+
+NAMES = {"first": "first question", "same order": "second question on the same documents"}
+SHOWN = (("ttft_s", "sooner", "first token"), ("answer_s", "answer_sooner", "{new} tokens"))
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The table, and what became of each system."""
+    """One table a context length, a row for each system, and what became of each."""
     rows = {(row["tokens"], row["case"], row["system"]): row for row in found["rows"]}
-    shown = [one["name"] for one in found["systems"] if any(key[2] == one["name"] for key in rows)]
-    ingested = {one["tokens"]: f"{one['seconds']:.1f} s" for one in found["ingestion"]}
+    cases = [case for case in CASES if any(key[1] == case for key in rows)]
+    titles = [f"{NAMES.get(case, case)}: {what.format(new=found['new'])}" for case in cases for *_, what in SHOWN]
     lines = [
         f"{found['processor']}, {found['cores']} cores, {found['threads']} threads; {found['primary']} + "
-        f"{found['auxiliary']}, {found['dtype']}; chunks of {found['chunk_tokens']} tokens; seconds to the first "
-        f"token, medians of {found['rounds']} (tokens that were not computed)",
-        "",
-        "| tokens | case | " + " | ".join([*shown, "ingested before"]) + " |",
-        "|---" * (len(shown) + 3) + "|",
+        f"{found['auxiliary']}, {found['dtype']} (llama.cpp: its GGUF file); chunks of {found['chunk_tokens']} tokens; "
+        f"medians of {found['rounds']}, in brackets times sooner than plain transformers in the same round",
     ]
     for tokens in dict.fromkeys(key[0] for key in rows):
-        for case in CASES:
-            row = [rows.get((tokens, case, name)) for name in shown]
-            cells = [f"{one['median']:.2f} s ({one['reused']:,})" if one else "" for one in row]
-            lines.append(f"| {tokens:,} | {case} | {' | '.join(cells)} | {ingested.get(tokens, '')} |")
+        lines += ["", f"| {tokens:,} tokens | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
+        for system in [one["name"] for one in found["systems"]]:
+            cells = []
+            for case in cases:
+                row = rows.get((tokens, case, system))
+                cells += [_cell(row, figure, sooner) if row else "" for figure, sooner, _ in SHOWN]
+            if any(cells):
+                lines.append(f"| {system} | {' | '.join(cells)} |")
+        for one in found["ingestion"]:
+            if one["tokens"] == tokens:
+                lines += ["", f"cacheclip-rag ingested {one['chunks']} chunks before, in {one['seconds']:.1f} s."]
     lines.append("")
     for one in found["systems"]:
         versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
@@ -658,24 +810,31 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _cell(row: Mapping[str, Any], figure: str, sooner: str) -> str:
+    ratio = "" if row[sooner] is None else f" ({row[sooner]:.1f}x)"
+    return f"{row[figure]['median']:.2f} s{ratio}"
+
+
 def plot(found: Mapping[str, Any], file: Path) -> None:
-    """Median TTFT against context length in the case ``other order``."""
+    """Median TTFT against context length, one part of the picture a case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.0, 4.0), dpi=150, layout="constrained")
+    cases = [case for case in CASES if any(row["case"] == case for row in found["rows"])]
+    figure = Figure(figsize=(4.5 * len(cases), 4.0), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for number, system in enumerate(SYSTEMS):
-        rows = [row for row in found["rows"] if row["system"] == system and row["case"] == "other order"]
-        if rows:
-            look = {"marker": "osD^v"[number], "color": f"C{number}", "label": system}
-            axes.plot([row["tokens"] for row in rows], [row["median"] for row in rows], **look)
-    axes.set(xlabel="tokens of chunks", ylabel="time to the first token (s, median)", title="Chunks in another order")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    parts = figure.subplots(1, len(cases), squeeze=False)[0]
+    for axes, case in zip(parts, cases, strict=True):
+        for number, system in enumerate(SYSTEMS):
+            rows = [row for row in found["rows"] if row["system"] == system and row["case"] == case]
+            if rows:
+                look = {"marker": "osD^vP*X"[number], "color": f"C{number}", "label": system}
+                axes.plot([row["tokens"] for row in rows], [row["ttft_s"]["median"] for row in rows], **look)
+        axes.set(xlabel="tokens of chunks", ylabel="time to the first token (s, median)", title=NAMES.get(case, case))
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    parts[0].legend()
     figure.savefig(file)
 
 

@@ -30,8 +30,6 @@ from .runtime.base import DTYPES
 if TYPE_CHECKING:
     from .methods.base import Method
 
-__all__ = ["EngineConfig"]
-
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
 
@@ -63,8 +61,8 @@ class EngineConfig:
     min_confidence: float | str | None = None
     """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
     it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
-    certify`` shows what a value gives and costs. ``auto``: the least value with which the first token of every prompt
-    of the certificate was full prefill's, at less than full prefill's cost; it needs a thorough certificate. 0: none.
+    certify`` shows what a value gives and costs. ``auto``: the value, and unless one is given the recompute ratio,
+    that the certificate promises (``certify --max-differ``). 0: none.
     None: the method's own. It holds for methods given by name; a Method instance has its own."""
     chunk_context: str = "passages"
     """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
@@ -154,7 +152,6 @@ class EngineConfig:
 
     @property
     def fixed_ratio(self) -> float | None:
-        """``recompute_ratio`` if it is a number."""
         return None if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
     @property

@@ -25,23 +25,20 @@ from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.library import ChunkLibrary
 from .config import EngineConfig
-from .fusion.answer import Answer, Event
+from .fusion.answer import Answer, Event, last_answer
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
 from .methods.base import Method
 from .plan.plan import Plan
-from .plan.planner import choose_method
 from .prompt.messages import Documents, Prompt, check_template_kwargs
 from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
-from .store import ChunkStore, TenantStore
+from .store import ChunkStore, ReadBuffer, TenantStore
 from .timing.controller import Profile
-
-__all__ = ["CacheClipEngine", "WarmUp", "get_engine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +190,8 @@ class CacheClipEngine:
             Number of texts whose KV is stored for every model.
         """
         models = self.chunk_caches(self.context_of(method))
-        return sum([all([caches.prefetch(text) for caches in models]) for text in chunk_texts(texts)])
+        read = ([caches.read(text, ReadBuffer()) for caches in models] for text in chunk_texts(texts))
+        return sum(None not in each for each in read)
 
     def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
         """Do now what the first answer would wait for. Call it when a server starts.
@@ -288,18 +286,8 @@ class CacheClipEngine:
         *,
         any_ratio: bool = False,
     ) -> Method:
-        """The method of a call with these options; see :func:`~cacheclip_rag.plan.planner.choose_method`.
-
-        Args:
-            any_ratio: its ratio is chosen by predicted time later.
-        """
-        return choose_method(
-            self.config,
-            method,
-            recompute_ratio,
-            lambda: self.parts.default_method,
-            lambda chosen: self.parts.certificates.confidence(chosen, any_ratio=any_ratio),
-        )
+        """The method of a call with these options; see :meth:`~cacheclip_rag.answering.parts.Parts.choose_method`."""
+        return self.parts.choose_method(method, recompute_ratio, any_ratio=any_ratio)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
@@ -336,11 +324,7 @@ class CacheClipEngine:
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
-        answer = None
-        for event in self.stream(prompt, params, options=options, **given):
-            answer = event.answer or answer
-        assert answer is not None, "a stream ends with its answer"
-        return answer
+        return last_answer(self.stream(prompt, params, options=options, **given))
 
     def stream(
         self,
@@ -393,7 +377,7 @@ class CacheClipEngine:
         """The request of a call, with the engine's settings for what the call leaves out."""
         called = (options or CallOptions()).with_options(given)
         whole = called.with_settings(self.config)
-        method = self.make_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
+        method = self.parts.choose_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
         return Request(prompt, method, whole)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,15 @@ FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
 """Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
 windows in some with two rotary tables, and sinks."""
 EXACTNESS = ("test_exactness.py", "test_matrix.py")
+
+
+def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrise with every ``step``-th combination, and with all of them with ``CACHECLIP_TEST_ALL=1``.
+
+    With fewer steps than the last parameter has values, and no common divisor with their number, the others meet in all
+    combinations, each beside another value of the last one."""
+    rows = list(itertools.product(*values.values()))
+    return pytest.mark.parametrize(",".join(values), rows if os.environ.get("CACHECLIP_TEST_ALL") else rows[::step])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

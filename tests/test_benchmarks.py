@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from tests.conftest import CHUNKS, rag_prompt
+from cacheclip_rag.ingest import Embedder
+from tests.conftest import CHUNKS, QUESTION, rag_prompt
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -76,6 +78,53 @@ def test_latency(run: Any) -> None:
     found = run("latency", "--tokens", "150", "--chunk-tokens", "50,500", "--rounds", "1")
     assert [row["way"] for row in found] == ["full", "auto", "limited"]  # chunks of 500 tokens do not fit
     assert found[0]["predicted_ttft_s"] is None and found[1]["predicted_ttft_s"] > 0
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """Two questions on the same passages, the second with them in another order."""
+    texts = [{"title": "", "text": text} for text in CHUNKS]
+    records = [
+        {"id": f"{n}", "task": "qa", "question": QUESTION, "answers": ["seven"], "chunks": chunks, "meta": meta}
+        for n, (chunks, meta) in enumerate([(texts, {"gold_chunks": [1]}), (texts[::-1], {})])
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(file)
+
+
+def test_choices(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    module = load("choices", monkeypatch)
+    taus = [module.kendall([3, 2, 1], other) for other in ([9, 5, 1], [1, 5, 9], [5, 9, 1], [2, 2, 2])]
+    assert taus == pytest.approx([1, -1, 1 / 3, 0])
+    assert module.kendall([3, 3, 1], [3, 3, 1]) == pytest.approx(1.0), "ties"
+    arguments = ["--dataset", questions, "--ratio", "1.0", "--log", str(tmp_path / "log")]
+    found = run("choices", *arguments)
+    for item in found:
+        full = item["ways"]["full"][0]
+        for way in ("again", "cacheclip"):  # equal up to rounding; of ratio 1.0, too
+            assert item["ways"][way][0] == pytest.approx(full, abs=1e-3)
+        assert item["ways"]["direct"][0] != pytest.approx(full, abs=1e-3) != item["ways"]["reordered"][0]
+    assert "+1.00" in capsys.readouterr().out
+    assert run("choices", *arguments) == found, "the log is read again"
+
+
+def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_as = load("rivals", monkeypatch).begun_as
+    assert begun_as([], ["a", "b"]) == [0, 1]
+    assert begun_as([["c", "a", "x"], ["a", "c", "x", "b"], ["x", "a"]], ["a", "b", "c"]) == [2, 0, 1]
+    letters = [[float(text.count(letter)) for letter in "aeiou"] for text in CHUNKS]
+    found_by = dict(zip([*CHUNKS, QUESTION], [*letters, letters[1]], strict=True))
+    monkeypatch.setattr(Embedder, "embed", lambda _, texts: np.array([found_by[text] for text in texts]))
+    log = ["--dataset", questions, "--log", str(tmp_path / "log")]
+    found = run("rivals", *log, "--keep", "1,9", "--ratio", "1.0")
+    first, second = (item["ways"] for item in found)
+    assert set(first) == {"full", "cacheclip", "prune 1", "both 1", "ordered"}
+    for ways in (first, second):
+        assert ways["cacheclip"]["text"] == ways["full"]["text"], "ratio 1.0"
+        assert ways["prune 1"]["tokens"] == ways["both 1"]["tokens"] < ways["full"]["tokens"]
+    # the second question's passages are put into the order of the first one's
+    assert first["ordered"]["text"] == first["full"]["text"] == second["ordered"]["text"] != second["full"]["text"]
 
 
 def test_where_an_answer_differs(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str]) -> None:

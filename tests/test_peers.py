@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = ["transformers-prefix", "cacheclip-rag"]
+MEASURED = ["transformers-prefix", "cacheclip-rag", "cacheclip-rag idle"]
 
 
 class FakeTokenizer:
@@ -55,15 +55,25 @@ def test_the_same_prompts_and_what_each_system_reuses(
     models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
     sizes = ["--tokens", "200", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1"]
     others = ["--python", f"llama.cpp={bare}", "--python", f"vllm={broken}"]
+    sizes += [
+        "--new",
+        "3",
+        "--dtype",
+        "float32",
+        "--cases",
+        ",".join(peers.CASES),
+        "--log",
+        str(tmp_path / "peers.log"),
+    ]
     files = ["--json", str(tmp_path / "peers.json"), "--plot", str(tmp_path / "peers.png")]
-    asked = ["--systems", "transformers-prefix,llama.cpp,vllm,cacheclip-rag"]
+    asked = ["--systems", "transformers-prefix,llama.cpp,vllm,cacheclip-rag,cacheclip-rag idle"]
     monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes, *others, *files, *asked])
     peers.main()
     found = json.loads((tmp_path / "peers.json").read_text())
     table = capsys.readouterr().out
 
     systems = {one["name"]: one for one in found["systems"]}
-    assert list(systems) == list(peers.SYSTEMS)[1:]
+    assert list(systems) == ["transformers-prefix", "llama.cpp", "vllm", *MEASURED[1:]]
     assert [name for name, one in systems.items() if one["status"] == "measured"] == MEASURED, systems
     assert all(systems[name]["versions"]["transformers"] for name in MEASURED)
     assert systems["llama.cpp"]["status"] == "not installed"
@@ -74,7 +84,8 @@ def test_the_same_prompts_and_what_each_system_reuses(
 
     rows = {(row["system"], row["case"]): row for row in found["rows"]}
     assert set(rows) == {(name, case) for name in MEASURED for case in peers.CASES}
-    assert all(row["same_tokens"] and row["median"] > 0 for row in rows.values())
+    assert all(row["same_tokens"] and 0 < row["ttft_s"]["min"] < row["answer_s"]["min"] for row in rows.values())
+    assert rows["cacheclip-rag idle", "same order"]["reused"] > 200, "the exact KV was completed meanwhile"
     for case in peers.CASES:
         assert len({rows[name, case]["prompt_tokens"] for name in MEASURED}) == 1
     kept = {case: rows["transformers-prefix", case]["reused"] for case in peers.CASES}
@@ -87,6 +98,13 @@ def test_the_same_prompts_and_what_each_system_reuses(
     assert found["ingestion"][0]["seconds"] > 0 and found["processor"] and found["threads"] == 1
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--from", str(tmp_path / "peers.json")])
+    peers.main()
+    assert capsys.readouterr().out == table, "from the file"
+    monkeypatch.setattr(sys, "argv", ["peers.py", *models, *sizes, "--systems", ",".join(MEASURED)])
+    again = peers.compare(peers.parse())
+    assert again["answers"] == found["answers"], "from the log"
+
 
 def test_a_cropped_cache_gives_what_plain_prefill_gives(peers: Any, tiny_models: dict[str, str]) -> None:
     from transformers import AutoTokenizer
@@ -98,7 +116,7 @@ def test_a_cropped_cache_gives_what_plain_prefill_gives(peers: Any, tiny_models:
     for number in range(4):
         kept.clear()
         for prompt in made.of_round(number):
-            expected, found = (system.answer(prompt.message, prompt.text) for system in (plain, kept))
+            expected, found = (system.answer(prompt.message, prompt.text, 2) for system in (plain, kept))
             assert found["token"] == expected["token"] and expected["reused"] == 0
             assert (found["reused"] > 0) == (prompt.case != "first")
             assert {peers.digest(each["ids"]) for each in (expected, found)} == {prompt.digest}
@@ -131,7 +149,7 @@ for line in sys.stdin:
         sys.exit("out of memory")
     result = {"seconds": 1}
     if "text" in order:
-        result = {"ttft_s": answers, "prompt_tokens": 9, "digest": "another", "reused": 0}
+        result = {"ttft_s": answers, "answer_s": answers, "prompt_tokens": 9, "digest": "another", "reused": 0}
     print(json.dumps(result), flush=True)
 """
     (tmp_path / "worker.py").write_text(text)
@@ -147,5 +165,5 @@ for line in sys.stdin:
     assert vllm["status"] == "failed" and vllm["reason"] == "ended with 1: out of memory"
     assert plain["status"] == "measured" and {row["system"] for row in found["rows"]} == {"transformers"}
     first = next(row for row in found["rows"] if row["case"] == "first")
-    assert (first["median"], first["min"], first["max"]) == (6, 2, 10), "the warming answer does not count"
+    assert first["ttft_s"] == {"median": 4, "min": 2, "max": 6}, "the warming answer does not count"
     assert "transformers: measured; transformers 1; OTHER TOKEN IDS" in peers.markdown(found)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..runtime.base import State
-    from .prefill import Keeping
-
-__all__ = ["Beside", "Continuation"]
+from ..runtime.base import State
+from .prefill import Keeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +39,13 @@ class Beside:
     """Whether text given so far may still be withdrawn."""
 
     def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
-        """Called before a token is chosen, but for the first one.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-            allowed: ``(vocab_size,)`` logits of the tokens that may come next.
-
-        Returns:
-            How to go on, and the ``(vocab_size,)`` logits to choose from instead; None: go on as before.
-        """
+        """Called before a token is chosen, but for the first one. ``allowed``: ``(vocab_size,)`` logits of the tokens
+        that may come next. Returns how to go on, and the logits to choose from instead; None: go on as before."""
         return None
 
     def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
-        """Called after every token, the last one included.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-            completely: finish now, because no token waits for it.
-
-        Returns:
-            How to go on; None: go on as before.
-        """
+        """Called after every token, the last one included. ``completely``: finish now, because no token waits for it.
+        Returns how to go on; None: as before."""
         return None
 
     def end(self, answer: Sequence[int]) -> dict[str, Any]:

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ..fusion.answer import Event
-from ..prompt.calls import CallReader, Parameters, parameters_of
+from ..prompt.calls import CallReader, Parameters
 from ..prompt.tools import ToolCall
-
-__all__ = ["CallReader", "parameters_of", "read_calls"]
 
 
 def read_calls(events: Iterable[Event], tools: Parameters) -> Iterator[Event]:

@@ -12,18 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..runtime.base import Runtime, wait_for
+from ..runtime.transformers.prefix_cache import PrefixCache
 from .turns import CallerLeft, Waiter, turns_of
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime
-    from ..runtime.transformers.prefix_cache import PrefixCache
-
-__all__ = ["IdleCompletion"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +72,8 @@ class IdleCompletion:
 
     def add(self, runtime: Runtime, prefix_cache: PrefixCache, ids: Sequence[int], cleared: int) -> None:
         """Complete the exact KV of these tokens later, in whole blocks of the prefix cache. Takes the place of an
-        earlier prompt of the same conversation.
-
-        Args:
-            cleared: what :attr:`PrefixCache.cleared` was when the question came. If it is another number later, texts
-                of the prompt may have been released: its KV is not kept.
-        """
+        earlier prompt of the same conversation. ``cleared`` is what :attr:`PrefixCache.cleared` was when the question
+        came: if it is another number later, texts may have been released, and nothing is kept."""
         whole = len(ids) - len(ids) % prefix_cache.block_tokens
         if not runtime.can_extend or not 0 < whole <= runtime.reuse_tokens:
             return
@@ -151,8 +143,7 @@ class IdleCompletion:
                 prompt.state = runtime.begin(match, len(ids))
         rows = torch.from_numpy(ids[prompt.done : prompt.done + max(self._rows, prefix_cache.block_tokens)])
         runtime.extend(prompt.state, rows, prompt.done, head=False)
-        if runtime.device.type == "cuda":
-            torch.cuda.synchronize(runtime.device)
+        wait_for(runtime.device)
         prompt.done += len(rows)
         done = ids[: prompt.done].tolist()
         prefix_cache.insert(done, prompt.state, cleared=prompt.cleared)

@@ -7,22 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..base.clock import PhaseClock
 from ..base.sampling import SamplingParams
 from ..fusion.answer import Answer, Event, TokenLogprob
+from ..runtime.base import Constraint, Runtime
 from .beside import Beside, Continuation
+from .prefill import Prefilled
 from .sampler import Sampler, room_for
 from .text import TextStream
-
-if TYPE_CHECKING:
-    from ..runtime.base import Constraint, Runtime
-    from .prefill import Prefilled
-
-__all__ = ["decode"]
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +125,8 @@ class _Decoding:
         while True:
             yield from self._read_last()
             if self._beside.asks_after:
-                if self._is_last_token and (rest := self.stream.flush()):
+                is_last = self.has_ended or len(self.ids) >= self._params.max_tokens
+                if is_last and (rest := self.stream.flush()):
                     yield Event(rest, is_final=not self._beside.may_withdraw)
                 if self._settle():
                     continue
@@ -137,12 +134,7 @@ class _Decoding:
                 return
             self.ids.append(self._sampler.pick(self._next_logits()))
 
-    @property
-    def _is_last_token(self) -> bool:
-        return self.has_ended or len(self.ids) >= self._params.max_tokens
-
     def _read_last(self) -> Iterator[Event]:
-        """Turn the last token into text."""
         self.has_ended = self.ids[-1] in self._runtime.eos_ids
         if self.has_ended:
             return

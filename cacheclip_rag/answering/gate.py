@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .beside import Beside, Continuation
 from .sampler import confidence
-
-if TYPE_CHECKING:
-    from .verification import Verification
-
-__all__ = ["Gate"]
+from .verification import Verification
 
 
 class Gate(Beside):
     """Has the exact KV completed before the first token of which the model is unsure."""
 
     def __init__(self, exact: Verification, min_confidence: float) -> None:
-        """
-        Args:
-            exact: completes the exact KV. Must not have been used.
-            min_confidence: as in :class:`~cacheclip_rag.methods.base.Method`.
-        """
+        """``exact`` completes the exact KV, and must not have been used."""
         self.asks_before = True
         self._exact = exact
         self._min_confidence = min_confidence

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..prompt.messages import Documents, Prompt
     from ..prompt.segments import Segment
 
-__all__ = ["CallOptions", "Request"]
-
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:

@@ -6,12 +6,14 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..base.checks import check_ratio_and_limit
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
@@ -19,7 +21,7 @@ from ..chunks.library import ChunkLibrary
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
 from ..guards.coverage import Certificates
-from ..methods import DEFAULT_METHOD, check_method, check_reads, preset
+from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
 from ..models.memory import free_bytes
@@ -34,8 +36,6 @@ from ..selection.heads import HeadSet
 from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
 from ..timing.engine_controllers import Controllers
 from .turns import CALLER
-
-__all__ = ["Parts"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +54,8 @@ class Parts:
         store: ChunkStore | None = None,
         load_primary: Callable[..., Runtime] | None = None,
     ) -> None:
-        """
-        Args:
-            store: used instead of the store in the settings.
-            load_primary: called with the primary's name and ``dtype=…``, instead of loading its weights.
-        """
+        """``store`` is used instead of the store in the settings; ``load_primary`` is called with the primary's name
+        and ``dtype=…``, instead of loading its weights."""
         self.config = config
         self._load_primary = load_primary
         self.prefix_cache = PrefixCache(config.prefix_cache_bytes, extra_keys=(config.namespace,))
@@ -67,7 +64,6 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
         self._tenant: TenantStore | None = None
-        self._library: ChunkLibrary | None = None
         self._sources: dict[Hashable, Sources] = {}
         self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
@@ -93,11 +89,8 @@ class Parts:
 
     def read_hot(self) -> tuple[int, int]:
         """Read the tenant's most recently used entries: as many as fit into the memory tier (``memory_bytes``), or
-        without one up to 1 GiB, and at most half of the free memory, so that the system's page cache has them.
-
-        Returns:
-            Number of entries, and their bytes in the store. Zeros without a folder.
-        """
+        without one up to 1 GiB, and at most half of the free memory, so that the system's page cache has them. Returns
+        their number, and their bytes in the store."""
         store, room = self.store, 0
         if self.config.store:
             free = free_bytes("cpu")
@@ -121,16 +114,11 @@ class Parts:
         with self._lock:
             return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
-    @property
+    @cached_property
     def library(self) -> ChunkLibrary:
-        """Precomputed texts of this namespace and their sources."""
-        with self._lock:
-            if self._library is None:
-                self._library = ChunkLibrary(self.store)
-            return self._library
+        return ChunkLibrary(self.store)
 
     def close(self) -> None:
-        """Close file handles and free memory; the parts may be used again afterwards."""
         if self._tenant is not None:
             self._tenant.close()
         self.prefix_cache.clear()
@@ -207,11 +195,8 @@ class Parts:
         variables: Mapping[str, Any] | None = None,
         isolated: bool = False,
     ) -> list[Segment]:
-        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`.
-
-        Args:
-            isolated: the chunk context is; finds whole chunks only.
-        """
+        """Cut a prompt for the primary model into stored chunks and fresh text; see :class:`PromptReader`. An
+        ``isolated`` chunk context finds whole chunks only."""
         messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
         texts = [each.get("content") for each in messages if isinstance(each, dict)]
         check_least_length([text for text in texts if isinstance(text, str)], self.runtime)
@@ -260,8 +245,35 @@ class Parts:
 
     # -- methods ------------------------------------------------------------------------------------------------
 
+    def choose_method(
+        self, method: str | Method | None, recompute_ratio: float | str | None, *, any_ratio: bool = False
+    ) -> Method:
+        """The method for a call (default the engine's method), at its recompute ratio: default the engine's ratio for
+        names and for the engine's method, and the instance's own ratio for an instance. Presets without a ratio ignore
+        it. ``auto``: the method's own, until a controller chooses. ``any_ratio``: its ratio is chosen by predicted time
+        later. Raises ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a
+        method that needs an auxiliary model and an engine without one."""
+        config = self.config
+        given = config.method if method is None else method
+        check_method(given)
+        check_ratio_and_limit(recompute_ratio, None)
+        by_name = method is None or isinstance(method, str)
+        wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
+        ratio = None if isinstance(wanted, str) else wanted
+        if given == DEFAULT_METHOD:
+            given = self.default_method
+        chosen = preset(given) if isinstance(given, str) else given
+        if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
+            chosen = chosen.at(ratio)
+        check_auxiliary(chosen, config.auxiliary)
+        least = config.min_confidence
+        if least is None or not by_name or not chosen.reuses_chunks:
+            return chosen
+        if isinstance(least, str):
+            return self.certificates.promised(chosen, ratio is not None, any_ratio=any_ratio)
+        return replace(chosen, min_confidence=least)
+
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
-        """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
         given = self.config.method if method is None else method
         check_method(given)
         # both methods that auto can mean use the engine's setting

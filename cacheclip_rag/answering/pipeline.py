@@ -25,9 +25,10 @@ from ..methods.base import Method
 from ..plan.plan import ROWS_FOR_EXACT_KV, Plan
 from ..plan.planner import make_plan
 from ..plan.sources import Sources
+from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
-from .calls import parameters_of, read_calls
+from .calls import read_calls
 from .completion import IdleCompletion
 from .decoding import decode
 from .gate import Gate
@@ -38,8 +39,6 @@ from .sampler import room_for
 from .turns import turns_of
 from .verification import Verification
 from .writer import ChunkWriter
-
-__all__ = ["Answering"]
 
 
 class _ReadPrompt(NamedTuple):
@@ -62,11 +61,8 @@ class Answering:
     completion: IdleCompletion = field(default_factory=IdleCompletion)
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """Stream the answer; the last event carries the whole answer.
-
-        Raises:
-            ConfigurationError: options that cannot be combined.
-        """
+        """Stream the answer; the last event carries the whole answer. Raises ConfigurationError: options that cannot be
+        combined."""
         options = request.options
         if options.params.json_schema and options.finishes:
             raise ConfigurationError(
@@ -137,13 +133,7 @@ class Answering:
         clock: PhaseClock | None = None,
         read: _ReadPrompt | None = None,
     ) -> Plan:
-        """Decide how to answer. Computes no tensor.
-
-        Args:
-            sources: those of the request's method, if the caller has them already.
-            clock: started when the request came in; default now.
-            read: the prompt, if the caller has read it already.
-        """
+        """Decide how to answer. Computes no tensor. ``clock`` was started when the request came in."""
         sources = sources or self.parts.sources(request.method)
         clock = clock or PhaseClock()
         segments, question, given = read or self._read(request, sources, clock)
@@ -206,7 +196,7 @@ class Answering:
         queued_s = clock.elapsed() - clock.seconds["lookup"]
         plan = self.plan(request, sources, clock, read)
         for observer in observers:
-            observer.on_plan(plan, sources)
+            plan = observer.on_plan(plan, sources) or plan
         room = room_for(request.options.params)
         found = prefill(plan, sources, answer_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self._controller(request)) is not None:

@@ -23,8 +23,6 @@ from ..runtime.base import State, wait_for
 from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
-__all__ = ["Keeping", "Prefilled", "prefill", "stats_of"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -87,18 +85,15 @@ class Prefilled:
 
 
 def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
-    """Carry out a plan.
-
-    Args:
-        answer_tokens: answer tokens for which the cache gets room.
-        clock: started when the request came in.
-        trace: also record scores, recomputed tokens and seconds per layer.
-    """
+    """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
+    also record scores, recomputed tokens and seconds per layer."""
     capacity = plan.layout.num_tokens + answer_tokens
     if not plan.reused:
         return _plain(plan, sources, capacity, clock)
     if plan.bypass is not None:
-        return _plain_although_stored(plan, plan.bypass, sources, capacity, clock)
+        planned = stats_of(plan, clock)  # hits and misses are those of the plan
+        found = _plain_instead(plan, plan.bypass, planned, sources, capacity, clock)
+        return replace(found, stats=replace(found.stats, bypassed=True))
     fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
@@ -108,38 +103,26 @@ def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClo
     assert sure is not None, "every prefill has a confidence"
     if found.is_exact or sure >= plan.method.min_confidence:
         return found
-    tried, stats, seen = fused.plan, found.stats, found.trace
+    plan, tried, seen = fused.plan, found.stats, found.trace
     del fused, found  # memory holds one prompt's KV at a time
-    return replace(_plain_after_unsure(tried, stats, sources, capacity, clock), trace=seen)
-
-
-def _plain_although_stored(plan: Plan, why: str, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Plain prefill although chunks are stored. Hits and misses are those of the plan."""
-    stats = stats_of(plan, clock)
-    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
-    counts = {name: getattr(stats, name) for name in _COUNTS}
-    return replace(found, stats=replace(found.stats, **counts, bypassed=True), missing=plan.missing_texts)
+    least = plan.method.min_confidence
+    why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
+    found = _plain_instead(plan, why, tried, sources, capacity, clock)
+    charged = found.stats.charged_ratio + tried.charged_ratio
+    return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
 
 
 _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 """Statistics of a reusing plan that stay although its prompt is prefilled in full."""
 
 
-def _plain_after_unsure(
-    plan: Plan, tried: FusionStats, sources: Sources, capacity: int, clock: PhaseClock
+def _plain_instead(
+    plan: Plan, why: str, planned: FusionStats, sources: Sources, capacity: int, clock: PhaseClock
 ) -> Prefilled:
-    """Plain prefill, because a fused one with statistics ``tried`` was not sure enough of the first token."""
-    method = plan.method
-    sure = f"confidence {tried.confidence:.2f} at recompute ratio {method.nominal_ratio:.2g}"
-    why = f"{sure}, below {method.min_confidence:.2g}"
+    """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
     found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
-    stats = replace(
-        found.stats,
-        **{name: getattr(tried, name) for name in _COUNTS},
-        gated=True,
-        charged_ratio=found.stats.charged_ratio + tried.charged_ratio,
-    )
-    return replace(found, stats=stats, missing=plan.missing_texts)
+    counts = {name: getattr(planned, name) for name in _COUNTS}
+    return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
 
 
 def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
@@ -200,7 +183,7 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
         else:
             with clock.phase("recompute"):
                 state, logits = runtime.prefill(layout.ids, capacity)
-                wait_for(logits)
+                wait_for(logits.device)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
     keeping = Keeping(sources.prefix_cache, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
@@ -220,13 +203,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
 def stats_of(
     plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
 ) -> FusionStats:
-    """Statistics of a plan that is carried out.
-
-    Args:
-        logits: of the first token, if they are known.
-        recomputed: chunk tokens that are recomputed.
-        charged: chunk tokens that got fresh KV, as in :class:`~cacheclip_rag.fusion.fused.Fused`.
-    """
+    """Statistics of a plan that is carried out. ``charged``: chunk tokens that got fresh KV, as in
+    :class:`~cacheclip_rag.fusion.fused.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     found = occurrences(reused)

@@ -29,8 +29,6 @@ from .parts import Parts
 from .pipeline import Answering
 from .writer import ChunkWriter
 
-__all__ = ["measure_profile"]
-
 logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS, _MOST_TOKENS = 128, 8192
@@ -52,16 +50,9 @@ _REPEATS = 2
 def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -> Profile:
     """Measure a method and plain prefill, and how long the tiers of the engine's store take to be read. The weights are
     those that are loaded; chunks of prompts go to a temporary folder, or to memory if the store is in memory. Takes one
-    to two minutes with the default models on two CPU cores.
-
-    Args:
-        identity: what the profile holds for
-            (:meth:`~cacheclip_rag.timing.engine_controllers.Controllers.profile_identity`).
-            Media of other stores, which a saved profile has for it, stay.
-
-    Raises:
-        ConfigurationError: the method reuses no stored chunks, or the model's context is too short for three sizes.
-    """
+    to two minutes with the default models on two CPU cores. Media of other stores stay, if a saved profile of the same
+    ``identity`` has them. Raises ConfigurationError: the method reuses no stored chunks, or the model's context is too
+    short for three sizes."""
     if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses no stored chunks, so there is nothing to choose.")
     config = parts.config

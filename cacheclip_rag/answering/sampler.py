@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..base.errors import ModelError
 from ..base.sampling import GREEDY_BELOW, SamplingParams
-
-if TYPE_CHECKING:
-    from ..runtime.base import Constraint
-
-__all__ = ["Sampler", "confidence", "room_for"]
+from ..runtime.base import Constraint
 
 
 def confidence(logits: torch.Tensor) -> float:
@@ -106,5 +100,4 @@ _RESERVED_TOKENS = 512
 
 
 def room_for(params: SamplingParams) -> int:
-    """Answer tokens for which a new cache gets room."""
     return min(params.max_tokens, _RESERVED_TOKENS)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ..prompt.reasoning import OPENINGS, ReasoningReader, may_begin
 
-__all__ = ["TextStream"]
-
 _UNFINISHED = "\ufffd"
 """What an unfinished character decodes to."""
 _FIRST = frozenset(opening[0] for opening in OPENINGS)
@@ -72,12 +70,10 @@ class TextStream:
         return self._give(piece)
 
     def flush(self) -> str:
-        """The remaining text, after the last token."""
         piece, self._unfinished, self._is_blank = self._unfinished, "", False
         return self._give(piece, last=True)
 
     def _give(self, piece: str, *, last: bool = False) -> str:
-        """Add text; returns what became final."""
         if self._is_blank or self._blank:
             piece, self._blank = self._blank + piece, ""
             first = piece.lstrip()[:1]

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from ..runtime.base import Runtime
 
-__all__ = ["CALLER", "CallerLeft", "Turns", "Waiter", "turns_of"]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -181,7 +178,9 @@ class Turns:
         with self._changed:
             self._prompts.append(ticket)
             try:
-                self._wait_until(lambda: self._is_next(ticket))
+                self._wait_until(
+                    lambda: self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
+                )
             except BaseException:
                 self._prompts.remove(ticket)
                 self._changed.notify_all()
@@ -240,7 +239,6 @@ class Turns:
         return mine.logits
 
     def _step_together(self, runtime: Runtime) -> None:
-        """One pass for all steps that wait."""
         steps: list[_AskedStep] = []
         try:
             with self.token():
@@ -267,9 +265,6 @@ class Turns:
         with caller.waiting(self._changed):
             self._changed.wait_for(lambda: caller.has_left or has_come())
         caller.check()
-
-    def _is_next(self, ticket: object) -> bool:
-        return self._prompts[0] is ticket and not (self._is_running or self._tokens or self._invited)
 
     def _wait_for_one_prompt(self) -> None:
         came = self._ended

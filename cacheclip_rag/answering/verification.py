@@ -14,19 +14,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..guards.base import Verified
+from ..runtime.base import Runtime, wait_for
+from ..runtime.transformers.prefix_cache import Match
 from .beside import Beside, Continuation
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime
-    from ..runtime.transformers.prefix_cache import Match
-    from .prefill import Keeping
-
-__all__ = ["Verification"]
+from .prefill import Keeping
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +55,9 @@ class Verification(Beside):
         is_greedy: bool,
         revises: bool,
     ) -> None:
-        """Computes nothing yet.
-
-        Args:
-            ids: the prompt, ``(num_tokens,)`` int64.
-            capacity: tokens of prompt and answer for which the exact KV gets room.
-            find_match: looks the prompt up in the prefix cache, without its last token.
-            keeping: takes the exact KV into the prefix cache; None: nothing is kept.
-            is_greedy: whether the answer is decoded greedily.
-            revises: True: an answer that differs goes on from the first differing token.
-        """
+        """Computes nothing yet. ``ids``: the prompt, ``(num_tokens,)`` int64. ``capacity``: tokens of prompt and
+        answer. ``find_match`` looks the prompt up in the prefix cache, without its last token; ``keeping`` takes the
+        exact KV into it. ``revises``: an answer that differs goes on from the first differing token."""
         assert runtime.can_extend, "verified finishing needs a runtime with can_extend"
         self.keeping = keeping
         self.asks_after = True  # until the answer was compared
@@ -93,19 +82,10 @@ class Verification(Beside):
 
     @property
     def may_withdraw(self) -> bool:  # type: ignore[override]
-        """Whether text given so far may still be withdrawn."""
         return self._revises and self._is_greedy and self.asks_after
 
     def after(self, answer: Sequence[int], *, completely: bool) -> Continuation | None:
-        """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-            completely: compute all the rest, because no token waits for it.
-
-        Returns:
-            How to go on from the exact KV; None: go on as before.
-        """
+        """Compute the next block of the prompt's KV, and compare the answer once the KV holds the whole prompt."""
         with self._timed(), self._survived():
             self._read_prompt(completely)
             if self._logits is not None:
@@ -114,14 +94,7 @@ class Verification(Beside):
 
     def complete(self, answer: Sequence[int]) -> tuple[Continuation, torch.Tensor] | None:
         """Compute all the rest, because the answer goes on from the exact KV whatever full prefill would have chosen.
-
-        Args:
-            answer: tokens of the answer so far, at least one.
-
-        Returns:
-            The exact KV of prompt and answer, and the logits of the next token, ``(vocab_size,)``; None if it could
-            not be computed: go on as before.
-        """
+        Returns what :meth:`before` does; None if it could not be computed."""
         with self._timed(), self._survived():
             self._read_prompt(completely=True)
             self._compare(answer)
@@ -133,7 +106,6 @@ class Verification(Beside):
         return None
 
     def _settled(self, answer: Sequence[int]) -> Continuation | None:
-        """Compare the answer so far, and decide from which KV it goes on."""
         self._compare(answer)
         assert self.result is not None
         self.asks_after = False
@@ -207,6 +179,5 @@ class Verification(Beside):
     def _timed(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        if self._runtime.device.type == "cuda":  # the decoded token waits for the block in any case
-            torch.cuda.synchronize(self._runtime.device)
+        wait_for(self._runtime.device)  # the decoded token waits for the block in any case
         self.seconds += time.perf_counter() - begin

@@ -20,8 +20,6 @@ from ..prompt.segments import chunk_texts, normalise_chunk
 if TYPE_CHECKING:
     from .parts import Parts
 
-__all__ = ["ChunkWriter"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_LATE = 256
@@ -80,14 +78,12 @@ class ChunkWriter:
         source: str | None,
         document: str,
     ) -> None:
-        """Store texts and their sources."""
         for chunk in chunks:
             self._parts.library.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):
                 self._parts.library.add_source(chunk, name, whole)
 
     def release(self, texts: Iterable[str]) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # the prefix cache keeps its blocks
@@ -95,7 +91,6 @@ class ChunkWriter:
         return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
-        """See :meth:`cacheclip_rag.engine.CacheClipEngine.release`."""
         if isinstance(gone, str):
             raise ConfigurationError("expected a list of sources, got one string: put it in a list.")
         names = set(gone)
@@ -159,11 +154,8 @@ def _write_each(
 def _checked(
     batch: Sequence[str], models: Sequence[ChunkCaches], *, only_first: bool
 ) -> tuple[list[str], dict[str, CacheClipError]]:
-    """The chunks that can be stored for every model, and why the others cannot.
-
-    Args:
-        only_first: end at the first that cannot be stored.
-    """
+    """The chunks that can be stored for every model, and why the others cannot; ``only_first``: until the first of
+    these."""
     good: list[str] = []
     bad: dict[str, CacheClipError] = {}
     for chunk in batch:

@@ -9,25 +9,6 @@ from typing import Any
 
 from .errors import ConfigurationError
 
-__all__ = [
-    "ALIASES",
-    "check_namespace",
-    "check_choice",
-    "check_flag",
-    "check_number",
-    "check_ratio",
-    "check_confidence",
-    "check_probability",
-    "check_share",
-    "check_whole_number",
-    "did_you_mean",
-    "aliases_of",
-    "by_real_names",
-    "is_whole_number",
-    "path_as_text",
-]
-
-
 ALIASES = {
     "model": "primary",
     "model_name": "primary",
@@ -44,11 +25,8 @@ def aliases_of(known: Collection[str]) -> dict[str, str]:
 
 
 def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Settings with aliases replaced by the names of ``known`` settings.
-
-    Raises:
-        ConfigurationError: a setting is given twice, under two names.
-    """
+    """Settings with aliases replaced by the names of ``known`` settings. Raises ConfigurationError: a setting is given
+    twice, under two names."""
     aliases, named = aliases_of(known), {}
     for alias, value in given.items():
         name = aliases.get(alias, alias)
@@ -59,11 +37,7 @@ def by_real_names(given: Mapping[str, Any], known: Collection[str]) -> dict[str,
 
 
 def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
-    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near.
-
-    Args:
-        given: an unknown name, or several.
-    """
+    """`` Did you mean 'X'?`` with the nearest known name of each unknown one; empty if none is near."""
     known = list(known)
     several = [given] if isinstance(given, str) else given
     close = [match for name in several for match in get_close_matches(name, known, 1)]
@@ -81,11 +55,8 @@ def is_whole_number(value: Any) -> bool:
 
 
 def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | None = None, of: str = "") -> None:
-    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds.
-
-    Args:
-        of: the counted unit for the message (``tokens``).
-    """
+    """Raise ConfigurationError unless ``value`` of the setting ``name`` is a whole number within its bounds. ``of``:
+    the counted unit for the message (``tokens``)."""
     if is_whole_number(value) and value >= least and (most is None or value <= most):
         return
     number = f"a whole number of {of}," if of else "a whole number"
@@ -97,11 +68,8 @@ def check_whole_number(name: str, value: Any, *, least: int = 0, most: int | Non
 def check_number(
     name: str, value: Any, says: str, *, above: float | None = None, least: float = 0.0, most: float
 ) -> None:
-    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``.
-
-    Args:
-        says: the expected value, for the message.
-    """
+    """Raise ConfigurationError unless ``value`` is a number from ``least`` (or above ``above``) to ``most``, as the
+    message ``says``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (value >= least if above is None else value > above) and value <= most:
         return
@@ -109,7 +77,6 @@ def check_number(
 
 
 def check_ratio(recompute_ratio: Any) -> None:
-    """Raise ConfigurationError unless the recompute ratio is a number from 0 to 1."""
     check_number("recompute_ratio", recompute_ratio, "between 0 (reuse all) and 1 (recompute all)", most=1.0)
 
 
@@ -142,7 +109,6 @@ def check_share(name: str, value: Any, of: str) -> None:
 
 
 def check_probability(name: str, value: Any) -> None:
-    """Raise ConfigurationError unless ``value`` is a number from 0 to 1."""
     check_number(name, value, "a probability, 0 to 1", most=1.0)
 
 
@@ -164,7 +130,6 @@ def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise ConfigurationError unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name} must be True or False, got {value!r}.")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["PHASES", "PhaseClock"]
-
 PHASES = ("lookup", "read", "select", "assemble", "recompute")
 """Phases of the time to the first token, in order: find and tokenise the chunks, read their KV, score and choose
 tokens, write KV at true positions, run the primary (plain prefill counts here completely). Reading goes on beside the
@@ -28,7 +26,6 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's time for ``name``."""
         begin = time.perf_counter()
         try:
             yield
@@ -47,5 +44,4 @@ class PhaseClock:
             self.seconds[outer] -= seconds
 
     def elapsed(self) -> float:
-        """Seconds since the clock was made."""
         return time.perf_counter() - self.started

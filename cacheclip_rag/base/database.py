@@ -17,8 +17,6 @@ from urllib.parse import quote
 from .errors import CacheClipError, ConfigurationError, StoreError
 from .folder import is_file, open_folder, private_mode
 
-__all__ = ["ANSWER_WAIT_S", "Database", "FormatError", "is_busy", "may_be_whole", "waiting_at_most"]
-
 _BUSY_TIMEOUT_S = 30.0
 """Longest wait for other processes, unless :func:`waiting_at_most` says less."""
 ANSWER_WAIT_S = 0.2
@@ -92,11 +90,8 @@ class Database:
     """
 
     def __init__(self, path: Path | None, schema: str, version: int) -> None:
-        """``path`` None keeps the tables in memory.
-
-        Args:
-            version: of the schema. Files of other versions, and databases of other programs, are refused.
-        """
+        """``path`` None keeps the tables in memory. Files of another schema ``version``, and of other programs, are
+        refused."""
         self._path = path
         self._schema = schema
         self._version = version
@@ -112,7 +107,6 @@ class Database:
         """Called when the file was found deleted or replaced, and a new one is open."""
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of a SELECT."""
         began = time.monotonic()
         while True:
             with self._lock:
@@ -220,12 +214,8 @@ class Database:
         self._connection = None
 
     def _open(self) -> sqlite3.Connection:
-        is_open, identity = self._connection is not None and self._owner_pid == os.getpid(), None
-        if self._path is not None:
-            with suppress(OSError):
-                found = os.lstat(self._path)
-                identity = found.st_dev, found.st_ino
-        if self._connection is None or not is_open or identity != self._identity:
+        is_open = self._connection is not None and self._owner_pid == os.getpid()
+        if self._connection is None or not is_open or _identity(self._path) != self._identity:
             self._disconnect()
             self._connection, self._owner_pid = self._connect(), os.getpid()
             self._identity = _identity(self._path)
@@ -350,7 +340,6 @@ _TEXT = partial(str, encoding="utf-8", errors="replace")
 
 
 def _is_text(value: object) -> bool:
-    """Whether the bytes of a column are text."""
     try:
         return isinstance(value, bytes) and value.decode() is not None
     except UnicodeDecodeError:
@@ -387,7 +376,6 @@ def _may_wait(error: BaseException, began: float) -> bool:
 
 
 def _marks(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Application id and version of a file."""
     (application,), (version,) = (
         connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
     )

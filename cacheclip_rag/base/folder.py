@@ -13,8 +13,6 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Folder", "is_file", "open_folder", "private_mode"]
-
 _BY_DESCRIPTOR = os.open in os.supports_dir_fd and os.listdir in os.supports_fd
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | _NO_LINK
@@ -31,7 +29,6 @@ class Folder:
         self.path, self._descriptor = path, descriptor
 
     def names(self) -> list[str]:
-        """Names of everything in it."""
         return os.listdir(self.path if self._descriptor is None else self._descriptor)
 
     def status(self, name: str) -> os.stat_result | None:
@@ -70,16 +67,11 @@ class Folder:
         )
 
     def is_folder(self, name: str) -> bool:
-        """Whether a name is a folder's, and no link's."""
         found = self.status(name)
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def folder(self, name: str, mode: int | None = None) -> Folder:
-        """Open a folder in it, see :func:`open_folder`.
-
-        Args:
-            mode: permissions with which it is made if it is missing; None: it is not made.
-        """
+        """Open a folder in it, see :func:`open_folder`. With ``mode``, it is made if it is missing."""
         place = self._place(name)
         if mode is not None:
             with suppress(FileExistsError):

@@ -6,8 +6,6 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-__all__ = ["FORMAT_VERSION", "FRAME_VERSION", "chunk_key", "is_key", "text_digest"]
-
 FORMAT_VERSION = 1
 """Increase this number when stored tensors change meaning. Entries of other versions are then never found."""
 FRAME_VERSION = 2
@@ -47,7 +45,6 @@ def chunk_key(
 
 
 def is_key(value: object) -> bool:
-    """Whether a value has the form of a store key."""
     return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 

@@ -8,19 +8,10 @@ from typing import Any
 
 from .removed import NAMES
 
-__all__ = ["late_names"]
-
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``, which finds each name in its module.
-
-    Args:
-        homes: module within the package, by name.
-
-    Raises:
-        ImportError: the name is gone (:data:`~cacheclip_rag.base.removed.NAMES`). An import loses the text of an
-            AttributeError.
-    """
+    """A package's ``__getattr__``, which finds each name in its module within the package. It raises ImportError where
+    the name is gone (:data:`~cacheclip_rag.base.removed.NAMES`), as an import loses the text of an AttributeError."""
 
     def find(name: str) -> Any:
         if gone := NAMES.get(f"{package}.{name}"):

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["computes_bfloat16", "processor_name", "unit_name"]
-
 
 @cache
 def processor_name() -> str:
-    """The CPU's name, or another description from the system."""
     with suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:

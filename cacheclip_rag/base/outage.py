@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["OutageWarning"]
-
 
 class OutageWarning:
     """Warns at the first failure, and again at the first one after something worked."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-__all__ = ["Advance", "progress_bar"]
-
 Advance = Callable[[float], None]
 """Called with the total amount done so far, in the bar's unit."""
 _SPEED_OVER_S = 86400.0

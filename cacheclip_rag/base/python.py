@@ -10,8 +10,6 @@ from pathlib import Path
 from .folder import open_folder
 from .paths import cache_home
 
-__all__ = ["own_folder", "python_command", "python_environment"]
-
 
 def python_command(*arguments: str) -> list[str]:
     """The command of a Python that puts neither the current folder nor a script's into ``sys.path``."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from .errors import ConfigurationError
 
-__all__ = ["METHODS", "NAMES", "OPTIONS", "SETTINGS", "refuse_removed"]
-
 _VARIANTS = "is gone as a preset: pass --variants with benchmarks/variants.toml of the repository, which has it"
 _CHAINS = "use LangChain's or LlamaIndex's chain of this kind, with our LLM"
 METHODS: dict[str, str] = {
@@ -42,7 +40,6 @@ SETTINGS: dict[str, str] = {
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
-    "calibrate": "calibrate is gone: use finetune, which tests what it finds.",
     "train-context": "train-context is gone: chunk_context is passages or prefix.",
     "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--rank": "--rank is gone: finetune chooses heads and weights only.",

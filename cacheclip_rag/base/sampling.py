@@ -10,8 +10,6 @@ from typing import Any
 from .checks import aliases_of, by_real_names, check_whole_number, did_you_mean, is_whole_number
 from .errors import ConfigurationError
 
-__all__ = ["FINISH_MODES", "GREEDY_BELOW", "SamplingParams", "is_greedy"]
-
 FINISH_MODES = ("none", "idle", "verify", "revise")
 """What becomes of an approximate answer: left as it is (with ``idle``, its exact KV is completed afterwards), verified
 by full prefill, or corrected by it."""

@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 
 from .paths import atomic_path
 
-__all__ = ["READ_ERRORS", "read_tensors", "write_tensors"]
-
 READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AssertionError)
 """What reading a damaged file, and taking its contents apart, may raise."""
 
@@ -24,14 +22,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], header: Mappi
 
 
 def read_tensors(path: Path, *, version: int | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and header of a file.
-
-    Args:
-        version: the header's ``format`` must be this number; None: it is not looked at.
-
-    Raises:
-        ValueError: another version. Other errors are those of :data:`READ_ERRORS`.
-    """
+    """Tensors and header of a file, whose ``format`` must be ``version`` if that is given. Raises
+    :data:`READ_ERRORS`."""
     with safe_open(path, framework="pt") as file:
         header = dict(file.metadata() or {})
         if version is not None and header.get("format") != str(version):

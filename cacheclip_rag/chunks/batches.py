@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["in_batches"]
-
 T = TypeVar("T")
 
 _CHARACTERS = 2400
@@ -15,11 +13,8 @@ _TEXTS = 32
 
 
 def in_batches(items: Iterable[T], text_of: Callable[[T], str], *, characters: int | None = None) -> Iterator[list[T]]:
-    """Divide items, in order, into batches of short texts. Takes no more items than the next batch needs, and one.
-
-    Args:
-        characters: most characters of a batch, of any number of texts; None: the default, and at most 32 texts.
-    """
+    """Divide items, in order, into batches of short texts: of at most ``characters`` characters, or of the default
+    number and at most 32 texts. Takes no more items than the next batch needs, and one."""
     most = characters or _CHARACTERS
     batch: list[T] = []
     size = 0

@@ -24,8 +24,6 @@ from ..store import (
 from .context import ChunkContext
 from .write_behind import WriteBehind
 
-__all__ = ["ChunkCaches"]
-
 logger = logging.getLogger(__name__)
 
 _TOKENIZED_CHUNKS = 256
@@ -60,7 +58,6 @@ class ChunkCaches:
         self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Bytes that a chunk of ``num_tokens`` tokens takes in the store."""
         size = frame_bytes(self.runtime.kv_shape(num_tokens), self.codec, namespace=self._store.namespace)
         return self._store.chunk_store.tiers.round_up(size)
 
@@ -74,7 +71,6 @@ class ChunkCaches:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether :attr:`prefix` is in memory."""
         return self._prefix is not None
 
     @property
@@ -84,18 +80,10 @@ class ChunkCaches:
 
     @property
     def prefix_key(self) -> str:
-        """Store key of the KV of :attr:`prefix_ids`."""
         return self._key((), self.prefix_ids)
 
     @property
-    def holds_prefix(self) -> bool:
-        """Whether the KV of :attr:`prefix_ids` is stored, with at least the precision of this engine's codec."""
-        codec = self._store.codec_of(self.prefix_key)
-        return codec is not None and keeps(codec, self._prefix_codec)
-
-    @property
     def namespace(self) -> str:
-        """Tenant of the entries."""
         return self._store.namespace
 
     def encode_prefix(self) -> torch.Tensor:
@@ -103,7 +91,6 @@ class ChunkCaches:
         return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
 
     def _key_of(self, text: str) -> str:
-        """Store key of a chunk's text."""
         return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
@@ -136,11 +123,7 @@ class ChunkCaches:
         return self._store.has_texts
 
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        """Stored KV of a chunk, or None.
-
-        Args:
-            buffer: memory to read into. The KV is then valid until the next read into it.
-        """
+        """Stored KV of a chunk, or None. KV in ``buffer`` is valid until the next read into it."""
         return self._read(self.key(text), self.codec, len(self.tokenize(text)), buffer)
 
     def read_ahead(
@@ -171,33 +154,26 @@ class ChunkCaches:
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
-    def prefetch(self, text: str) -> bool:
-        """Read a chunk's KV into the store's fastest tier; True if it is stored."""
-        return self.read(text, ReadBuffer()) is not None
-
     def write(self, text: str) -> bool:
         """Compute and store a chunk's KV unless it is stored already; True if it was computed."""
         with WriteBehind() as behind:
             return self.write_many([text], behind)[0]
 
     def write_many(self, texts: Sequence[str], behind: WriteBehind) -> list[bool]:
-        """Like :meth:`write`, for several texts; short ones are computed together. False for a repeated text.
-
-        Args:
-            behind: stores the KV, at the latest when it ends.
-
-        Raises:
-            EncodingError: some texts failed; the others are stored.
-        """
+        """Like :meth:`write`, for several texts; short ones are computed together. ``behind`` stores the KV, at the
+        latest when it ends. False for a repeated text. Raises EncodingError if some texts failed; the others are
+        stored."""
         missing = self._missing(texts, behind)
         if missing:
             for text in missing:
                 self.check_length(text)
             prefix = self.prefix if self.prefix.shape[3] else None
+            encoded: Sequence[torch.Tensor | None]
             failed: EncodingError | None = None
             try:
                 with behind.beside():
-                    encoded = self._encode([self.tokenize(text).ids for text in missing], prefix)
+                    found = self.runtime.encode_many([self.tokenize(text).ids for text in missing], prefix)
+                    encoded = [kv.cpu() for kv in found]  # moved by another thread, it would wait for a busy GPU
             except EncodingError as error:
                 failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):
@@ -211,16 +187,11 @@ class ChunkCaches:
         return [text in written and firsts[text] == number for number, text in enumerate(texts)]
 
     def _missing(self, texts: Sequence[str], behind: WriteBehind) -> list[str]:
-        """Texts that are not stored, each once."""
         held = self.held(texts)
         # what waits may be one of these texts, or evict one
         if (held or behind.awaits({self.key(text) for text in texts})) and behind.catch_up():
             held = self.held(texts)
         return [text for text in dict.fromkeys(texts) if text not in held]
-
-    def _encode(self, chunks: Sequence[Sequence[int]], prefix: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """KV of chunks on the CPU. Moved by another thread, it would wait for a GPU that computes the next chunks."""
-        return [kv.cpu() for kv in self.runtime.encode_many(chunks, prefix)]
 
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""

@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass
 from ..base.checks import check_choice
 from ..base.removed import SETTINGS, refuse_removed
 
-__all__ = ["CONTEXTS", "ChunkContext", "check_chunk_context", "context_name"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkContext:

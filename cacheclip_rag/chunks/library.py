@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable
 
 from ..store import TenantStore
 
-__all__ = ["ChunkLibrary"]
-
 
 class ChunkLibrary:
     """Texts of one namespace of a store. No model is needed: the catalog knows which entries belong to a text.

@@ -18,8 +18,6 @@ from types import TracebackType
 
 import torch
 
-__all__ = ["WriteBehind"]
-
 
 class WriteBehind:
     """Writes that wait for the next computation. Use it in a ``with`` block, at whose end all is written and the thread
@@ -36,12 +34,8 @@ class WriteBehind:
         self._thread = ThreadPoolExecutor(1, "cacheclip-write", initializer=_compute_alone)  # starts at first use
 
     def add(self, write: Callable[[], object], key: str = "") -> None:
-        """Hand over a write: during the next computation, or at the end of the block, it is called, perhaps by another
-        thread.
-
-        Args:
-            key: the store's key that it writes, if it writes KV.
-        """
+        """Hand over a write, of this key of the store if it writes KV: during the next computation, or at the end of
+        the block, it is called, perhaps by another thread."""
         self._writes.append((key, write))
 
     def awaits(self, keys: Collection[str]) -> bool:

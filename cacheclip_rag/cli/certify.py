@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.errors import ConfigurationError
 from ..methods import DEFAULT_METHOD
 from .common import BackendOption, JsonOption, Rows, VariantsOption, print_json, print_tables
 from .options import CommandSettings, engine_options
+from .tables import CertifyTable
 
 if TYPE_CHECKING:
     from ..guards.certificate import Certificate
+    from ..guards.promise import Guarantee
 
 
 @engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")
@@ -21,32 +24,55 @@ def certify(
     settings: CommandSettings,
     variants: VariantsOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="4 prompts instead of 20: a first look.")] = False,
+    max_differ: Annotated[
+        float | None,
+        typer.Option(help="Find the cheapest gate with which at most this share of answers differs from full's."),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option("--turns", min=1, help="Also measure conversations of so many turns, such as 5.")
+    ] = 1,
     backend: BackendOption = "transformers",
     as_json: JsonOption = False,
 ) -> None:
     """Check that reuse is exact on these models, measure how close answers are to full prefill, save a certificate.
 
-    Exit code 1 if the verdict is "not faithful".
+    Exit code 1 if the verdict is "not faithful"; with --max-differ, if no gate promises it.
     """
     from ..lab.variants import method_named, read_variants
 
     method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
-    config = settings.measured(method=method)
+    config, answers = settings.measured(method=method), settings.table(CertifyTable).answers
+    if max_differ is not None and (quick or backend == "vllm"):
+        raise ConfigurationError(
+            "--max-differ needs many prompts and a confidence gate, which --quick and vLLM do not have. Leave out "
+            f"{'--quick' if quick else '--backend vllm'}."
+        )
+    if answers is not None and max_differ is None:
+        raise ConfigurationError(f"[certify] answers = {answers!r} is for --max-differ, which is missing. Give it.")
     if backend == "vllm":
         from ..lab.evaluation.served import certify_vllm
 
+        if turns > 1:
+            raise ConfigurationError("--turns measures the transformers backend only: leave out --turns or --backend.")
         certificate = certify_vllm(config, quick=quick, vllm=dict(settings.vllm))
     else:
         from ..lab.evaluation.certify import certify as run
 
-        certificate = run(config, quick=quick)
+        promised: dict[str, Any] = {} if max_differ is None else {"max_differ": max_differ}
+        if answers is not None:
+            promised["answers"] = Path(answers).expanduser()
+        certificate = run(config, quick=quick, turns=turns, **promised)
     path = certificate.save()
     if as_json:
         print_json({**certificate.to_dict(), "path": str(path)})
     else:
         _print(certificate, path)
-    if certificate.verdict == "not faithful":
+    if certificate.verdict == "not faithful" if max_differ is None else not _promises(certificate):
         raise typer.Exit(1)
+
+
+def _promises(certificate: Certificate) -> bool:
+    return certificate.guarantee is not None and bool(certificate.guarantee.gates)
 
 
 def _print(certificate: Certificate, path: Path) -> None:
@@ -69,7 +95,19 @@ def _print(certificate: Certificate, path: Path) -> None:
         lines.append(f"Not measured with {backend}: {'; '.join(not_measured)}.")
     if next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio):
         tables[f"A confidence gate from ratio {certificate.ratio:g} on (setting min_confidence)"] = _gate(certificate)
-        lines += _said_of_auto(certificate)
+    if guarantee := certificate.guarantee:
+        title = f"At most {guarantee.most:.0%} of answers differ from full's ({guarantee.confidence:.0%} confidence)"
+        tables[title] = _guaranteed(guarantee)
+        lines.append(f"Shown by {guarantee.n} prompts, and holds for such: {guarantee.holds_for}.")
+        lines.append(
+            "min_confidence 'auto' takes the first row."
+            if guarantee.gates
+            else "No gate that costs less than full prefill keeps it: give a larger --max-differ, or use full."
+        )
+    if certificate.turns:
+        tables[f"Turns of conversations at ratio {certificate.ratio:g}, to full prefill of the same history"] = _turns(
+            certificate
+        )
     verdict = (
         f"Verdict at ratio {certificate.ratio:g}: [bold]{certificate.verdict}[/bold] ({certificate.seconds:.0f} s)"
     )
@@ -103,6 +141,20 @@ def _fidelity(certificate: Certificate) -> Rows:
     return (*titles, "agree", "needles", "verdict"), rows
 
 
+def _turns(certificate: Certificate) -> Rows:
+    titles = ("turn", "prompt tokens", "continued", "computed", "first KL mean", "answer KL mean", "max", "agree")
+    return (*titles, "needles", "of full", "verdict"), [
+        (
+            str(each.turn),
+            *(f"{tokens:,.0f}" for tokens in (each.prompt_tokens, each.continued_tokens, each.computed_tokens)),
+            *(f"{kl:.4f}" for kl in (each.first_token_kl["mean"], each.answer_kl["mean"], each.answer_kl["max"])),
+            *(f"{share:.0%}" for share in (each.agreement, each.needle_accuracy, each.needle_accuracy_of_full)),
+            each.verdict,
+        )
+        for each in certificate.turns
+    ]
+
+
 def _gate(certificate: Certificate) -> Rows:
     rows = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
     return ("min_confidence", "equal first tokens", "charged ratio", "full prefills", "verdict"), [
@@ -117,12 +169,14 @@ def _gate(certificate: Certificate) -> Rows:
     ]
 
 
-def _said_of_auto(certificate: Certificate) -> list[str]:
-    from ..guards.certificate import confidence_at
-
-    least = confidence_at(certificate, certificate.ratio)
-    if certificate.quick:
-        return []
-    if least is None:
-        return ["min_confidence 'auto' is refused here: no gate keeps all first tokens for less than full prefill."]
-    return [f"min_confidence 'auto' is {least:g} here: the least with which all first tokens are equal."]
+def _guaranteed(guarantee: Guarantee) -> Rows:
+    return ("ratio", "min_confidence", "differ", "at most", "cost / full's"), [
+        (
+            f"{gate.ratio:g}",
+            f"{gate.min_confidence:g}",
+            f"{gate.differing} of {guarantee.n}",
+            f"{gate.bound:.1%}",
+            f"{gate.cost:.2f}",
+        )
+        for gate in guarantee.gates
+    ]

@@ -52,6 +52,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
+    from ..lab.evaluation.journal import check_folder
     from ..lab.evaluation.lab import Lab
     from ..lab.evaluation.questions import INSTRUCTION
     from ..lab.evaluation.records import read_together
@@ -61,7 +62,7 @@ def evaluate(
 
     # check options before weights are loaded
     if out is not None:
-        _check_out(out)
+        check_folder(out)
     config = settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
     runs = _runs(config, methods, ratios, read_variants(variants))
     asked = read_together(_files(dataset), limit=limit, half=half)
@@ -79,16 +80,6 @@ def evaluate(
 
         tables = {escape(title): rows for title, rows in console_tables(summary).items()}
         print_tables(tables, *map(escape, notes(summary)))
-
-
-def _check_out(out: Path) -> None:
-    from ..lab.evaluation.journal import check_folder
-    from ..lab.evaluation.report import FILES
-
-    report = out / FILES["summary"]
-    if report.exists():
-        raise ConfigurationError(f"{out} holds a report already. Name another folder, or delete {report}.")
-    check_folder(out)
 
 
 def _runs(config: EngineConfig, methods: str, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:

@@ -18,6 +18,7 @@ from ..base.errors import ConfigurationError
 
 __all__ = [
     "TABLES",
+    "CertifyTable",
     "FinetuneTable",
     "IngestTable",
     "ServeTable",
@@ -84,6 +85,14 @@ class ServeTable(Table):
 
 
 @dataclass(frozen=True, slots=True)
+class CertifyTable(Table):
+    """``[certify]``"""
+
+    answers: str | None = None
+    """Folder of ``cacheclip eval --out`` whose answers show what ``--max-differ`` asks; None: prompts of ours do."""
+
+
+@dataclass(frozen=True, slots=True)
 class FinetuneTable(Table):
     """``[finetune]``"""
 
@@ -100,6 +109,7 @@ class FinetuneTable(Table):
 TABLES: dict[str, type[Table]] = {
     "ingest": IngestTable,
     "serve": ServeTable,
+    "certify": CertifyTable,
     "finetune": FinetuneTable,
 }
 """By the name of their command."""

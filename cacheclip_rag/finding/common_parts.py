@@ -22,21 +22,6 @@ import numpy as np
 
 from .folding import Column, fold
 
-__all__ = [
-    "LEAST_SURE",
-    "WINDOW",
-    "Compared",
-    "Part",
-    "TextMatch",
-    "cover",
-    "is_more_than_a_window",
-    "pieces_in",
-    "ranges",
-    "smallest",
-    "standing_in",
-    "window_hashes",
-]
-
 WINDOW = 16
 """Items per window."""
 _REACH = 48

@@ -44,8 +44,6 @@ from .common_parts import (
 from .folding import Column
 from .skeleton import loose_anchors, skeleton
 
-__all__ = ["SCHEMA", "ExcerptIndex"]
-
 logger = logging.getLogger(__name__)
 
 _NEIGHBOURS = 8
@@ -163,7 +161,6 @@ class ExcerptIndex:
                 )
 
     def remove(self, texts: Iterable[str]) -> None:
-        """Remove texts, for every process."""
         for text in texts:
             with self._database.transaction() as run:
                 found = run(_OF_CONTENT, (self._namespace, text_digest(text))).fetchall()
@@ -184,14 +181,8 @@ class ExcerptIndex:
         given_whole: Sequence[TextMatch] = (),
     ) -> list[TextMatch]:
         """The best cover of ``prompt`` by stored texts and parts of them, in order: the longest first, no overlap.
-
-        Args:
-            whole: whole stored texts that were found.
-            also: stored texts to look for whose contents the catalog may lack.
-            given: texts that may be in the prompt and are not stored. They take part where stored texts do not cover
-                them.
-            given_whole: where these are as a whole.
-        """
+        ``whole``: whole stored texts that were found. ``also``: stored texts to look for whose contents the catalog may
+        lack. ``given``: texts that are not stored, which take part where stored texts do not cover them."""
         compared = Compared(prompt)
         also = list(also)
         # numbered from -1 down: stored texts have numbers from 1 up
@@ -267,11 +258,7 @@ class ExcerptIndex:
     def _parts(
         self, comparison: _TextComparison, compared: Compared, given: Mapping[int, Compared], num_stored: int
     ) -> Iterator[Part]:
-        """Common parts of the prompt and stored texts, then of given texts.
-
-        Args:
-            num_stored: how many of the given texts are stored.
-        """
+        """Common parts of the prompt and stored texts, of which ``num_stored`` are also given, then of given texts."""
         anchors, places = compared.anchors
         also = {number: text for number, text in given.items() if number >= -num_stored}
         others = {number: text for number, text in given.items() if number < -num_stored}
@@ -298,7 +285,6 @@ class ExcerptIndex:
             yield from comparison.parts(candidates)
 
     def _places(self, anchors: Column) -> _AnchorPlaces:
-        """Places of anchors of the prompt in stored texts."""
         try:
             salted = np.unique(anchors ^ self._salt)  # in order: neighbours are read together
             rows = self._database.query(_PLACES, (_SHARED_BY, json.dumps(salted.tolist())))
@@ -317,7 +303,6 @@ class ExcerptIndex:
             return _NOWHERE
 
     def _contents(self, wanted: set[int]) -> dict[int, object]:
-        """Compressed texts by id."""
         try:
             sql = (self._namespace, json.dumps(sorted(wanted)))
             return dict(self._database.query(_CONTENTS, sql)) if wanted else {}
@@ -365,14 +350,9 @@ class _TextComparison:
             self.longest[start:stop] = stop - start
 
     def candidates(self, places: Column, pairs: _AnchorPlaces) -> list[list[int]]:
-        """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt. Those that
-        share the most anchors come first.
-
-        A text that shares anchors with one whole text of the prompt only is left out: no part of it is much longer.
-
-        Args:
-            places: where anchors were looked up.
-        """
+        """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt, at the
+        places where anchors were looked up. Those that share the most anchors come first. A text that shares anchors
+        with one whole text of the prompt only is left out: no part of it is much longer."""
         self._places = sorted({*self._places, *places.tolist()})
         if not len(pairs[0]):
             return []
@@ -399,7 +379,6 @@ class _TextComparison:
         return found[: _MOST_CANDIDATES + len(self._compared) // 64]
 
     def parts(self, candidates: Iterable[Sequence[int]]) -> Iterator[Part]:
-        """Common parts of the prompt and texts."""
         ours = self._compared
         for content, shift, first, last in candidates:
             # it hardly reaches the anchors before and after those that it shares
@@ -429,12 +408,9 @@ class _TextComparison:
                 yield Part(start, stop, shift, source, content)
 
     def with_altered(self, found: list[TextMatch], least: int) -> list[TextMatch]:
-        """What was found, and texts of which half or more stands elsewhere in short pieces: with a mark or a name in
-        each line, or with words set off. Hardly a token of these can be reused; they are told to be counted.
-
-        Args:
-            least: number of the last text that may be told.
-        """
+        """What was found, and texts, by number up to ``least``, of which half or more stands elsewhere in short pieces:
+        with a mark or a name in each line, or with words set off. Hardly a token of these can be reused; they are
+        counted."""
         ours = self._compared
         free = np.ones(len(ours), dtype=bool)
         for match in found:
@@ -525,7 +501,6 @@ def _short_runs(column: Column) -> Column:
 
 
 def _decoded(written: Any, most: int = _LONGEST_TEXT) -> str:
-    """A text of the catalog."""
     unpacker = zlib.decompressobj()
     unpacked = unpacker.decompress(written, max(1, most))
     if not unpacker.eof:

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Column", "code_points", "fold"]
-
 Column = np.ndarray[Any, np.dtype[Any]]
 
 _SEEN_BY_NOBODY = (
@@ -84,14 +82,8 @@ def fold(text: str) -> tuple[Column, Column, Column]:
 def _rewritten(
     text: str, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str], spans: Column | None
 ) -> tuple[str, Column | None]:
-    """A text with what ``written`` gives for each match of a pattern.
-
-    Args:
-        spans: where each character stood before, ``(2, len(text))``; None: where it stands.
-
-    Returns:
-        The text, and where each of its characters stood.
-    """
+    """A text with what ``written`` gives for each match of a pattern, and where each of its characters stood before,
+    ``(2, len(text))``. ``spans``: where those of ``text`` stood; None: where they stand."""
     found = [(*match.span(), new) for match in pattern.finditer(text) if (new := written(match)) != match[0]]
     if not found:
         return text, spans

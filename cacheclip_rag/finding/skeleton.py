@@ -13,8 +13,6 @@ import numpy as np
 from .common_parts import window_hashes
 from .folding import Column, code_points
 
-__all__ = ["loose_anchors", "skeleton"]
-
 _ONE_OF = 64
 """Windows of a skeleton, one of which is an anchor: one in about 100 characters of prose."""
 _OTHER = np.int64(0x5DEECE66D5DEECE6)

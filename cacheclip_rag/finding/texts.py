@@ -33,8 +33,6 @@ from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex
 from .folding import Column, code_points
 
-__all__ = ["REACH", "SCHEMA", "WINDOW", "WRITE", "GivenTexts", "TextIndex", "TextMatch", "TextRow", "text_row"]
-
 logger = logging.getLogger(__name__)
 
 REACH = 256
@@ -114,11 +112,8 @@ class GivenTexts:
     only in messages that hold an anchor of it."""
 
     def __init__(self, texts: Iterable[str], is_wanted: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            texts: normalised.
-            is_wanted: called before each search; raises if nobody waits for the request any more.
-        """
+        """``texts`` are normalised. ``is_wanted`` is called before each search; raises if nobody waits for the request
+        any more."""
         self.texts = list(dict.fromkeys(texts))
         self._is_wanted = is_wanted
         self._room = _MOST_NEAR
@@ -191,15 +186,11 @@ class TextIndex:
         return bool(self._database.query(f"SELECT 1 {_THIS_ROW}", self._name(row)))
 
     def find(self, prompt: str, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True) -> list[TextMatch]:
-        """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part, in its order: of
+        """Stored texts and ``documents`` that occur in ``prompt``, as a whole or in part (``parts``), in its order: of
         those that overlap, the longest.
 
         A document that is not stored is no match where stored texts and parts of them cover it: they can be reused now.
-        If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning.
-
-        Args:
-            parts: False finds whole texts only, see :meth:`find_whole`.
-        """
+        If the catalog cannot be used, only ``documents`` are found, and the first search says so in a warning."""
         places = _places_in(prompt)
         if isinstance(documents, GivenTexts):
             documents = documents.near(prompt, places.hashes)
@@ -303,12 +294,8 @@ class _Sums:
         return cls(_powers(_INVERSE, len(hashes) + 1), sums)
 
     def hashes(self, starts: Column, counts: Column, stops: Column) -> Column:
-        """Hashes of slices ``[start, stop)`` of ``WINDOW`` or more characters.
-
-        Args:
-            starts: each stands for the next ``count`` slices.
-            stops: a slice that goes beyond the end is cut there.
-        """
+        """Hashes of slices ``[start, stop)`` of ``WINDOW`` or more characters, cut at the end of the text. Each start
+        stands for the next ``count`` slices."""
         found: Column = self.sums.take(stops - (WINDOW - 1), mode="clip")
         found -= np.repeat(self.sums[starts], counts)
         found *= np.repeat(self.inverse[starts], counts)

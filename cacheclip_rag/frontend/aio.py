@@ -6,13 +6,12 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from ..answering.turns import Waiter
 from ..base.errors import is_panic
-
-__all__ = ["iterate_in_thread"]
+from ..fusion.answer import Answer, Event, last_answer
 
 T = TypeVar("T")
 
@@ -59,6 +58,12 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
                 return
     finally:
         caller.leave()
+
+
+async def answer_in_thread(events: Callable[[], Iterator[Event]]) -> Answer:
+    """The answer of a stream of events, by :func:`iterate_in_thread`. A cancelled call stops before the next token."""
+    async with aclosing(iterate_in_thread(events)) as found:
+        return last_answer([event async for event in found])
 
 
 def _send_all(iterator: Iterator[T], caller: Waiter, send: Callable[[T], None]) -> None:

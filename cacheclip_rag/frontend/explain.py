@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..chunks.context import CONTEXTS, ChunkContext, context_name
+from ..chunks.context import CONTEXTS, context_name
 from ..finding.common_parts import WINDOW, standing_in
 from ..prompt.occurrences import MOST_PARTIAL, share_of
 from ..prompt.segments import check_messages, normalise_chunk
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..prompt.layout import Span
     from ..prompt.messages import Prompt
-
-__all__ = ["MissReport", "explain_miss", "plausible"]
 
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
@@ -117,7 +115,6 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
 
 
 def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> str:
-    """Which part is reused, and why the rest is not."""
     reused = f"{share:.0%} of the text's tokens are in the prompt as they are stored, and are reused."
     first = min(span.at for span in spans)
     if first and _HEADER.fullmatch(chunk[:first].strip()):
@@ -185,8 +182,7 @@ def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
 
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
-    """Reason and explanation for a text that is known and cannot be used."""
-    others = [context for context in _other_contexts(engine) if chunk in engine.parts.primary(context)]
+    others = [each for each in CONTEXTS.values() if each != engine.context_of() and chunk in engine.parts.primary(each)]
     primary, *auxiliary = stored
     if primary.is_stored:
         name = auxiliary[0].name
@@ -213,11 +209,6 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
         f"the text is known, but no KV of it is stored: {why}. Precompute it again; an answer whose prompt has half of "
         "the text or more stores it too (on_miss='store')."
     )
-
-
-def _other_contexts(engine: CacheClipEngine) -> list[ChunkContext]:
-    """Chunk contexts of the primary that the engine's method does not use."""
-    return [context for context in CONTEXTS.values() if context != engine.context_of()]
 
 
 def _escaped(chunk: str, written: str) -> str | None:
@@ -259,7 +250,6 @@ def _departure(chunk: str, written: str) -> str:
 
 
 def _longest_start(chunk: str, written: str) -> int:
-    """Length of the longest prefix of ``chunk`` that occurs in ``written``."""
     low, high = 0, len(chunk)
     while low < high:
         middle = (low + high + 1) // 2

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..base.errors import ModelError
-
-if TYPE_CHECKING:
-    from ..fusion.answer import Answer, Event
-
-__all__ = ["final_events"]
+from ..fusion.answer import Answer, Event
 
 
 def final_events(events: Iterable[Event], *, one_call: bool = False, must_end: bool = False) -> Iterator[Event]:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..base.sampling import SamplingParams
 from ..prompt.tools import call_schema, check_tools
-
-if TYPE_CHECKING:
-    from ..runtime.base import Message, Runtime
-
-__all__ = ["SCHEMA_OF_CALLS", "can_constrain", "forced_tool", "uses_tools", "with_tool_choice"]
-
+from ..runtime.base import Message, Runtime
 
 SCHEMA_OF_CALLS = "call_or_answer"
 """Name of a ``response_format`` whose schema holds the calls of the tools already."""
 
 
 def can_constrain() -> bool:
-    """Whether the extra ``structured`` is installed."""
     return find_spec("llguidance") is not None
 
 
@@ -41,12 +35,8 @@ def uses_tools(runtime: Runtime) -> bool:
 def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
     """A call's options with ``tool_choice`` and OpenAI's ``response_format`` turned into ``json_schema``: an answer
     that must be a call is constrained to be one. ``none`` leaves the tools out. With tools and a ``json_schema``, the
-    answer is a call or follows the schema.
-
-    Raises:
-        ConfigurationError: a choice without tools, of an unknown tool, or beside a ``json_schema``; or a
-            ``response_format`` that is none.
-    """
+    answer is a call or follows the schema. Raises ConfigurationError: a choice without tools, of an unknown tool, or
+    beside a ``json_schema``; or a ``response_format`` that is none."""
     options = dict(options)
     asked = _schema_of(options.pop("response_format", None))
     if asked is not None:
@@ -84,12 +74,8 @@ def _schema_of(wanted: Any) -> Any:
 
 
 def forced_tool(choice: Any) -> tuple[bool, str | None]:
-    """Whether a tool must be called, and which; None: any of them.
-
-    Args:
-        choice: None, ``auto`` and ``none``: none must; ``any``, ``required`` and True: any; a name or an OpenAI dict
-            with a name: this one.
-    """
+    """Whether a tool must be called, and which; None: any of them. None, ``auto`` and ``none``: none must; ``any``,
+    ``required`` and True: any; a name or an OpenAI dict with a name: this one."""
     if isinstance(choice, Mapping):
         function = choice.get("function")
         named = (function if isinstance(function, Mapping) else choice).get("name")

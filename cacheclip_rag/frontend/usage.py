@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..fusion.answer import Answer
-
-__all__ = ["telemetry", "token_usage"]
+from ..fusion.answer import Answer
 
 
 def token_usage(answer: Answer) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..prompt.tools import ToolCall
-
-__all__ = ["Answer", "Event", "FusionStats", "TokenLogprob", "Trace"]
+from ..prompt.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +199,12 @@ class Event:
     """Calls that are complete since the last event, if the request has tools. They come after ``text``."""
     reasoning: str = ""
     """New reasoning since the last event. It comes before ``text``, and is never withdrawn."""
+
+
+def last_answer(events: Iterable[Event]) -> Answer:
+    """The answer of a stream of events, which are read to the end."""
+    answer = None
+    for event in events:
+        answer = event.answer or answer
+    assert answer is not None, "a stream ends with its answer"
+    return answer

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -31,17 +31,13 @@ from ..runtime.base import wait_for
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.prefix_cache import Match
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .answer import Trace
 from .fused import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["choose_ahead", "choose_rows", "chunk_rows", "fuse", "plan_ahead", "trace_of"]
 
 
 def fuse(
@@ -56,16 +52,12 @@ def fuse(
         else:
             match = sources.match(plan, usable=geometry is None)
     with match:
-        if isinstance(match, ContinuedMatch):
-            layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
-            stale = match.stale[: layout.num_cached]
-        else:
-            layout, stale = plan.layout.cached_until(match.num_tokens, plan.reused), None
+        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
         pass_ = _FusedPass(
             plan=replace(plan, layout=layout),
             sources=sources,
             clock=clock,
-            stale=stale,
+            stale=None if match.stale is None else match.stale[: layout.num_cached],
             runtime=runtime,
             capacity=capacity,
             geometry=geometry,
@@ -75,15 +67,9 @@ def fuse(
 
 
 def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
-    """What :func:`fuse` would do with a plan, for another process. Needs no weights of the primary.
-
-    Args:
-        plan: reuses chunks by a method with :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, which changes no
-            positions.
-
-    Raises:
-        ConfigurationError: the method is not such a one.
-    """
+    """What :func:`fuse` would do with a plan that reuses chunks by a method with
+    :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
+    ConfigurationError for another method, or one that changes positions."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
     chosen, _ = choose_ahead(plan, sources, clock=clock)
@@ -119,15 +105,9 @@ def choose_ahead(
     stale: np.ndarray[Any, Any] | None = None,
 ) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
-    that looks at no KV of the primary.
-
-    Args:
-        when_read: called when the auxiliary's KV is read.
-        stale: of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored.
-
-    Raises:
-        ConfigurationError: the method does look at it, or changes positions.
-    """
+    that looks at no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
+    KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
+    method."""
     method, layout = plan.method, plan.layout
     if not method.plans_ahead:
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
@@ -162,6 +142,12 @@ class _Choice:
     def seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
         layout, auxiliary = self.plan.layout, self.sources.auxiliary
+
+        def auxiliary_scores(scorer: Any) -> list[torch.Tensor]:
+            assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
+            asked = self.plan.question or question_text(layout)
+            return auxiliary.score(scorable, asked, scorer, self.clock, when_read)
+
         return {
             "layout": layout,
             "spans": scorable,
@@ -169,9 +155,7 @@ class _Choice:
             "candidates": None if self.stale is None else self._candidates(scorable),
             "question": question_slots(layout, self.plan.question),
             "fresh": choose_rows(layout, self.plan.reused, []),
-            "auxiliary_scores": lambda scorer: (auxiliary or _no_auxiliary()).score(
-                scorable, self.plan.question or question_text(layout), scorer, self.clock, when_read
-            ),
+            "auxiliary_scores": auxiliary_scores,
         }
 
     def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
@@ -207,20 +191,20 @@ class _FusedPass(_Choice):
                 view = PromptView(**self.seen(scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
             with suppress(ReadAgain):
-                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, reading, numbers, scores)
         while True:  # something turned out to be damaged, and is gone
             with reading.again() as reading, suppress(ReadAgain):
-                return self._assemble_and_recompute(match, _Reads(numbers, reading), scores)
+                return self._assemble_and_recompute(match, reading, numbers, scores)
 
     def _assemble_and_recompute(
-        self, match: Match | ContinuedMatch, reads: _Reads, scores: Mapping[Span, torch.Tensor]
+        self,
+        match: Match | ContinuedMatch,
+        reading: ReadAhead,
+        numbers: Mapping[str, int],
+        scores: Mapping[Span, torch.Tensor],
     ) -> Fused | None:
-        """Write prefix and chunk KV into a cache and recompute on it. A chunk that cannot be read becomes ordinary
-        text.
-
-        Raises:
-            ReadAgain: some KV turned out to be damaged.
-        """
+        """Write prefix and chunk KV, which ``reading`` gives by the numbers of texts, into a cache and recompute on it.
+        A chunk that cannot be read becomes ordinary text. Raises ReadAgain if some KV turned out to be damaged."""
         plan, clock = self.plan, self.clock
         layout = plan.layout
         with clock.phase("assemble"):
@@ -228,7 +212,7 @@ class _FusedPass(_Choice):
             cache.geometry = self.geometry
             if layout.num_cached:
                 match.write_to(cache)  # tokens after num_cached are overwritten
-            reused, pieces = self._pieces(reads)
+            reused, pieces = self._pieces(reading, numbers)
             if not reused:
                 return None
             kept = plan.reusing(reused)
@@ -238,9 +222,9 @@ class _FusedPass(_Choice):
 
             def write(layer: int) -> None:
                 with clock.phase_within("read", "assemble"):
-                    reads.reading.wait(layer)
+                    reading.wait(layer)
                 fill(layer)
-                reads.reading.done(layer)
+                reading.done(layer)
 
             if plan.method.reads_cache and not is_changed:
                 for layer in range(self.runtime.num_layers):
@@ -252,7 +236,7 @@ class _FusedPass(_Choice):
         began: list[float] = []
 
         def before_layer(layer: int) -> None:
-            began.append(reads.reading.busy_s())
+            began.append(reading.busy_s())
             with clock.phase_within("assemble", "recompute"):
                 write(layer)
 
@@ -260,13 +244,11 @@ class _FusedPass(_Choice):
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
         found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
-        if isinstance(match, ContinuedMatch):
-            found = replace(found, turns=match.turns)
-        busy_s = reads.reading.busy_s()
+        busy_s = reading.busy_s()
         clock.reading_s += busy_s
         if began:
             clock.left_to_read_s = busy_s - began[0]
-        return found
+        return replace(found, turns=match.turns)
 
     def _recompute(
         self,
@@ -275,11 +257,8 @@ class _FusedPass(_Choice):
         scores: Sequence[torch.Tensor],
         before_layer: Callable[[int], None] | None,
     ) -> Fused:
-        """Choose tokens on the assembled cache and recompute them.
-
-        Args:
-            before_layer: writes the stored KV of a layer; None if the cache has that of all layers.
-        """
+        """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
+        None if the cache has that of all layers."""
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
@@ -313,7 +292,7 @@ class _FusedPass(_Choice):
                 before_layer=before_layer,
             )
             assert logits is not None
-            wait_for(logits)
+            wait_for(logits.device)
         cache.tables = ()  # decoding goes on beyond the prompt
         if row_filter is not None:
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
@@ -335,7 +314,7 @@ class _FusedPass(_Choice):
         stale[rows.numpy()] = False
         return stale
 
-    def _pieces(self, reads: _Reads) -> tuple[list[Span], list[tuple[int, KV]]]:
+    def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
         layout = self.plan.layout
         reused, pieces = list[Span](), list[tuple[int, KV]]()
@@ -346,7 +325,7 @@ class _FusedPass(_Choice):
                 reused.append(span)
                 continue
             with self.clock.phase_within("read", "assemble"):
-                whole = reads.reading.kv(reads.numbers[span.whole])
+                whole = reading.kv(numbers[span.whole])
             if whole is not None:
                 reused.append(span)
                 pieces.append((span.start, part_of(whole, span.first, span.first + len(span.tokens))))
@@ -363,21 +342,7 @@ class _Unread:
         raise AssertionError(f"method {self._method!r} plans ahead, and asked for the primary's {name}")
 
 
-def _no_auxiliary() -> NoReturn:
-    raise AssertionError("a method that asks for the auxiliary's scores declares needs_auxiliary")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """Stored KV by text."""
-
-    numbers: Mapping[str, int]
-    """By text, the number of its KV in ``reading``."""
-    reading: ReadAhead
-
-
 def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
-    """The rows that belong to reused chunks."""
     numbers = rows.numpy()
     borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
     inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
@@ -406,17 +371,9 @@ def trace_of(
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Positions to compute: all tokens except the exact start and the reused chunks, plus the selected chunk tokens.
-
-    The prompt's last token is always computed: its logits give the first new token.
-
-    Args:
-        reused: chunk spans whose KV was assembled.
-        selected: spans, each with a ``(num_tokens,)`` bool mask of the tokens to recompute.
-
-    Returns:
-        Strictly increasing int64 positions.
-    """
+    """Strictly increasing int64 positions to compute: all tokens except the exact start and the ``reused`` chunks, plus
+    the selected chunk tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always
+    computed: its logits give the first new token."""
     active = np.ones(layout.num_tokens, np.bool_)
     active[: layout.num_known] = False
     for span in reused:

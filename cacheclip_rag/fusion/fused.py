@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from .answer import Trace
 
-__all__ = ["Fused"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fused:

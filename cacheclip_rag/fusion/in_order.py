@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..base.clock import PhaseClock
 from ..plan.plan import Plan
 from ..plan.sources import Sources
+from ..runtime.llamacpp.context import Cells
 from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
@@ -23,11 +24,6 @@ from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
 from .fused import Fused
 from .wire import runs_of
-
-if TYPE_CHECKING:
-    from ..runtime.llamacpp.context import Cells
-
-__all__ = ["fuse_in_order"]
 
 
 def fuse_in_order(
@@ -37,9 +33,7 @@ def fuse_in_order(
     with clock.phase("lookup"):
         match: Match | ContinuedMatch = sources.continued_match(plan) if plan.continues else sources.match(plan)
     with match:
-        continued = match.num_tokens if isinstance(match, ContinuedMatch) else 0
-        exact = match.num_exact if isinstance(match, ContinuedMatch) else match.num_tokens
-        layout = plan.layout.cached_until(exact, plan.reused, continued=continued)
+        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
         return _fused(runtime, replace(plan, layout=layout), sources, match, capacity, clock, trace)
 
 
@@ -52,7 +46,7 @@ def _fused(
     clock: PhaseClock,
     trace: bool,
 ) -> Fused | None:
-    known = match.stale[: plan.layout.num_cached] if isinstance(match, ContinuedMatch) else None
+    known = None if match.stale is None else match.stale[: plan.layout.num_cached]
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
     with sources.primary.read_ahead(texts) as reading:
         if not plan.method.needs_auxiliary:  # whose KV is needed first
@@ -79,7 +73,7 @@ def _fused(
         float(len(computed)),
         int(rows[0]),
         _stale(kept, computed, known),
-        match.turns if isinstance(match, ContinuedMatch) else 0,
+        match.turns,
         trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
 
@@ -124,11 +118,7 @@ def _placed(
 
 
 def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored.
-
-    Args:
-        known: the same of continued KV.
-    """
+    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored; ``known`` is the same of continued KV."""
     stale = np.zeros(plan.layout.num_tokens, np.bool_)
     for span in plan.reused:
         stale[span.start : span.stop] = not plan.layout.is_exact(span)

@@ -17,8 +17,6 @@ from typing import Any
 from ..base.checks import is_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = ["FORMAT_VERSION", "FusionPlan", "Interval", "StoredPiece", "runs_of"]
-
 FORMAT_VERSION = 1
 """Increase this number when fields change meaning. Plans of other versions are refused."""
 
@@ -135,7 +133,6 @@ class FusionPlan:
         return _digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as values for JSON or MessagePack."""
         return {
             "version": FORMAT_VERSION,
             "token_ids": list(self.token_ids),
@@ -187,7 +184,6 @@ def _digest(values: object) -> str:
 
 
 def _covers(pieces: Sequence[Interval], computed: Sequence[Interval], end: int) -> bool:
-    """Whether every position before ``end`` is in an interval."""
     covered = 0
     for start, stop in sorted((*pieces, *computed)):
         if start > covered:

@@ -50,8 +50,9 @@ class ObservedAnswer:
 class Observer:
     """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
-    def on_plan(self, plan: Plan, sources: Sources) -> None:
-        """Called before a plan is carried out. An observer may raise an error to refuse it."""
+    def on_plan(self, plan: Plan, sources: Sources) -> Plan | None:
+        """Called before a plan is carried out. An observer may raise an error to refuse it, or return another plan."""
+        return None
 
     def on_answer(self, answered: ObservedAnswer) -> None:
         """Called when an answer is complete, before the caller gets the last event. Errors are raised to the caller."""

@@ -33,6 +33,7 @@ from ..plan.plan import Plan
 from ..plan.sources import Sources
 from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
+from .promise import Guarantee, PromiseWatch
 
 __all__ = [
     "THRESHOLDS",
@@ -42,12 +43,12 @@ __all__ = [
     "GateFigures",
     "Identity",
     "RatioFigures",
+    "TurnFigures",
     "check_certificate",
     "check_writable",
-    "confidence_at",
     "find_certificate",
     "identity_of",
-    "no_confidence",
+    "no_promise",
     "verdict_at",
 ]
 
@@ -139,6 +140,27 @@ class RatioFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnFigures:
+    """Fidelity to full prefill at one turn of conversations, whose history grows by the method's own answers."""
+
+    turn: int
+    """From 1."""
+    prompt_tokens: float
+    """These three: means over conversations, as :class:`~cacheclip_rag.fusion.answer.FusionStats` counts them."""
+    continued_tokens: float
+    computed_tokens: float
+    first_token_kl: Mapping[str, float]
+    """These three: as in :class:`RatioFigures`."""
+    answer_kl: Mapping[str, float]
+    agreement: float
+    needle_accuracy: float
+    """Share of the numbers asked for at this turn that the answers contain."""
+    needle_accuracy_of_full: float
+    verdict: str
+    """One of :data:`VERDICTS`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Certificate:
     """Measured figures, and the verdict at the requested recompute ratio."""
 
@@ -160,6 +182,10 @@ class Certificate:
     seconds: float
     created: str
     """UTC, ISO 8601."""
+    turns: Sequence[TurnFigures] = ()
+    """Of conversations, at ``ratio`` and without a gate; empty if none were measured."""
+    guarantee: Guarantee | None = None
+    """What was asked for with ``--max-differ``."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT_VERSION, **asdict(self)}
@@ -169,14 +195,18 @@ class Certificate:
         """Inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on anything else."""
         if value["format"] != FORMAT_VERSION:
             raise ValueError(f"certificate format {value['format']!r}")
-        fields = {key: value[key] for key in value if key not in ("format", "identity", "ratios")}
+        taken = ("format", "identity", "ratios", "guarantee", "turns")
+        promised = value.get("guarantee")
         certificate = cls(
             identity=Identity(**value["identity"]),
             ratios=[RatioFigures.from_dict(row) for row in value["ratios"]],
-            **fields,
+            turns=tuple(TurnFigures(**row) for row in value.get("turns", ())),
+            guarantee=promised and Guarantee.from_dict(promised),
+            **{key: value[key] for key in value if key not in taken},
         )
-        rows, gates = certificate.ratios, [gate for row in certificate.ratios for gate in row.gate]
-        if not {certificate.verdict, *(row.verdict for row in rows), *(gate.verdict for gate in gates)} <= {*VERDICTS}:
+        verdicts = {certificate.verdict, *(row.verdict for row in certificate.ratios)}
+        verdicts |= {turn.verdict for turn in certificate.turns}
+        if not verdicts | {gate.verdict for row in certificate.ratios for gate in row.gate} <= {*VERDICTS}:
             raise ValueError("unknown verdict")
         return certificate
 
@@ -188,7 +218,8 @@ class Certificate:
         """Write the certificate to the folder in which engines look.
 
         It replaces an older certificate of the same identity. Ratios that only the older one has are taken over if they
-        were measured on as many prompts. A quick certificate never replaces a thorough certificate.
+        were measured on as many prompts, and so is its guarantee if this one was asked for none. A quick certificate
+        never replaces a thorough certificate.
 
         Raises:
             CertificateError: the folder cannot be written.
@@ -199,7 +230,14 @@ class Certificate:
                 logger.warning("%s holds a thorough certificate and stays; this quick one is not saved", self.path)
                 return self.path
             if self.quick == older.quick and self.exactness["passed"]:
-                return replace(self, ratios=_merged(older.ratios, self.ratios))._write()
+                turns = self.turns or (older.turns if older.ratio == self.ratio else ())
+                merged = replace(
+                    self,
+                    ratios=_merged(older.ratios, self.ratios),
+                    turns=turns,
+                    guarantee=self.guarantee or older.guarantee,
+                )
+                return replace(merged, verdict=verdict_at(merged, merged.ratio))._write()
         return self._write()
 
     def _write(self) -> Path:
@@ -255,21 +293,9 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
     return None, f"its certificate is for other {', '.join(differences)}"
 
 
-def confidence_at(certificate: Certificate, ratio: float) -> float | None:
-    """The least ``min_confidence`` with which every prompt began as with full prefill: of the nearest certified ratio
-    that is not larger. None if no gate was measured there.
-
-    Every prompt, because 20 are few: where one in ten answers begins otherwise, 19 of 20 are no surprise. A gate with
-    which the prompts cost as much as full prefill is none.
-    """
-    row = _row_at(certificate, ratio)
-    gate = row.gate if row else ()
-    keeps = (each for each in gate if each.first_token_agreement >= 1.0 and each.charged_ratio < 1.0)
-    return next((each.min_confidence for each in keeps), None)
-
-
 def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0.0) -> str:
-    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger.
+    """Verdict for a recompute ratio: the verdict of the nearest certified ratio that is not larger, or that of the
+    worst turn of conversations, if they were measured at that ratio.
 
     Ratio 1.0 is measured on prompts only on request. Otherwise the exactness checks decide: ``exact`` if 64 greedy
     tokens were equal, ``faithful`` if (in half precision) noise changed a token.
@@ -286,7 +312,10 @@ def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0
     if row is None:
         return "not faithful"
     gates = [each for each in row.gate if 0.0 < each.min_confidence <= min_confidence]
-    return gates[-1].verdict if gates else row.verdict
+    if gates:
+        return gates[-1].verdict
+    turns = certificate.turns if row == _row_at(certificate, certificate.ratio) else ()
+    return max((row.verdict, *(turn.verdict for turn in turns)), key=VERDICTS.index)
 
 
 def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
@@ -321,30 +350,38 @@ def identity_of(
         transformers=transformers.__version__,
         torch=torch.__version__,
         cacheclip_rag=__version__,
-        # without the method's plan ahead, an engine with the weights fuses, and another backend only decodes
-        backend=primary.runtime.backend if method.plans_ahead and not method.min_confidence else "",
+        # an engine with the weights fuses for another process that only decodes, unless the method plans ahead for it
+        backend=primary.runtime.backend
+        if not primary.runtime.reads_kv or (method.plans_ahead and not method.min_confidence)
+        else "",
     )
 
 
 class CertificateGuard(Observer):
-    """Warns before a plan that no certificate covers, or refuses it if the settings require a certificate."""
+    """Warns before a plan that no certificate covers, or refuses it if the settings require a certificate. They also
+    make it a plain prefill once comparisons contradict the promise of the certificate."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, watch: PromiseWatch | None = None) -> None:
+        """``watch`` is told what certificates promise."""
+        self._config, self._watch = config, watch
         self._covered: dict[tuple[type, str], weakref.ref[Sources]] = {}
         """Checked methods by type and settings, each with the models of the check, whose weights it does not keep."""
 
-    def on_plan(self, plan: Plan, sources: Sources) -> None:
+    def on_plan(self, plan: Plan, sources: Sources) -> Plan | None:
         if not plan.reused or plan.bypass is not None:
-            return
+            return None
         method = type(plan.method), repr(plan.method)
         covered = self._covered.get(method)
-        if covered is not None and covered() is sources:
-            return
-        context = sources.primary.context
-        identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
-        check_certificate(self._config, plan.method, identity)
-        self._covered[method] = weakref.ref(sources)
+        if covered is None or covered() is not sources:
+            context = sources.primary.context
+            identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
+            certificate = check_certificate(self._config, plan.method, identity)
+            if self._watch is not None and certificate is not None:
+                self._watch.begin(plan.method, certificate.guarantee)
+            self._covered[method] = weakref.ref(sources)
+        if self._config.require_certificate and self._watch is not None and self._watch.is_broken(plan.method):
+            return replace(plan, bypass="comparisons with full prefill contradict the promise of the certificate")
+        return None
 
 
 def _as_text(settings: dict[str, Any]) -> str:
@@ -357,8 +394,9 @@ def _without_ratio(method: Method) -> Method:
     return method.at(0.0) if method.has_ratio else method
 
 
-def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> None:
-    """Warn, once per process, unless a certificate covers this method at its ratio.
+def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> Certificate | None:
+    """The certificate that covers this method at its ratio, by its verdict or its promise; without one, warn once per
+    process.
 
     Raises:
         CertificateError: no certificate covers it, and the settings require a certificate.
@@ -367,7 +405,9 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
     if certificate is not None:
         verdict = verdict_at(certificate, method.nominal_ratio, method.min_confidence)
         if verdict == "exact" or (verdict == "faithful" and not (certificate.quick and config.require_certificate)):
-            return
+            return certificate
+        if certificate.guarantee and certificate.guarantee.covers(method.nominal_ratio, method.min_confidence):
+            return certificate
         gate = f" with min_confidence {method.min_confidence:g}" if method.min_confidence else ""
         why = f"its certificate says {verdict!r} at recompute ratio {method.nominal_ratio}{gate}"
         if verdict == "faithful":
@@ -381,21 +421,30 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         logger.info(message)
     else:
         _warn_once((identity, why), message)
+    return None
 
 
-def no_confidence(config: EngineConfig, method: Method, why: str) -> CertificateError:
-    """The error for ``min_confidence="auto"`` without a certificate that states a value.
+def no_promise(config: EngineConfig, method: Method, certificate: Certificate | None, why: str) -> CertificateError:
+    """The error for ``min_confidence="auto"`` without a promise.
 
     Args:
-        why: there is no certificate; empty: it has no gate for the method's ratio.
+        why: there is no certificate; else it has no gate for the method's ratio.
     """
-    why = why or (
-        f"its certificate is a quick one, or has no gate at ratio {method.nominal_ratio:g} or below that keeps all "
-        "first tokens and costs less than full prefill"
-    )
+    promised = certificate and certificate.guarantee
+    if certificate and not promised:
+        why = "its certificate promises nothing, because it was made without --max-differ"
+    elif promised and promised.gates:
+        ratios = ", ".join(f"{gate.ratio:g}" for gate in sorted(promised.gates, key=lambda gate: gate.ratio))
+        why = f"its certificate promises nothing at recompute ratio {method.nominal_ratio:g}, only at {ratios}"
+    elif promised:
+        why = (
+            f"its {promised.n} prompts do not show of any gate cheaper than full prefill that at most "
+            f"{promised.most:.0%} of the answers differ"
+        )
     return CertificateError(
-        f"min_confidence='auto' is read from the certificate of model {config.primary!r} with method {method.name!r}: "
-        f"{why}. Measure it: {_command(config, method, '')}; or set a number, such as 0.2."
+        "min_confidence='auto' expects a promise in the certificate of "
+        f"model {config.primary!r} with method {method.name!r}, and {why}. Measure it: "
+        f"{_command(config, method, '', max_differ=0.1)}; or set a number, such as 0.2."
     )
 
 
@@ -412,25 +461,28 @@ def _warn_once(what: object, message: str) -> None:
         logger.warning(message)
 
 
-def _command(config: EngineConfig, method: Method, backend: str) -> str:
+def _command(config: EngineConfig, method: Method, backend: str, max_differ: float | None = None) -> str:
     """Command that makes the missing certificate: a shell command with the lines of its settings file, or Python if the
     method is not a preset."""
-    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if backend else _CERTIFY
+    in_vllm = backend.startswith("vllm")
+    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if in_vllm else _CERTIFY
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
-        return f"{run}(config, method={type(method).__name__}(...)).save()"
+        promised = f", max_differ={max_differ}" if max_differ else ""
+        return f"{run}(config, method={type(method).__name__}(...){promised}).save()"
     config, defaults = concrete(config), EngineConfig()
     context = method.chunk_context or config.chunk_context
     from_preset = method.context is not None and as_preset == own
     options: dict[str, Any] = {
-        "backend": "vllm" if backend else None,
+        "backend": "vllm" if in_vllm else None,
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,
         "ratio": method.nominal_ratio if method.has_ratio else None,
         "dtype": config.dtype,
         "device": config.device,
+        "max-differ": max_differ,
     }
     in_file: dict[str, Any] = {
         "chunk_context": None if from_preset or context == defaults.chunk_context else context,

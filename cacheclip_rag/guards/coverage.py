@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..config import EngineConfig
 from ..methods.base import Method
 from ..plan.sources import Sources
-from .certificate import Identity, confidence_at, find_certificate, identity_of, no_confidence, verdict_at
+from .certificate import Identity, find_certificate, identity_of, no_promise, verdict_at
 
 __all__ = ["Certificates"]
 
@@ -23,7 +24,7 @@ class Certificates:
         """
         self._config, self._sources = config, sources
         self._lock = threading.Lock()
-        self._confidences: dict[tuple[str, bool], float] = {}
+        self._promised: dict[tuple[str, bool, bool], Method] = {}
 
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
@@ -31,39 +32,44 @@ class Certificates:
         return identity_of(self._config, method, sources.prefix, sources.auxiliary, sources.primary.context)
 
     def may_be(self, method: Method) -> Callable[[float], bool] | None:
-        """Whether the method's certificate calls a recompute ratio exact or faithful; None without a certificate."""
+        """Whether the method's certificate calls a recompute ratio exact or faithful, or promises its gate there; None
+        without a certificate."""
         certificate, _ = find_certificate(self.identity(method))
         if certificate is None:
             return None
-        return lambda ratio: verdict_at(certificate, ratio, method.min_confidence) != "not faithful"
+        least, guarantee = method.min_confidence, certificate.guarantee
+        return lambda ratio: (
+            verdict_at(certificate, ratio, least) != "not faithful"
+            or (guarantee is not None and guarantee.covers(ratio, least))
+        )
 
-    def confidence(self, method: Method, *, any_ratio: bool = False) -> float:
-        """The value of ``min_confidence="auto"``: of the method's ratio, by its certificate, which is read once.
+    def promised(self, method: Method, keeps_ratio: bool, *, any_ratio: bool = False) -> Method:
+        """The method with ``min_confidence="auto"``: with the gate that its certificate promises, which is read once.
 
         Args:
-            any_ratio: the largest value of all ratios that may be chosen.
+            keeps_ratio: the gate of the method's ratio; otherwise ratio and gate are the cheapest promised ones.
+            any_ratio: the strictest of the gates, for a ratio that is chosen later.
 
         Raises:
-            CertificateError: no certificate of these models and this method says it.
+            CertificateError: no certificate of these models and this method promises it.
         """
-        key = repr(method), any_ratio
+        key = repr(method), keeps_ratio, any_ratio
         with self._lock:
-            if key not in self._confidences:
-                identity = self.identity(method)
-                certificate, why = find_certificate(identity)
-                if certificate is not None and certificate.quick:
-                    certificate = None  # four prompts say too little
-                ratios = [method.nominal_ratio]
-                if certificate is not None and any_ratio:
-                    ratios += [row.ratio for row in certificate.ratios if row.verdict == "faithful"]
-                found = [confidence_at(certificate, ratio) if certificate else None for ratio in ratios]
-                known = [each for each in found if each is not None]
-                if len(known) < len(found):
-                    raise no_confidence(self._config, method, why)
-                self._confidences[key] = max(known)
-            return self._confidences[key]
+            if key not in self._promised:
+                certificate, why = find_certificate(self.identity(method))
+                gates = certificate.guarantee.gates if certificate and certificate.guarantee else ()
+                if keeps_ratio and not any_ratio and certificate and certificate.guarantee:
+                    own = certificate.guarantee.gate_at(method.nominal_ratio)
+                    gates = (own,) if own else ()
+                if not gates:
+                    raise no_promise(self._config, method, certificate, why)
+                if not any_ratio and method.has_ratio:
+                    method = method.at(gates[0].ratio)
+                least = max(gate.min_confidence for gate in (gates if any_ratio else gates[:1]))
+                self._promised[key] = replace(method, min_confidence=least)
+            return self._promised[key]
 
     def forget(self) -> None:
         """Read certificates again: the head set changed."""
         with self._lock:
-            self._confidences.clear()
+            self._promised.clear()

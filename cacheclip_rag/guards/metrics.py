@@ -14,7 +14,8 @@ __all__ = ["Metrics"]
 
 _HELP = {
     "answers_total": "Answers, by the method that produced them.",
-    "bypassed_total": "Answers by plain prefill because it computes less, or was predicted to be soon enough.",
+    "bypassed_total": "Answers by plain prefill because it computes less, was predicted to be soon enough, or the "
+    "certificate's promise is contradicted.",
     "fallbacks_total": "Answers by plain prefill although another method was asked for, without the two others.",
     "gated_total": "Answers by plain prefill because a reusing pass was below min_confidence.",
     "completed_total": "Answers that went on from exact KV because a later token was below min_confidence.",
@@ -29,6 +30,9 @@ _HELP = {
     "shadow_other_first_token_total": "Comparisons by tokens alone whose first token is not full prefill's.",
     "shadow_greedy_checks_total": "Comparisons of greedy answers; only these have an agreement.",
     "shadow_agreement_sum": "Share of a greedy answer's tokens that full prefill chooses too, summed.",
+    "promise_checks_total": "Answers that count for a certificate's promise; those below the gate need no comparison.",
+    "promise_differing_total": "Those of them that are not full prefill's.",
+    "promise_broken_total": "Methods whose promise is contradicted by them.",
     "store_hits_total": "Chunk caches found, by tier of the store.",
     "store_misses_total": "Chunk caches not found, by tier of the store.",
     "store_damaged_total": "Chunk caches that did not match their checksums, by tier of the store.",
@@ -100,6 +104,13 @@ class Metrics(Observer):
             self._values["shadow_first_token_kl_sum", ""] += first_token_kl
             highest = self._values["shadow_first_token_kl_max", ""]
             self._values["shadow_first_token_kl_max", ""] = max(highest, first_token_kl)
+
+    def record_promise(self, differs: bool, breaks: bool) -> None:
+        """Count an answer of a method with a promise, and whether the promise is contradicted by now."""
+        with self._lock:
+            self._values["promise_checks_total", ""] += 1
+            self._values["promise_differing_total", ""] += differs
+            self._values["promise_broken_total", ""] += breaks
 
     def record_shadow_skipped(self) -> None:
         """Count an answer that was chosen for comparison but not compared."""

@@ -22,8 +22,10 @@ from ..fusion.answer import FusionStats
 from .base import ObservedAnswer, Observer
 from .fidelity import kl_divergence, read_along
 from .metrics import Metrics
+from .promise import PromiseWatch
 
 if TYPE_CHECKING:
+    from ..methods.base import Method
     from ..runtime.base import Runtime
     from ..runtime.transformers.model import ModelRuntime
     from .base import Verified
@@ -50,15 +52,24 @@ class ShadowRequest:
     is_greedy: bool
     """Whether the answer was decoded greedily; only then is there an agreement."""
     stats: FusionStats
+    method: Method
+    """The requested one."""
 
 
 class ShadowChecker(Observer):
     """Chooses answers at random and compares them with full prefill."""
 
-    def __init__(self, find_runtime: Callable[[], Runtime], metrics: Metrics, *, rate: float) -> None:
-        """``find_runtime`` returns the primary model's runtime; first called after the first answer."""
+    def __init__(
+        self, find_runtime: Callable[[], Runtime], metrics: Metrics, watch: PromiseWatch, *, rate: float
+    ) -> None:
+        """
+        Args:
+            find_runtime: returns the primary model's runtime; first called after the first answer.
+            watch: counts whole greedy answers that differ. Answers of ``finish`` do not count: they are corrected, or
+                marked where they differ.
+        """
         self._find_runtime = find_runtime
-        self._metrics = metrics
+        self._metrics, self._watch = metrics, watch
         self._rate = rate
         self._random = random.Random()
         self._waiting: deque[ShadowRequest] = deque()
@@ -67,9 +78,14 @@ class ShadowChecker(Observer):
         self._changed = threading.Condition()
 
     def on_answer(self, answered: ObservedAnswer) -> None:
-        """Record every answer that was verified, and offer every other answer that reused KV."""
+        """Record every answer that was verified, and offer every other answer that reused KV. An answer below the
+        confidence gate is full prefill's already."""
         stats = answered.answer.stats
-        if stats.method == "full":
+        if stats.gated and not answered.params.json_schema and self._random.random() < self._rate:
+            if is_greedy(answered.params):
+                self._watch.record(answered.plan.method, differs=False)
+            return
+        if stats.gated or stats.method == "full":
             return
         if answered.verified is not None:
             self._record_verified(answered, answered.verified)
@@ -78,8 +94,9 @@ class ShadowChecker(Observer):
             return
         runtime = self._find_runtime()
         if runtime.can_score:  # the comparison needs logits at all tokens of an answer
-            ids, greedy = answered.plan.layout.ids, is_greedy(answered.params)
-            self.offer(ShadowRequest(ids, answered.logits.clone(), answered.answer.token_ids, greedy, stats))
+            plan, greedy = answered.plan, is_greedy(answered.params)
+            answer_ids = answered.answer.token_ids
+            self.offer(ShadowRequest(plan.layout.ids, answered.logits.clone(), answer_ids, greedy, stats, plan.method))
 
     def offer(self, request: ShadowRequest) -> None:
         """Compare an answer with probability ``rate``."""
@@ -128,6 +145,8 @@ class ShadowChecker(Observer):
             logger.warning("shadow: comparison with full prefill failed", exc_info=True)
             return
         self._record(kl, agreement, len(request.answer_ids), request.stats)
+        if agreement is not None:
+            self._watch.record(request.method, differs=agreement < 1.0)
 
     def _record_verified(self, answered: ObservedAnswer, verified: Verified) -> None:
         """Compare the tokens that were chosen from approximate KV. Later tokens are exact, and say nothing about it."""

@@ -10,6 +10,7 @@ from .base import Observer
 from .certificate import CertificateGuard
 from .metrics import Metrics
 from .misses import MissWarning
+from .promise import PromiseWatch
 from .shadow import ShadowChecker
 from .tracing import Tracing, is_traced
 
@@ -23,6 +24,7 @@ def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Cal
     Args:
         find_runtime: returns the primary model's runtime; first called after the first answer.
     """
-    shadow = ShadowChecker(find_runtime, metrics, rate=config.shadow_rate)
+    watch = PromiseWatch(metrics)
+    shadow = ShadowChecker(find_runtime, metrics, watch, rate=config.shadow_rate)
     traces = [Tracing(config.primary)] if is_traced() else []
-    return [CertificateGuard(config), MissWarning(), metrics, *traces, shadow]
+    return [CertificateGuard(config, watch), MissWarning(), metrics, *traces, shadow]

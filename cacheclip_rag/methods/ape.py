@@ -19,8 +19,6 @@ from ..prompt.layout import Layout, Span
 from ..runtime.transformers.attention_plan import Geometry
 from .direct import Direct
 
-__all__ = ["Ape"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ape(Direct):

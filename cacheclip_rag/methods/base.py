@@ -20,9 +20,7 @@ from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.attention_plan import Geometry
 from ..runtime.transformers.row_filter import RowFilter
-from ..selection.views import CacheView, PromptView
-
-__all__ = ["CacheView", "Method", "PromptView", "RowFilter", "recompute_nothing"]
+from ..selection.views import CacheView, PromptView, per_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +121,7 @@ class Method(ABC):
 
         The engine calls this while it reads the primary's KV.
         """
-        lengths = [len(span.tokens) for span in view.spans]
-        return list(torch.zeros(sum(lengths)).split(lengths))
+        return per_span(view.spans, 0.0)
 
     @abstractmethod
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,9 +139,3 @@ class Method(ABC):
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:  # noqa: B027 (may stay empty)
         """Called right before the recompute: set up a correction here. Without :attr:`reads_cache`, the stored KV of
         each layer is written into the cache only before that layer runs."""
-
-
-def recompute_nothing(view: CacheView) -> list[torch.Tensor]:
-    """Empty masks, for methods that use chunk caches unchanged."""
-    lengths = [len(span.tokens) for span in view.spans]
-    return list(torch.zeros(sum(lengths), dtype=torch.bool).split(lengths))

@@ -14,8 +14,6 @@ from ..base.errors import ConfigurationError
 from ..chunks.context import ChunkContext
 from .direct import Direct
 
-__all__ = ["BlockAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention(Direct):

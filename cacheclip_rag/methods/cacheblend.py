@@ -14,23 +14,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ..base.checks import check_choice, check_flag, check_share, check_whole_number
 from ..base.errors import ConfigurationError
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.row_filter import RowFilter
 from ..selection.budget import Budget
 from ..selection.grouping import Tokens
-from ..selection.views import CacheView, split_by_span
+from ..selection.views import CacheView, per_span, split_by_span
 from .base import Method
 from .correction import install_correction
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["CacheBlend"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +87,7 @@ class CacheBlend(Method):
         """The tokens that run in the first layers."""
         self._check_depth(view.runtime)
         if self.budget.takes_all(view):
-            return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
+            return per_span(view.spans, True)
         skipped = self.budget.num_skipped(view)
         lengths = [len(span.tokens) for span in view.spans]
         budgets = self.budgets(view.runtime.num_layers, view.num_chunk_tokens, sum(lengths[skipped:]))
@@ -131,7 +127,6 @@ class CacheBlend(Method):
         return counts
 
     def _check_depth(self, runtime: ModelRuntime) -> None:
-        """Raise ConfigurationError unless a layer follows the check layer."""
         last = runtime.num_layers - 2
         if self.check_layer > last:
             expected = f"a layer from 0 to {last}" if last >= 0 else "a model of two layers or more"

@@ -9,29 +9,21 @@ a layer estimate the offset of that layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..prompt.layout import Span
 from ..runtime.transformers.cache import FusedCache, FusedLayer
+from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate, unrotate
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["Chunks", "Split", "install_correction", "offsets"]
 
 
 def install_correction(runtime: ModelRuntime, cache: FusedCache, spans: Sequence[Span], weight: float) -> None:
     """Correct the stale KV of the chunks at ``spans`` during the next pass over ``cache``, which recomputes some of
-    their tokens: in each layer before its rows attend.
-
-    Args:
-        weight: share of the mean change that is added, 0 to 1.
-    """
+    their tokens: in each layer before its rows attend. ``weight``: share of the mean change that is added, 0 to 1."""
     if not spans:
         return
     chunks = Chunks([(span.start, span.stop) for span in spans])
@@ -84,24 +76,23 @@ def offsets(
     return found[0], found[1]
 
 
+@dataclass(eq=False, slots=True)
 class Split:
     """Recomputed and stale tokens of all chunks, valid for all layers that compute the same rows."""
 
-    def __init__(
-        self, start: int, rows: torch.Tensor, chosen: torch.Tensor, means: torch.Tensor, chunk_of_slot: torch.Tensor
-    ):
-        self.start, self.stop = start, start + len(chunk_of_slot)
-        """Slots from the first chunk's start to the last one's end."""
-        self.rows = rows
-        """``(num_chosen,)`` rows of the pass."""
-        self.chosen = chosen
-        """``(num_chosen,)`` slots of these rows, counted from ``start``."""
-        self.means = means
-        """``(num_chunks + 1, num_chosen)`` float32: takes the mean of each chunk's rows; the last row is 0."""
-        self.chunk_of_slot = chunk_of_slot
-        """``(num_slots,)``: number of the chunk whose mean a slot gets; the last row of ``means`` for slots that are
-        not stale."""
-        self._tables: dict[int, tuple[torch.Tensor, Tables]] = {}
+    start: int
+    stop: int
+    """Slots from the first chunk's start to the last one's end."""
+    rows: torch.Tensor
+    """``(num_chosen,)`` rows of the pass."""
+    chosen: torch.Tensor
+    """``(num_chosen,)`` slots of these rows, counted from ``start``."""
+    means: torch.Tensor
+    """``(num_chunks + 1, num_chosen)`` float32: takes the mean of each chunk's rows; the last row is 0."""
+    chunk_of_slot: torch.Tensor
+    """``(num_slots,)``: number of the chunk whose mean a slot gets; the last row of ``means`` for slots that are not
+    stale."""
+    _tables: dict[int, tuple[torch.Tensor, Tables]] = field(default_factory=dict, init=False)
 
     def tables(self, tables: Tables) -> Tables:
         """The rows of the chunks' rotary tables for the chosen tokens. Layers of one kind share them."""
@@ -126,13 +117,9 @@ class Chunks:
         self._last: tuple[torch.Tensor, torch.device, Split | None] | None = None
 
     def split(self, slots: torch.Tensor, device: torch.device) -> Split | None:
-        """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU; None if no chunk has both chosen
-        and stale tokens. Layers that share one tensor of slots share the split; it is made again after rows left the
-        pass or the device changed.
-
-        Args:
-            device: where the result is used.
-        """
+        """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU, for use on ``device``; None if no
+        chunk has both chosen and stale tokens. Layers that share one tensor of slots share the split; it is made again
+        after rows left the pass or the device changed."""
         if self._last is None or self._last[0] is not slots or self._last[1] != device:
             self._last = slots, device, self._make(slots, device)
         return self._last[2]
@@ -157,4 +144,4 @@ class Chunks:
         of_kept = of_rows[kept]
         means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
         parts = rows[kept], at[kept], means, chunk_of_slot
-        return Split(self.start, *(part.to(device) for part in parts))
+        return Split(self.start, self.stop, *(part.to(device) for part in parts))

@@ -12,10 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from ..selection.views import CacheView
-from .base import Method, recompute_nothing
-
-__all__ = ["Direct"]
+from ..selection.views import CacheView, per_span
+from .base import Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +33,4 @@ class Direct(Method):
         return True
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return recompute_nothing(view)
+        return per_span(view.spans, False)

@@ -16,8 +16,6 @@ import torch
 from ..selection.views import CacheView
 from .base import Method
 
-__all__ = ["Full", "Prefix"]
-
 
 @dataclass(frozen=True, slots=True)
 class Full(Method):

@@ -19,8 +19,6 @@ from .direct import Direct
 from .full import Full, Prefix
 from .recompute import Recompute
 
-__all__ = ["PRESETS", "PRESET_NOTES", "PresetNote"]
-
 
 @dataclass(frozen=True, slots=True)
 class PresetNote:

@@ -20,8 +20,6 @@ from ..selection.views import CacheView, PromptView
 from .base import Method
 from .correction import install_correction
 
-__all__ = ["Recompute"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recompute(Method):

@@ -14,8 +14,6 @@ from ..selection.grouping import Grouping
 from ..selection.scorers import Scorer
 from .base import Method
 
-__all__ = ["describe", "vary"]
-
 _TYPE = "type"
 _FAMILIES: tuple[type, ...] = (Scorer, TokenBudget, Grouping, Method)
 """Base classes whose subclasses a mapping may name by ``type``."""

@@ -10,16 +10,10 @@ from pathlib import Path
 from .packaged.catalogue import PACKAGED_MODELS, packaged_name
 from .packaged.pull import model_folder
 
-__all__ = ["is_here", "known_context", "knows_tools"]
-
 
 def known_context(name: str) -> int | None:
     """Context of a model in tokens, from the catalogue or its config file. None if the model is not on this machine, or
-    its config does not say. Opens no connection.
-
-    Raises:
-        OSError, ValueError: the config file cannot be read.
-    """
+    its config does not say. Opens no connection. Raises OSError, ValueError: the config file cannot be read."""
     if (packaged := packaged_name(name)) and not Path(name).is_dir():
         return PACKAGED_MODELS[packaged].context_tokens
     file = _config_file(name)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ..base.paths import atomic_path, cache_home
 
-__all__ = ["file_digest", "file_states", "fingerprint"]
-
 logger = logging.getLogger(__name__)
 
 _PIECES = 8

@@ -38,23 +38,6 @@ if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.planning import PlanningRuntime
 
-__all__ = [
-    "DEVICE_MAPS",
-    "check_device",
-    "check_name",
-    "choose_device",
-    "concrete",
-    "is_gguf",
-    "load_any",
-    "load_model",
-    "load_planning",
-    "load_tokenizer",
-    "quantization_of",
-    "register_runtime",
-    "resolve",
-    "unload_models",
-]
-
 logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"^[\w.\-]+/[\w.\-]+$")
@@ -79,11 +62,8 @@ _factories: dict[str, RuntimeFactory] = {}
 
 def check_name(name: str) -> None:
     """Raise an error unless a model can have this name: an existing folder, a GGUF file, a packaged name, a hub id, or
-    ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection.
-
-    Raises:
-        UnknownModelError: no model can have this name; the message lists the packaged names.
-    """
+    ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection. Raises
+    UnknownModelError: no model can have this name; the message lists the packaged names."""
     scheme, _, rest = name.partition(":")
     folder = Path(name).expanduser()
     if (rest and scheme in _factories) or (folder / "config.json").is_file() or packaged_name(name):
@@ -152,16 +132,10 @@ def load_model(name: str | PathLike[str], *, dtype: str = "float32", device: str
 
 
 def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> Runtime:
-    """The runtime of model ``name``, loaded at the first call and shared by later calls in this process.
-
-    Args:
-        dtype, device: as of :class:`~cacheclip_rag.config.EngineConfig`.
-
-    Raises:
-        UnsupportedModelError: the model's KV cannot be reused exactly.
-        ModelError: files are missing or damaged, or the device has too little free memory for the weights.
-        ConfigurationError: an unknown dtype, or a device that this torch cannot use.
-    """
+    """The runtime of model ``name``, loaded at the first call and shared by later calls in this process. ``dtype`` and
+    ``device`` are those of :class:`~cacheclip_rag.config.EngineConfig`. Raises UnsupportedModelError: the model's KV
+    cannot be reused exactly; ModelError: files are missing or damaged, or the device has too little free memory for the
+    weights; ConfigurationError: an unknown dtype, or a device that this torch cannot use."""
     check_choice("dtype", dtype, ("auto", *DTYPES))
     name, device = os.fspath(name), choose_device(device)
     dtype = _choose_dtype(name, device) if dtype == "auto" else dtype
@@ -186,11 +160,8 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
 
 def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], list[int]]:
     """What turns a text into token ids as the model called ``name`` does, without special tokens. Loads no weights, but
-    for runtimes of other packages, which have the arguments of :func:`load_any`.
-
-    Raises:
-        The errors of :func:`resolve`, and ModelError for a missing or damaged tokenizer.
-    """
+    for runtimes of other packages, which have the arguments of :func:`load_any`. Raises the errors of :func:`resolve`,
+    and ModelError for a missing or damaged tokenizer."""
     if name.partition(":")[0] in _factories:
         runtime = load_any(name, dtype=dtype, device=device)
         return lambda text: list(runtime.tokenize(text).ids)
@@ -214,18 +185,11 @@ def _encoder(folder: Path, name: str) -> Callable[[str], list[int]]:
 def load_planning(
     name: str | PathLike[str], *, dtype: str = "float32", quantization: str | None = None, backend: str = ""
 ) -> PlanningRuntime:
-    """The model called ``name`` without its weights: what plans prompts for a process that has them. Shared by later
-    calls in this process. Its fingerprint is that of the loaded model.
-
-    Args:
-        quantization: how the other process quantises the weights while it loads them. Its KV is that of other weights,
-            so that the fingerprint is another one. A checkpoint that is quantised already keeps its fingerprint, and
-            is accepted here, where its weights are not run.
-        backend: what runs the model there (:attr:`~cacheclip_rag.runtime.base.Runtime.backend`).
-
-    Raises:
-        The errors of :func:`load_model`, but for those of the device.
-    """
+    """The model called ``name`` without its weights: what plans prompts for a process (``backend``) that has them.
+    Shared by later calls in this process. Its fingerprint is that of the loaded model; with ``quantization`` of the
+    weights while they are loaded, whose KV is that of other weights, it is another one. A checkpoint that is quantised
+    already keeps its fingerprint, and is accepted here, where its weights are not run. Raises the errors of
+    :func:`load_model`, but for those of the device."""
     import torch
 
     from ..runtime.transformers.planning import PlanningRuntime
@@ -251,10 +215,7 @@ def load_planning(
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
     """How the weights of a checkpoint were quantised before they were saved, where vLLM reads it too; None: not at all.
-
-    Raises:
-        ModelError: a file is damaged.
-    """
+    Raises ModelError: a file is damaged."""
 
     def read(file: str) -> dict[str, Any]:
         path = folder / file
@@ -266,11 +227,8 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 def concrete(config: EngineConfig) -> EngineConfig:
     """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
-    checkpoint. A model that is not on this machine is fetched if its dtype matters.
-
-    Raises:
-        The errors of :func:`resolve`, and ModelError for a damaged checkpoint.
-    """
+    checkpoint. A model that is not on this machine is fetched if its dtype matters. Raises the errors of
+    :func:`resolve`, and ModelError for a damaged checkpoint."""
     if "auto" not in (config.device, config.dtype):
         return config
     device = choose_device(config.device)
@@ -281,7 +239,6 @@ def concrete(config: EngineConfig) -> EngineConfig:
 
 
 def choose_device(device: str) -> str:
-    """``device``; for ``auto`` the best one of this machine."""
     import torch
 
     if device != "auto":

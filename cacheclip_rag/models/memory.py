@@ -13,8 +13,6 @@ import torch
 
 from ..base.errors import ModelError
 
-__all__ = ["check_fits", "check_room", "free_bytes", "weight_bytes", "weights_dtype"]
-
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
     (
@@ -37,12 +35,8 @@ def check_fits(folder: Path, name: str, dtype: torch.dtype, device: str) -> None
 
 
 def check_room(needed: int, name: str, device: str, form: str = "", smaller: str = "") -> None:
-    """Raise ModelError if ``needed`` bytes of weights are more than is free on ``device``.
-
-    Args:
-        form: what the weights are loaded as, for the message.
-        smaller: what would make them smaller.
-    """
+    """Raise ModelError if ``needed`` bytes of weights are more than is free on ``device``. For the message: the
+    ``form`` in which they are loaded, and what would make them ``smaller``."""
     free = free_bytes(device)
     if free is None or needed <= free:
         return
@@ -100,7 +94,6 @@ def _header(path: Path) -> list[dict[str, Any]]:
 
 
 def free_bytes(device: str) -> int | None:
-    """Free memory of a device in bytes; None if unknown."""
     kind = device.partition(":")[0]
     if kind == "cuda":
         return int(torch.cuda.mem_get_info(torch.device(device))[0])

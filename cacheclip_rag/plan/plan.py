@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from ..methods.base import Method
     from ..prompt.layout import Layout, Span
 
-__all__ = ["Plan", "Prediction", "Reading"]
-
 FOLLOW_UP_SHARE = 0.5
 """Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
 the tokens that no question has recomputed yet."""
@@ -87,7 +85,6 @@ class Plan:
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        """Spans of chunks that are computed as fresh text."""
         reused = set(self.reused)
         return tuple(span for span in self.layout.chunks if span not in reused)
 
@@ -107,7 +104,6 @@ class Plan:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of the reused chunks."""
         return sum(len(span.tokens) for span in self.reused)
 
     def computed_after(self, known: int, continued: int = 0) -> int:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..base.checks import check_ratio_and_limit
-from ..config import EngineConfig
 from ..finding.common_parts import standing_in
-from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, preset
 from ..methods.base import Method
 from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment
 from .plan import Plan
 from .sources import Sources
-
-__all__ = ["choose_method", "make_plan"]
 
 
 def make_plan(
@@ -27,15 +22,8 @@ def make_plan(
     given: Sequence[str] = (),
 ) -> Plan:
     """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
-
-    Args:
-        question: text that scores the chunks; default the text after the last chunk.
-        given: texts that should stand in the prompt.
-
-    Raises:
-        PromptTooLongError: the prompt does not fit the model's context.
-        ConfigurationError: the method cannot take this prompt.
-    """
+    ``question``: text that scores the chunks; default the text after the last chunk. ``given``: texts that should stand
+    in the prompt. Raises PromptTooLongError."""
     runtime = sources.primary.runtime
     context = sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
@@ -63,12 +51,7 @@ def make_plan(
 
 
 def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Iterable[Segment]) -> int:
-    """Number of given texts of which no part stands in a prompt.
-
-    Args:
-        segments: the prompt.
-        found: chunks found in it, and parts of chunks.
-    """
+    """Number of given texts of which no part stands in a prompt, in which chunks and parts of chunks were ``found``."""
     absent = set(given)
     for chunk in found if absent else ():
         if isinstance(chunk, Chunk):
@@ -86,7 +69,6 @@ def _overlaps(chunk: Chunk, text: str) -> bool:
 
 
 def _nothing_found(plan: Plan, sources: Sources) -> str:
-    """Why nothing of a prompt is in the store for this plan."""
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
     if not missing and plan.layout.altered:
         return (
@@ -109,41 +91,3 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     if others > 0:
         reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")
     return f"{why} for these settings; {', '.join(reasons)}"
-
-
-def choose_method(
-    config: EngineConfig,
-    method: str | Method | None,
-    recompute_ratio: float | str | None,
-    default: Callable[[], str],
-    certified_confidence: Callable[[Method], float],
-) -> Method:
-    """The method for a call, at its recompute ratio.
-
-    Args:
-        method: a preset's name or an instance; default the engine's method.
-        recompute_ratio: default the engine's ratio for names and for the engine's method, and the instance's own ratio
-            for an instance. Presets without a ratio ignore it. ``auto``: the method's own, until a controller chooses.
-        default: says which preset ``auto`` means; called for ``auto`` only, because it loads the models.
-        certified_confidence: the method's confidence gate by its certificate; called for ``auto`` only.
-
-    Raises:
-        ConfigurationError: an unknown name; a ratio out of range, or for an instance without a ratio; a method that
-            needs an auxiliary model and an engine without one.
-    """
-    given = config.method if method is None else method
-    check_method(given)
-    check_ratio_and_limit(recompute_ratio, None)
-    by_name = method is None or isinstance(method, str)
-    wanted = config.recompute_ratio if recompute_ratio is None and by_name else recompute_ratio
-    ratio = None if isinstance(wanted, str) else wanted
-    if given == DEFAULT_METHOD:
-        given = default()
-    chosen = preset(given) if isinstance(given, str) else given
-    if ratio is not None and (chosen.has_ratio or (recompute_ratio is not None and not isinstance(given, str))):
-        chosen = chosen.at(ratio)
-    check_auxiliary(chosen, config.auxiliary)
-    least = config.min_confidence
-    if least is not None and by_name and chosen.reuses_chunks:
-        chosen = replace(chosen, min_confidence=certified_confidence(chosen) if isinstance(least, str) else least)
-    return chosen

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..selection.auxiliary_pass import AuxiliaryPass
     from .plan import Plan
 
-__all__ = ["Sources"]
-
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sources:
@@ -45,11 +43,8 @@ class Sources:
         return is_same and plan.method.reuses_prefixes
 
     def match(self, plan: Plan, *, usable: bool = True) -> Match:
-        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed.
-
-        Args:
-            usable: False matches nothing, for a method whose positions differ from the prompt's.
-        """
+        """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed. None of it
+        is ``usable`` for a method whose positions differ from the prompt's."""
         return self.prefix_cache.match(self._shareable(plan) if usable else ())
 
     def known_tokens(self, plan: Plan) -> tuple[int, int]:

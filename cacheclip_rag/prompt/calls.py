@@ -12,8 +12,6 @@ from ..runtime.base import REASONING_MARKERS
 from .reasoning import may_begin
 from .tools import ToolCall, as_object, check_tools, is_name
 
-__all__ = ["CallReader", "Parameters", "parameters_of"]
-
 _JSON = json.JSONDecoder(strict=False)
 """Models write line ends and tabs into strings as they are."""
 _FIRST = " to=functions."
@@ -82,7 +80,6 @@ class CallReader:
         return self._read(text, last=False)
 
     def close(self) -> tuple[str, list[ToolCall]]:
-        """The rest, after the last text."""
         return self._read("", last=True)
 
     def _read(self, text: str, *, last: bool) -> tuple[str, list[ToolCall]]:
@@ -162,7 +159,6 @@ class _Shown:
         """The same with the last line, once somebody asked."""
 
     def add(self, text: str) -> None:
-        """Add text of the answer."""
         self._found = None
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:

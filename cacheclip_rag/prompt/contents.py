@@ -14,8 +14,6 @@ from itertools import islice, pairwise
 
 from ..runtime.base import REASONING_MARKERS, Message
 
-__all__ = ["escaped", "find_contents"]
-
 _LOOKED_FOR = (
     *(marker for pair in REASONING_MARKERS for marker in pair),
     *("<tool_response>", "</tool_response>", "/no_think", "/think"),
@@ -52,12 +50,8 @@ def find_contents(
     rendered: str,
     escapes: Mapping[int, int],
 ) -> list[Piece] | None:
-    """The rendered prompt as pieces of the template and of contents; None if they cannot be told apart.
-
-    Args:
-        rendered: what ``render`` makes of the messages.
-        escapes: how many times a message's content is written as JSON, if it is.
-    """
+    """The prompt that ``render`` made of the messages as pieces of the template and of contents; None if they cannot be
+    told apart. ``escapes``: how many times a message's content is written as JSON, if it is."""
     return _by_words(render, messages, rendered, escapes) or _by_marks(render, messages, rendered)
 
 
@@ -118,11 +112,7 @@ def _joined(
     escapes: Mapping[int, int],
 ) -> list[Piece]:
     """Pieces of a text in which words have their places: words of a content with what stands between and around them in
-    the content, too.
-
-    Args:
-        spans: per word its begin and end in the text, and its number.
-    """
+    the content, too. ``spans``: per word its begin and end in the text, and its number."""
 
     def kept(first: int | None, second: int | None) -> str:
         """What stands between two words that follow one another in a content."""
@@ -172,7 +162,6 @@ def _by_marks(
 
 
 def _common_length(first: str, second: str) -> int:
-    """Length of the longest common beginning of two texts."""
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
     )

@@ -10,28 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..base.errors import PromptTooLongError
 from ..finding.folding import code_points, fold
+from ..runtime.base import Runtime, TokenizedText
 from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
-
-if TYPE_CHECKING:
-    from ..runtime.base import Runtime, TokenizedText
-
-__all__ = [
-    "LEAST_PART",
-    "Layout",
-    "Span",
-    "check_least_length",
-    "check_length",
-    "lay_out",
-    "question_slots",
-    "question_text",
-]
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
@@ -108,7 +95,6 @@ class Layout:
 
     @property
     def ids(self) -> torch.Tensor:
-        """The token ids as a new tensor, ``(num_tokens,)`` int64."""
         return torch.tensor(self.token_ids, dtype=torch.int64)
 
     @property
@@ -150,13 +136,9 @@ def lay_out(
     *,
     isolated: bool = False,
 ) -> Layout:
-    """Tokenise a prompt and find the tokens of its chunks.
-
-    Args:
-        tokenize_chunk: tokens of a whole chunk as it is stored.
-        isolated: True tokenises every chunk apart from the text around it, for models that were trained so. Parts of
-            chunks are fresh text then. A tokenizer without offsets does the same.
-    """
+    """Tokenise a prompt and find the tokens of its chunks, as ``tokenize_chunk`` gives those of a whole stored chunk.
+    ``isolated`` tokenises every chunk apart from the text around it, for models that were trained so: parts of chunks
+    are fresh text then. A tokenizer without offsets does the same."""
     spans: list[Span] = []
     isolated = isolated or not runtime.has_offsets
     for group in _groups(without_parts(segments) if isolated else segments, isolated):
@@ -183,11 +165,7 @@ def lay_out(
 
 
 def _altered(lost: Iterable[Chunk], tokenize_chunk: Callable[[str], TokenizedText]) -> dict[str, int]:
-    """See :attr:`Layout.altered`.
-
-    Args:
-        lost: segments of which no token is that of the chunk.
-    """
+    """See :attr:`Layout.altered`. ``lost``: segments of which no token is that of the chunk."""
     there: dict[str, int] = {}
     for segment in lost:
         there[segment.whole] = there.get(segment.whole, 0) + len(fold(segment.text)[0])

@@ -9,8 +9,6 @@ from typing import Any
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 
-__all__ = ["Documents", "Prompt", "check_template_kwargs"]
-
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
 """Chunk texts known to be in a prompt. A mapping also gives each text's ``(source, document)`` pairs, as in
@@ -37,12 +35,8 @@ _NOT_VARIABLES = frozenset(
 
 
 def check_template_kwargs(given: Any) -> dict[str, Any]:
-    """Variables of a chat template, as ``chat_template_kwargs`` give them.
-
-    Raises:
-        ConfigurationError: they are no JSON object of words, hold more than a few values, or one of them is not a
-            variable of templates.
-    """
+    """Variables of a chat template, as ``chat_template_kwargs`` give them. Raises ConfigurationError: they are no JSON
+    object of words, hold more than a few values, or one of them is not a variable of templates."""
     if not isinstance(given, Mapping):
         raise ConfigurationError(
             'chat_template_kwargs must be a JSON object such as {"enable_thinking": false}, got '

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from .layout import Span
 
-__all__ = ["MOST_PARTIAL", "Occurrence", "occurrences", "share_of"]
-
 MOST_PARTIAL = 0.9
 """Largest share of a chunk's tokens in a partial hit."""
 
@@ -37,11 +35,7 @@ class Occurrence:
 
 
 def occurrences(spans: Iterable[Span]) -> list[Occurrence]:
-    """The chunks of a prompt, in the order in which they begin.
-
-    Args:
-        spans: chunk spans in prompt order.
-    """
+    """The chunks of a prompt, in the order in which they begin."""
     found: list[tuple[list[Span], npt.NDArray[np.bool_]]] = []
     last: dict[str, int] = {}
     for span in spans:
@@ -57,11 +51,7 @@ def occurrences(spans: Iterable[Span]) -> list[Occurrence]:
 
 
 def share_of(spans: Sequence[Span]) -> float:
-    """Share of a chunk's tokens in spans of this chunk, each counted once.
-
-    Args:
-        spans: at least one, all of the same chunk.
-    """
+    """Share of a chunk's tokens in spans of this chunk, each counted once."""
     there = np.zeros(spans[0].whole_tokens, np.bool_)
     for span in spans:
         there[span.first : span.first + len(span.tokens)] = True

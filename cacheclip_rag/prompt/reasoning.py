@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from ..runtime.base import REASONING_MARKERS
 
-__all__ = ["OPENINGS", "ReasoningReader", "may_begin"]
-
 _NEXT, _TEXT = "<|start|>assistant", "<|channel|>final<|message|>"
 """Between messages of an answer in channels, and before the one that is its text."""
 OPENINGS = tuple(opening for opening, _ in REASONING_MARKERS)
@@ -47,7 +45,6 @@ class ReasoningReader:
         return self._read(text, last=False)
 
     def close(self) -> tuple[str, str]:
-        """The rest, after the last text."""
         return self._read("", last=True)
 
     def _read(self, text: str, *, last: bool) -> tuple[str, str]:

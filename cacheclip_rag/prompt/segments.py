@@ -10,35 +10,14 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ..base.errors import ConfigurationError
-from ..finding.texts import GivenTexts
-from ..runtime.base import Message
+from ..finding.texts import GivenTexts, TextIndex
+from ..runtime.base import Message, Runtime, TokenizedText
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt
 from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
-
-if TYPE_CHECKING:
-    from ..finding.texts import TextIndex
-    from ..runtime.base import Runtime, TokenizedText
-
-__all__ = [
-    "Chunk",
-    "Fresh",
-    "PromptReader",
-    "Segment",
-    "as_segments",
-    "check_messages",
-    "check_segments",
-    "chunk_texts",
-    "given_texts",
-    "normalise_chunk",
-    "segment_chat",
-    "segment_text",
-    "tokenize_whole",
-    "without_parts",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +46,6 @@ class Chunk:
 
     @property
     def whole(self) -> str:
-        """The text that is stored."""
         return self.text if self.of is None else self.of
 
 
@@ -82,11 +60,8 @@ def normalise_chunk(text: str) -> str:
 
 
 def chunk_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Each text, normalised.
-
-    Raises:
-        ConfigurationError: ``texts`` is a single string, or holds something other than strings.
-    """
+    """Each text, normalised. Raises ConfigurationError: ``texts`` is a single string, or holds something other than
+    strings."""
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         found = "one string: put it in a list" if isinstance(texts, str) else type(texts).__name__
         raise ConfigurationError(f"expected a list of texts, got {found}.")
@@ -101,13 +76,8 @@ def given_texts(documents: Documents) -> list[str]:
 def segment_text(
     text: str, index: TextIndex | None, documents: Iterable[str] | GivenTexts = (), *, parts: bool = True
 ) -> list[Segment]:
-    """Cut ``text`` into chunks (stored texts, ``documents``, and parts of them) and fresh text. Joined, they equal
-    ``text``.
-
-    Args:
-        documents: normalised, see :func:`given_texts`.
-        parts: False finds whole texts only.
-    """
+    """Cut ``text`` into chunks (stored texts, normalised ``documents``, and their ``parts``) and fresh text. Joined,
+    they equal ``text``."""
     segments: list[Segment] = []
     position = 0
     for match in index.find(text, documents, parts=parts) if index is not None else ():
@@ -228,12 +198,8 @@ _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 def check_messages(messages: Sequence[Message]) -> list[Message]:
     """The messages as a list, with role and content, and what belongs to calls of tools: the chat template can write
-    other fields as control text.
-
-    Raises:
-        ConfigurationError: a message lacks a role or a content string, its role is more than a word, a call is
-            malformed, or another field holds something.
-    """
+    other fields as control text. Raises ConfigurationError: a message lacks a role or a content string, its role is
+    more than a word, a call is malformed, or another field holds something."""
     if not messages:
         raise ConfigurationError("a chat prompt needs at least one message, got none.")
     checked: list[Message] = []
@@ -280,11 +246,8 @@ _FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call
 
 
 def check_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Check segment types, drop empty segments, and turn white space around a chunk's text into fresh text.
-
-    Raises:
-        ConfigurationError: a segment is neither Fresh nor Chunk.
-    """
+    """Check segment types, drop empty segments, and turn white space around a chunk's text into fresh text. Raises
+    ConfigurationError: a segment is neither Fresh nor Chunk."""
     checked: list[Segment] = []
     for segment in segments:
         if not isinstance(segment, Fresh | Chunk):

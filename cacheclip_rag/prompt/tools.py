@@ -25,23 +25,6 @@ from typing import Any, TypeGuard
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
 
-__all__ = [
-    "Marks",
-    "ToolCall",
-    "as_object",
-    "call_schema",
-    "calls_as_text",
-    "check_calls",
-    "check_name",
-    "check_tools",
-    "as_name",
-    "is_name",
-    "past_calls",
-    "unmarked",
-    "with_short_ids",
-    "with_whole_characters",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 """What the name of a tool and the id of a call may be: templates write them as control text."""
 _UNMARKED = frozenset({"name", "type", "format", "required", "$ref"})
@@ -74,12 +57,9 @@ class ToolCall:
 
 
 def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``.
-
-    Raises:
-        ConfigurationError: a definition lacks a name, or has a name that is more than a word, or parameters that are no
-            object.
-    """
+    """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``. Raises
+    ConfigurationError: a definition lacks a name, has a name that is more than a word, or parameters that are no
+    object."""
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigurationError(f"tools must be a list of definitions, got {type(tools).__name__}.")
     checked: list[dict[str, Any]] = []
@@ -99,11 +79,6 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-def tool_names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of checked definitions."""
-    return [str(tool["function"]["name"]) for tool in tools]
-
-
 def is_name(name: Any) -> TypeGuard[str]:
     """Whether ``name`` is one word, as names of tools and ids of calls are."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -117,11 +92,8 @@ def check_name(what: str, name: Any) -> None:
 
 
 def check_calls(calls: Any) -> list[dict[str, Any]]:
-    """A message's ``tool_calls`` with arguments as dicts, because templates write them as JSON themselves.
-
-    Raises:
-        ConfigurationError: a call is malformed.
-    """
+    """A message's ``tool_calls`` with arguments as dicts, because templates write them as JSON themselves. Raises
+    ConfigurationError: a call is malformed."""
     if not isinstance(calls, list | tuple):
         raise ConfigurationError(f"tool_calls must be a list, got {type(calls).__name__}.")
     return [_checked_call(call) for call in calls]
@@ -314,11 +286,8 @@ class Marks:
         return {**message, "tool_calls": calls}
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
-        """Parts of a rendered text, and for each whether it is template text (True) or was marked.
-
-        Raises:
-            ConfigurationError: the template has cut a marked string.
-        """
+        """Parts of a rendered text, and for each whether it is template text (True) or was marked. Raises
+        ConfigurationError: the template has cut a marked string."""
         pieces = self._marked.split(rendered)
         if any(self.nonce in piece for piece in pieces):
             raise ConfigurationError(
@@ -351,19 +320,14 @@ def unmarked(tools: Iterable[Mapping[str, Any]]) -> list[str]:
 def call_schema(
     tools: Sequence[Mapping[str, Any]], only: str | None = None, *, otherwise: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """JSON schema of one call, for answers that must be a call (``SamplingParams(json_schema=…)``).
-
-    Args:
-        only: name of the tool that must be called; None: any of them.
-        otherwise: schema of an answer that is no call; None: it must be a call.
-
-    Raises:
-        ConfigurationError: there are no tools, or none with this name.
-    """
+    """JSON schema of one call, of the tool ``only`` or of any, for answers that must be a call
+    (``SamplingParams(json_schema=…)``) or else follow the schema ``otherwise``. Raises ConfigurationError if there are
+    no tools, or none with this name."""
     checked = check_tools(tools)
     wanted = [tool["function"] for tool in checked if only in (None, tool["function"]["name"])]
     if not wanted:
-        raise ConfigurationError(f"no tool {only or ''!r} to be called. Known: {', '.join(tool_names(checked))}.")
+        names = ", ".join(tool["function"]["name"] for tool in checked)
+        raise ConfigurationError(f"no tool {only or ''!r} to be called. Known: {names}.")
     calls: list[dict[str, Any]] = []
     shared: dict[str, Any] = {}
 

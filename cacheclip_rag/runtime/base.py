@@ -22,23 +22,6 @@ if TYPE_CHECKING:
     from ..base.clock import PhaseClock
     from .transformers.prefix_cache import Match
 
-__all__ = [
-    "CALL_MARKERS",
-    "CHANNEL_MARKERS",
-    "DTYPES",
-    "REASONING_MARKERS",
-    "Constraint",
-    "Message",
-    "Runtime",
-    "State",
-    "TokenizedText",
-    "mark_reasoning",
-    "markers_among",
-    "wait_for",
-    "weights_digest",
-]
-
-
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
 
@@ -292,7 +275,7 @@ class Runtime(ABC):
         with clock.phase("recompute"):
             logits = self.extend(state, ids[match.num_tokens :], match.num_tokens)
             assert logits is not None
-            wait_for(logits)
+            wait_for(logits.device)
         return state, logits
 
     def begin(self, match: Match, capacity: int) -> State:
@@ -303,15 +286,8 @@ class Runtime(ABC):
         self, state: Any, ids: torch.Tensor, start: int, *, head: bool = True, logits_to_keep: int = 1
     ) -> torch.Tensor | None:
         """Read ``ids`` right after the first ``start`` tokens of a state of :meth:`begin`. Called only if
-        ``can_extend``.
-
-        Args:
-            head: False skips the language-model head and returns None.
-            logits_to_keep: number of last tokens whose logits are returned.
-
-        Returns:
-            Logits of the last token, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several.
-        """
+        ``can_extend``. Returns logits of the last token, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for
+        several; None without ``head``, which skips the language-model head."""
         raise AssertionError("extend was called on a runtime whose can_extend is False")
 
     def cut(self, state: Any, num_tokens: int) -> None:
@@ -335,12 +311,12 @@ class Runtime(ABC):
         return [self.decode_step(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
 
 
-def wait_for(logits: torch.Tensor) -> None:
-    """Wait until the accelerator has computed ``logits``, so that measured seconds include the queued work."""
-    if logits.device.type == "cuda":
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has computed all queued work, so that measured seconds include it."""
+    if device.type == "cuda":
         import torch
 
-        torch.cuda.synchronize(logits.device)
+        torch.cuda.synchronize(device)
 
 
 def weights_digest(fingerprint: str) -> str:

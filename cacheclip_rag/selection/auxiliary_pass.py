@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,16 +15,12 @@ from ..base.clock import PhaseClock
 from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
+from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .heads import HeadSet
 from .packed_chunks import score_chunks
 from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["MAX_QUESTION_TOKENS", "AuxiliaryPass", "question_ids"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +42,6 @@ class AuxiliaryPass:
 
     @property
     def runtime(self) -> ModelRuntime:
-        """The auxiliary model."""
         assert self.caches.runtime.can_score, "an auxiliary model must have can_score"
         return cast("ModelRuntime", self.caches.runtime)
 
@@ -59,11 +54,8 @@ class AuxiliaryPass:
         when_read: Callable[[], None] | None = None,
     ) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` scores of the primary's tokens. Called within the clock's phase ``select``; time
-        spent on waiting for the store counts for ``read``.
-
-        Args:
-            when_read: called when all KV is read, while it is still being scored.
-        """
+        spent on waiting for the store counts for ``read``. ``when_read``: called when all KV is read, while it is still
+        being scored."""
         runtime, caches = self.runtime, self.caches
         asked = question_ids(runtime, question)
         least = min(len(asked), _LEAST_QUESTION_TOKENS)
@@ -82,7 +74,8 @@ class AuxiliaryPass:
         asked = asked[-min(room[span] for span in scorable) :]
         # shortest first, because chunks of similar length are computed together
         texts = sorted(dict.fromkeys(span.whole for span in scorable), key=lambda text: len(pieces[text].tokens))
-        heads = self._head_set(scorer)
+        heads = self.heads if scorer.heads == "auto" else self.named.get(scorer.heads)
+        heads = heads if scorer.layers == "tuned" else None
         unset = "last" if scorer.layers == "tuned" else scorer.layers
         layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
@@ -109,12 +102,8 @@ class AuxiliaryPass:
         clock: PhaseClock,
         reading: ReadAhead,
     ) -> list[torch.Tensor]:
-        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens.
-
-        Args:
-            layers: those that are scored: of the head set, if there is one.
-            reading: of the pieces' texts.
-        """
+        """Per piece ``(num_tokens,)`` scores of the auxiliary's tokens in these layers: of the head set, if there is
+        one."""
         runtime, caches = self.runtime, self.caches
 
         def chunks() -> Iterator[KV]:
@@ -147,11 +136,6 @@ class AuxiliaryPass:
             with reading.again() as another:
                 return self._scores(pieces, asked, scorer, heads, layers, clock, another)
 
-    def _head_set(self, scorer: AuxiliaryAttention) -> HeadSet | None:
-        if scorer.layers != "tuned" or scorer.heads == "none":
-            return None
-        return self.heads if scorer.heads == "auto" else self.named[scorer.heads]
-
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -182,11 +166,8 @@ def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:
 def _mapped(
     spans: Sequence[Span], scores: Mapping[str, torch.Tensor], pieces: Mapping[str, _Piece]
 ) -> list[torch.Tensor]:
-    """Scores of the tokens of all spans; zeros for a span whose text has no scores.
-
-    Args:
-        scores: by whole text, of the tokens of its piece.
-    """
+    """Scores of the tokens of all spans, from those of the pieces by whole text; zeros for a span whose text has no
+    scores."""
     sources, targets, end = [], [], 0  # as if the texts were one text
     at: dict[str, int] = {}
     for text in scores:

@@ -12,9 +12,7 @@ import torch
 from ..base.checks import check_flag, check_ratio, check_share, check_whole_number
 from ..base.errors import ConfigurationError
 from .grouping import Grouping, Windows
-from .views import PromptView
-
-__all__ = ["Budget", "FixedStarts", "TokenBudget"]
+from .views import PromptView, per_span
 
 _MOST_START_TOKENS = 16
 """Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
@@ -60,7 +58,6 @@ class Budget(TokenBudget):
         check_flag("skip_first_chunk", self.skip_first_chunk)
 
     def num_tokens(self, view: PromptView) -> int:
-        """Tokens to recompute."""
         return round(self.ratio * view.num_chunk_tokens)
 
     def takes_all(self, view: PromptView) -> bool:
@@ -73,8 +70,7 @@ class Budget(TokenBudget):
     def select(self, view: PromptView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.is_open(view):
             return self.choose(view, scores, self.num_tokens(view), view.candidates)
-        lengths = [len(span.tokens) for span in view.spans]
-        return list(torch.full((sum(lengths),), self.takes_all(view)).split(lengths))
+        return per_span(view.spans, self.takes_all(view))
 
     def choose(
         self,

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..runtime.base import Runtime
+from ..runtime.transformers.model import ModelRuntime
 from .auxiliary_pass import AuxiliaryPass
 from .heads import HeadSet, find_head_set, load_named
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["HeadSets"]
 
 
 class HeadSets:
@@ -25,11 +21,7 @@ class HeadSets:
     """
 
     def __init__(self, primary: Callable[[], Runtime], auxiliary: Callable[[], ChunkCaches | None]) -> None:
-        """
-        Args:
-            primary: the primary model; loads it.
-            auxiliary: chunk caches of the auxiliary model, None if there is none; loads the model.
-        """
+        """Functions that load the primary model, and the auxiliary model's chunk caches, None if there is none."""
         self._primary, self._auxiliary = primary, auxiliary
         self._lock = threading.Lock()
         self._default: tuple[HeadSet | None] | None = None
@@ -64,12 +56,8 @@ class HeadSets:
         return auxiliary is not None and self.default is not None
 
     def use(self, heads: HeadSet | None) -> None:
-        """Use these heads as the default from now on; None: the auxiliary's last layer.
-
-        Raises:
-            ConfigurationError: no auxiliary model is set.
-            ModelError: the heads were made for another model.
-        """
+        """Use these heads as the default from now on; None: the auxiliary's last layer. Raises ConfigurationError: no
+        auxiliary model is set; ModelError: the heads were made for another model."""
         if heads is not None:
             auxiliary = self._auxiliary()
             if auxiliary is None:
@@ -79,11 +67,8 @@ class HeadSets:
             self._default = (heads,)
 
     def named(self, names: Collection[str]) -> dict[str, HeadSet]:
-        """The head sets that a method names; empty if no auxiliary model can score.
-
-        Raises:
-            ModelError: a head set is missing, cannot be read, or was made for another model.
-        """
+        """The head sets that a method names; empty if no auxiliary model can score. Raises ModelError: a head set is
+        missing, cannot be read, or was made for another model."""
         auxiliary = self.auxiliary
         if auxiliary is None:
             return {}

@@ -19,8 +19,6 @@ import torch
 from ..base.checks import check_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = ["AlignedWindows", "Grouping", "Tokens", "Windows"]
-
 Scores = Sequence[torch.Tensor]
 """Per chunk ``(num_tokens,)`` float scores; tokens with higher scores are recomputed first."""
 Masks = list[torch.Tensor]
@@ -80,7 +78,11 @@ class Windows(Grouping):
         check_whole_number("size", self.size, least=1, of="tokens")
 
     def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
-        return _take_first(scores, _ahead(_best_window_rank(scores, self.size), first), count)
+        runs = _Runs(scores, self.size)
+        means = runs.means(_joined(scores))
+        rank = torch.empty(len(means), dtype=torch.int64)  # of each window, over all chunks
+        rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
+        return _take_first(scores, _ahead(runs.smallest(rank), first), count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +152,7 @@ class _Runs:
         self._is_long = (lengths >= size).repeat(counts)
 
     def means(self, flat: torch.Tensor) -> torch.Tensor:
-        """``(num_windows,)`` mean values, in order of chunks and tokens.
-
-        Args:
-            flat: ``(num_tokens,)`` values.
-        """
+        """``(num_windows,)`` mean values of ``(num_tokens,)`` values, in order of chunks and tokens."""
         found: torch.Tensor | None = None
         if self._is_long.any():
             means = flat.unfold(0, self._size, 1).mean(-1)
@@ -176,15 +174,6 @@ class _Runs:
             own = values[torch.from_numpy(np.searchsorted(self._first, starts))]
             found[torch.from_numpy(starts[:, None] + np.arange(length))] = own[:, None].expand(-1, length)
         return found
-
-
-def _best_window_rank(scores: Scores, window: int) -> torch.Tensor:
-    """``(num_tokens,)`` int64: rank over all chunks of the best window that contains the token."""
-    runs = _Runs(scores, window)
-    means = runs.means(_joined(scores))
-    rank = torch.empty(len(means), dtype=torch.int64)
-    rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
-    return runs.smallest(rank)
 
 
 def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:

@@ -22,18 +22,6 @@ from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
 from .question import pick_layers
 
-__all__ = [
-    "HEADS_FILE",
-    "HeadSet",
-    "check_head_set_name",
-    "find_head_set",
-    "head_set_path",
-    "load_named",
-    "model_digest",
-    "shipped_set",
-    "weights_digest",
-]
-
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
@@ -76,11 +64,9 @@ class HeadSet:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers in use, in increasing order."""
         return tuple(sorted({layer for layer, _ in self.heads}))
 
     def numbers_of(self, layer: int) -> list[int]:
-        """Numbers of the heads in use of a layer."""
         return [head for of, head in self.heads if of == layer]
 
     def weights_of(self, layer: int) -> torch.Tensor:
@@ -88,12 +74,7 @@ class HeadSet:
         return self.weights[torch.tensor([of == layer for of, _ in self.heads])]
 
     def check(self, auxiliary: Any, name: str = "") -> None:
-        """Raise ModelError unless the head set was made for this model.
-
-        Args:
-            auxiliary: a ModelRuntime.
-            name: the head set's name for the message, if it has one.
-        """
+        """Raise ModelError unless the head set, called ``name`` in the message, was made for this ModelRuntime."""
         called = f"the head set {name!r}" if name else "the head set"
         if weights_digest(auxiliary.fingerprint) != self.auxiliary_sha256:
             raise ModelError(
@@ -189,12 +170,8 @@ def check_head_set_name(heads: str) -> None:
 
 def load_named(heads: str) -> HeadSet:
     """The head set that a method names: a path if ``heads`` holds a slash, else a file in ``$CACHECLIP_HOME/heads``.
-    The caller checks it against the auxiliary model (:meth:`HeadSet.check`).
-
-    Raises:
-        ConfigurationError: ``heads`` is neither a valid name nor a path.
-        ModelError: the head set is missing or cannot be read.
-    """
+    The caller checks it against the auxiliary model (:meth:`HeadSet.check`). Raises ConfigurationError: ``heads`` is
+    neither a valid name nor a path; ModelError: the head set is missing or cannot be read."""
     check_head_set_name(heads)
     if "/" in heads:
         return HeadSet.load(Path(heads).expanduser())
@@ -213,18 +190,13 @@ def load_named(heads: str) -> HeadSet:
 
 
 def head_set_path(auxiliary_sha256: str, primary_sha256: str) -> Path:
-    """Path of the head set of a pair of models."""
     return cache_home() / "heads" / f"{auxiliary_sha256[:16]}-{primary_sha256[:16]}.safetensors"
 
 
 def shipped_set(auxiliary: Any) -> HeadSet | None:
     """The head set that this package ships for models of the auxiliary's architecture, sizes and tokenizer, whatever
     their weights; None if there is none. With other weights than those it was made from, it is bound to the
-    auxiliary's, and the first use is logged.
-
-    Raises:
-        ModelError: the file cannot be read.
-    """
+    auxiliary's, and the first use is logged. Raises ModelError: the file cannot be read."""
     path = _SHIPPED / f"{model_digest(auxiliary)[:16]}.safetensors"
     if not path.is_file():
         return None

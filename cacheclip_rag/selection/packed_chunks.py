@@ -10,20 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ..runtime.transformers.attention_plan import AttentionPlan, Geometry, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
+from ..runtime.transformers.model import ModelRuntime
 from ..store import KV
 from .heads import HeadSet
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["PackedChunks", "pack_chunks", "score_chunks"]
 
 _WIDER = 1.5
 """Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
@@ -153,11 +148,8 @@ class PackedChunks:
         return flat.index_select(2, torch.from_numpy(where).to(flat.device))
 
     def sinks(self, count: int, *, spare: bool) -> torch.Tensor:
-        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each.
-
-        Args:
-            spare: leave out chunks without other tokens.
-        """
+        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each; ``spare`` leaves out chunks
+        without others."""
         firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
         return torch.from_numpy(np.concatenate(firsts))
 

@@ -7,19 +7,14 @@ are reduced over heads, question tokens and layers, and the most attended tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import torch
 
 from ..base.errors import ConfigurationError
 from ..runtime.transformers.attention_plan import Block, Probe
 from ..runtime.transformers.cache import FusedCache
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["attention_to_tokens", "pick_layers"]
+from ..runtime.transformers.model import ModelRuntime
 
 
 def pick_layers(spec: str, num_layers: int) -> list[int]:
@@ -77,24 +72,13 @@ def attention_to_tokens(
     chosen = sorted(layers)
     num_tokens = len(ids)
     asking = torch.isin(rows, question).nonzero().flatten()
-    blocks = (
-        [
-            Block.of(
-                slice(int(row), int(row) + 1), slice(0, num_tokens), rows[row : row + 1], runtime.device, cache.geometry
-            )
-            for row in asking
-        ]
-        if not _is_run(asking)
-        else [
-            Block.of(
-                slice(int(asking[0]), int(asking[-1]) + 1),
-                slice(0, num_tokens),
-                rows[asking],
-                runtime.device,
-                cache.geometry,
-            )
-        ]
-    )
+    is_run = int(asking[-1]) - int(asking[0]) + 1 == len(asking)
+    blocks = [
+        Block.of(
+            slice(int(part[0]), int(part[-1]) + 1), slice(0, num_tokens), rows[part], runtime.device, cache.geometry
+        )
+        for part in ([asking] if is_run else asking.split(1))
+    ]
     weights_seen: list[list[torch.Tensor]] = [[] for _ in chosen]
 
     def record(layer: int, number: int, weights: torch.Tensor) -> None:
@@ -105,8 +89,3 @@ def attention_to_tokens(
     by_layer = [torch.cat(parts).mean(0).to(runtime.device) for parts in weights_seen]
     found = torch.stack(by_layer).cpu()  # once: each copy to the CPU waits for the accelerator
     return found if per_layer else found.mean(0)
-
-
-def _is_run(indices: Sequence[int] | torch.Tensor) -> bool:
-    """Whether the indices are consecutive."""
-    return int(indices[-1]) - int(indices[0]) + 1 == len(indices)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
-
-if TYPE_CHECKING:
-    from ..runtime.transformers.model import ModelRuntime
-
-__all__ = ["CacheView", "PromptView", "split_by_span"]
+from ..runtime.transformers.model import ModelRuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +46,12 @@ class CacheView(PromptView):
     """Computes the prompt's KV by plain prefill, for upper bounds. The cost is charged to the method."""
     record_scores: Callable[[Sequence[torch.Tensor]], None] = lambda scores: None
     """Takes the final scores per span, for an answer's trace."""
+
+
+def per_span(spans: Sequence[Span], value: float) -> list[torch.Tensor]:
+    """Per span ``(num_tokens,)`` of one value, bool or float."""
+    lengths = [len(span.tokens) for span in spans]
+    return list(torch.full((sum(lengths),), value).split(lengths))
 
 
 def split_by_span(values: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:

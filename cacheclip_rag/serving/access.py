@@ -14,8 +14,6 @@ from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from .errors import RequestError
 
-__all__ = ["Access", "Caller", "check_origins", "read_tenants"]
-
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")
 
 _LEAST_KEY = 8
@@ -33,7 +31,6 @@ class Caller:
     sees_metrics: bool
 
     def check_metrics(self) -> None:
-        """Raise RequestError unless the key may see the metrics."""
         if not self.sees_metrics:
             raise RequestError(
                 "metrics are over all tenants: they need the server's own API key (--api-key).",
@@ -42,11 +39,8 @@ class Caller:
             )
 
     def tenant(self, wanted: str | None) -> str:
-        """The tenant of a request that asks for ``wanted``.
-
-        Raises:
-            RequestError: the key may not use it. It does not say which tenants there are.
-        """
+        """The tenant of a request that asks for ``wanted``. Raises RequestError: the key may not use it. It does not
+        say which tenants there are."""
         if wanted is None:
             return self.tenants[0]
         if not self.may_choose:
@@ -87,17 +81,13 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
         return self.api_key is None and not self.tenants
 
     def identify(self, authorization: str | None) -> Caller:
         """Whose request it is, by its header ``Authorization: Bearer KEY``.
 
-        Every key is compared, each in constant time, so that the time tells nothing.
-
-        Raises:
-            RequestError: no known key.
-        """
+        Every key is compared, each in constant time, so that the time tells nothing. Raises RequestError: no known
+        key."""
         if self.is_open:
             return Caller((self.tenant,), may_choose=False, sees_metrics=True)
         scheme, _, given = (authorization or "").partition(" ")

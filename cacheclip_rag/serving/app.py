@@ -32,8 +32,6 @@ from .queue import Queue
 from .replies import ChatReply, CompletionReply, Reply, as_json, server_sent
 from .schema import Body, ChatBody, CompletionBody, parse, read_json
 
-__all__ = ["App", "Limits"]
-
 logger = logging.getLogger(__name__)
 
 _SEND_S = 30.0
@@ -259,7 +257,6 @@ class App:
                         yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:
-        """Count a response."""
         self._counters.count(path, status)
 
     def count_disconnect(self) -> None:
@@ -403,7 +400,6 @@ def _in_time(send: Send) -> Send:
 
 
 async def _left(receive: Receive) -> None:
-    """Returns when the client is gone."""
     with contextlib.suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -12,14 +12,11 @@ from ..base.checks import check_choice
 from ..fusion.answer import Event
 from ..runtime.base import Message
 
-__all__ = ["BACKENDS", "ServingBackend", "ModelCard", "ServedQuestion", "check_backend"]
-
 BACKENDS = ("transformers", "vllm")
 """Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_rag.vllm`)."""
 
 
 def check_backend(name: str) -> None:
-    """Raise ConfigurationError unless there is a backend of this name."""
     check_choice("backend", name, BACKENDS)
 
 

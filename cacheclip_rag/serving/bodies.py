@@ -13,8 +13,6 @@ from .bounds import LARGE_BODY
 from .errors import RequestError
 from .queue import Queue
 
-__all__ = ["Bodies", "check_host"]
-
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _READ_AT_MOST = 4
 """Times the limit of a body, after which the connection is cut."""
@@ -55,11 +53,8 @@ class Bodies:
         """Large bodies, which are parsed one by one."""
 
     async def parsed(self, request: Request, client: str, parse: Callable[[bytes], T]) -> T:
-        """What ``parse`` makes of the body of a request; a large body is parsed in a thread.
-
-        Raises:
-            RequestError: as of :meth:`read`, or too many large bodies of the client wait (429).
-        """
+        """What ``parse`` makes of the body of a request; a large body is parsed in a thread. Raises RequestError: as of
+        :meth:`read`, or too many large bodies of the client wait (429)."""
         came = await self.read(request, client)
         if len(came) < LARGE_BODY:
             return parse(came)
@@ -67,11 +62,8 @@ class Bodies:
             return await asyncio.to_thread(parse, came)
 
     async def read(self, request: Request, client: str) -> bytes:
-        """The body of a request.
-
-        Raises:
-            RequestError: it is no JSON by its header (415), too large (413), or does not come in time (408).
-        """
+        """The body of a request. Raises RequestError: it is no JSON by its header (415), too large (413), or does not
+        come in time (408)."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise RequestError(
@@ -98,7 +90,6 @@ class Bodies:
         return bytes(found)
 
     async def _pieces(self, request: Request, client: str, limit: asyncio.Timeout, began: float) -> bytearray | None:
-        """The pieces of a body; None if it is too large."""
         found, read = bytearray(), 0
         self._reading[limit] = client, 0
         # what is too much is read and dropped, because many clients read no response before they have sent all

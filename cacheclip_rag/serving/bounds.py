@@ -10,8 +10,6 @@ from typing import Any
 
 from .errors import RequestError
 
-__all__ = ["LARGE_BODY", "MOST_ANSWERS", "MOST_LOGPROBS", "check_counts", "check_size", "check_values"]
-
 LARGE_BODY = 1 << 16
 """Bytes of a body from which on it is read in a thread, one of them at a time."""
 MOST_VALUES = 200_000
@@ -67,12 +65,8 @@ def check_values(body: Any) -> None:
 
 
 def check_counts(body: Mapping[str, Any], context_tokens: int) -> None:
-    """Raise RequestError if a body holds more messages, prompts, calls, tools, documents, stop strings or text than
-    one question needs. What is malformed passes: whoever reads it says why.
-
-    Args:
-        context_tokens: of the model.
-    """
+    """Raise RequestError if a body holds more messages, prompts, calls, tools, documents, stop strings or text than one
+    question to a model of ``context_tokens`` needs. What is malformed passes: whoever reads it says why."""
     messages, tools, stops = _list(body, "messages"), _list(body, "tools"), _list(body, "stop")
     own = body.get("cacheclip")
     documents = _list(own, "documents") if isinstance(own, Mapping) else []

@@ -7,8 +7,6 @@ import asyncio
 import resource
 from typing import Any
 
-__all__ = ["allow_many_files", "timed"]
-
 _HEAD_S = 15.0
 """Seconds for the line and the headers of a request."""
 _MOST_EXPECTING = 1024

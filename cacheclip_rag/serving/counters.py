@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["Counters", "exposition"]
-
 
 @dataclass
 class Counters:
@@ -21,16 +19,11 @@ class Counters:
     """Requests whose client hung up before the end."""
 
     def count(self, path: str, status: int) -> None:
-        """Count a response."""
         self.requests[path, status] += 1
 
     def text(self, *, running: int, waiting: int) -> str:
-        """In Prometheus' text format.
-
-        Args:
-            running: questions that are being answered.
-            waiting: questions that wait for their turn.
-        """
+        """In Prometheus' text format, with the numbers of questions that are being answered and that wait for their
+        turn."""
         requests = [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self.requests.items())]
         ignored = [(f'field="{name}"', n) for name, n in sorted(self.ignored.items())]
         return (
@@ -50,12 +43,8 @@ class Counters:
 
 
 def exposition(name: str, kind: str, says: str, values: Iterable[tuple[str, float]]) -> str:
-    """One metric in Prometheus' text format, its name prefixed with ``cacheclip_``.
-
-    Args:
-        kind: ``counter`` or ``gauge``.
-        values: each with its labels, such as ``path="/health"``, or an empty string.
-    """
+    """One metric in Prometheus' text format, its name prefixed with ``cacheclip_``. ``kind``: ``counter`` or ``gauge``;
+    ``values``: each with its labels, such as ``path="/health"``, or an empty string."""
     lines = [f"# HELP cacheclip_{name} {says}", f"# TYPE cacheclip_{name} {kind}"]
     lines += [f"cacheclip_{name}{f'{{{labels}}}' if labels else ''} {value}" for labels, value in values]
     return "\n".join(lines) + "\n"

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, PromptTooLongError
 
-__all__ = ["RequestError", "error_body", "error_of", "unsupported"]
-
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients repeat a request after some errors unless this header is there."""
 
@@ -63,5 +61,4 @@ def error_of(error: Exception) -> RequestError:
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """The error as the body of a response."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}

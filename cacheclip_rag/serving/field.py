@@ -15,8 +15,6 @@ from ..base.sampling import FINISH_MODES
 from ..methods import check_method
 from .errors import RequestError
 
-__all__ = ["CacheClipField"]
-
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
     """``check`` for values other than None. Pydantic names the place of a ValueError only."""

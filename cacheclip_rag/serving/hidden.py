@@ -10,20 +10,14 @@ from typing import Any
 
 from ..fusion.answer import Event, FusionStats
 
-__all__ = ["SEEN", "without_hits"]
-
 SEEN = ("prompt_tokens", "ttft_s", "queued_s", "generated_tokens", "decode_s")
 """Statistics that users may see. All others are as for a prompt without a stored chunk."""
 
 
 def without_hits(events: Iterator[Event], *, method: str, nominal_ratio: float, finish: str) -> Iterator[Event]:
-    """The events without anything that tells which chunks were stored.
-
-    Args:
-        method, nominal_ratio: the requested method and its ratio; the method that answered depends on hits.
-        finish: what becomes of the answer. Only an answer from reused chunks can be revised: with ``revise``, every
-            event but the last is said to be open.
-    """
+    """The events without anything that tells which chunks were stored: with the requested method and ratio in place of
+    those that answered. Only an answer from reused chunks can be revised: with ``finish`` ``revise``, every event but
+    the last is said to be open."""
     for event in events:
         if event.answer is None:
             yield replace(event, is_final=event.is_final and finish != "revise")

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from .errors import RequestError
 
-__all__ = ["Queue", "QueueFull"]
-
 
 class QueueFull(RequestError):
     """Too many questions of a tenant wait already."""
@@ -46,12 +44,8 @@ class Queue:
     """Bytes of KV that running answers may hold together. An answer that needs more runs alone."""
 
     def __init__(self, most_running: int, most_waiting: int, *, is_shared: bool = False) -> None:
-        """
-        Args:
-            most_running: answers, whatever they hold.
-            most_waiting: of one tenant.
-            is_shared: whether there are several tenants. One place is then kept free of each of them.
-        """
+        """``most_running`` answers, whatever they hold; ``most_waiting`` of one tenant. With several tenants
+        (``is_shared``), one place is kept free of each of them."""
         self._most_running, self._most_waiting, self._is_shared = most_running, most_waiting, is_shared
         self._places: list[Place] = []
         """Of running answers."""
@@ -62,21 +56,16 @@ class Queue:
 
     @property
     def running(self) -> int:
-        """Questions that have a place."""
         return len(self._places)
 
     @property
     def waiting(self) -> int:
-        """Questions that wait for one."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
     async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[Callable[[], None]]:
         """The place of one answer that needs so much KV. Gives a function to be called when its first token is there.
-
-        Raises:
-            QueueFull: too many of the tenant's wait already (429, with ``Retry-After``).
-        """
+        Raises QueueFull: too many of the tenant's wait already (429, with ``Retry-After``)."""
         place = Place(tenant, num_bytes)
         if self._may_run(place) and all(map(self._is_at_its_limit, self._waiting)):
             self._places.append(place)

@@ -13,8 +13,6 @@ from typing import Any
 from ..frontend.usage import token_usage
 from ..fusion.answer import Answer, Event, TokenLogprob
 
-__all__ = ["ChatReply", "CompletionReply", "Reply", "as_json", "server_sent"]
-
 
 def as_json(value: Any) -> bytes:
     """A value as JSON. Halves of characters become question marks."""

@@ -19,8 +19,6 @@ from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
-__all__ = ["Body", "ChatBody", "CompletionBody", "parse", "parse_field", "read_json"]
-
 _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
@@ -173,11 +171,7 @@ class _Message(_ContentPart):
         return {name if name in _COUNTED_IN_MESSAGES | _REFUSED_IN_MESSAGES else "other" for name in found}
 
     def for_engine(self, place: str, *, is_old: bool = False) -> Message:
-        """The message in the engine's format.
-
-        Args:
-            is_old: whether a user's message follows.
-        """
+        """The message in the engine's format; ``is_old``: whether a user's message follows."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value}
         is_old = is_old and self.role not in ("system", "developer")
         refused = _CONTINUED if self.role == "assistant" else _REFUSED_IN_MESSAGES
@@ -231,12 +225,10 @@ class _Message(_ContentPart):
 
 
 def _stated(value: Any) -> str:
-    """A text, or none."""
     return value if isinstance(value, str) else ""
 
 
 def _reasoning(content: Any) -> str:
-    """The reasoning in the parts of a content."""
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     texts = [part.get(_REASONING_PARTS.get(str(part.get("type")), "")) for part in parts]
     return "\n".join(filter(None, map(_stated, texts)))
@@ -285,7 +277,6 @@ class Body(_ContentPart):
 
     @property
     def field(self) -> CacheClipField:
-        """The field ``cacheclip``."""
         return self.cacheclip or CacheClipField()
 
     @property
@@ -481,7 +472,6 @@ def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
 
 
 def _list_of_prompts(value: Any) -> Any:
-    """Prompts as a list, also a single one."""
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not found or not all(isinstance(each, str) and each for each in found):
         raise ValueError("this server takes a text or a list of texts, none of them empty, and no token ids")
@@ -547,22 +537,15 @@ def _no_number(name: str) -> float:
 
 
 def parse(kind: type[B], given: Mapping[str, Any]) -> B:
-    """The body of a request, checked.
-
-    Raises:
-        RequestError: it names the field that is wrong.
-    """
+    """The body of a request, checked. Raises RequestError: it names the field that is wrong."""
     body = _validated(kind, given)
     body.check()
     return body
 
 
 def parse_field(given: Any) -> CacheClipField:
-    """The field ``cacheclip`` of a body whose other fields another server reads.
-
-    Raises:
-        RequestError: it names the part that is wrong.
-    """
+    """The field ``cacheclip`` of a body whose other fields another server reads. Raises RequestError: it names the part
+    that is wrong."""
     return _validated(_FieldOnly, {"cacheclip": given}).cacheclip or CacheClipField()
 
 
@@ -585,7 +568,6 @@ def _validated(kind: type[P], given: Mapping[str, Any]) -> P:
 
 
 def _named(error: ValidationError) -> RequestError:
-    """The first thing that is wrong."""
     first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
     cause = getattr(cause, "__cause__", None) or cause

@@ -19,8 +19,6 @@ from .app import App, Limits
 from .backend import ServingBackend
 from .connections import allow_many_files, timed
 
-__all__ = ["Server", "address_of", "check_reachable", "served_name"]
-
 
 class Server:
     """The server of one backend, on one address.
@@ -90,12 +88,8 @@ class Server:
         """``http://host:port``, once it listens."""
 
     def run(self) -> None:
-        """Serve until a signal comes, or :meth:`stop`.
-
-        Raises:
-            ConfigurationError: the address is taken.
-            The errors of the backend's start.
-        """
+        """Serve until a signal comes, or :meth:`stop`. Raises ConfigurationError: the address is taken; the errors of
+        the backend's start."""
         allow_many_files()
         listening = _listen(self._host, self._port)
         port = listening.getsockname()[1]
@@ -158,7 +152,6 @@ def check_reachable(host: str, access: Access) -> None:
 
 
 def address_of(host: str, port: int) -> str:
-    """``http://host:port``."""
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 

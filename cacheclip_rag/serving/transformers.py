@@ -27,8 +27,6 @@ from ..store import ChunkStore
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import without_hits
 
-__all__ = ["TransformersBackend"]
-
 _SHARE_FOR_KV = 0.5
 """Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
 cache and stored KV that is being read."""
@@ -41,11 +39,8 @@ class TransformersBackend(ServingBackend):
     """An engine for each tenant. They share weights, store and queue; prefix caches are their own, under one limit."""
 
     def __init__(self, config: EngineConfig, *, hide_hits: bool = False) -> None:
-        """
-        Args:
-            config: settings of the engines; its namespace is that of the server's own tenant.
-            hide_hits: whether answers do not tell which chunks were stored (:mod:`.hidden`).
-        """
+        """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
+        were stored (:mod:`.hidden`)."""
         self._config, self._hide_hits = config, hide_hits
         self._store = ChunkStore.open(
             Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes

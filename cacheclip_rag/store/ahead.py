@@ -21,8 +21,6 @@ from .codecs import StoredKV, keeps
 if TYPE_CHECKING:
     from .tenant import TenantStore
 
-__all__ = ["ReadAgain", "ReadAhead"]
-
 _AHEAD_BYTES = 1 << 26
 """Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
 _LEAST_AHEAD = 4
@@ -163,7 +161,7 @@ class ReadAhead:
             idle = self._idle_s + (0.0 if self._idle_since is None else now - self._idle_since)
             return 0.0 if self._began_at is None else (self._ended_at or now) - self._began_at - idle
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Stop reading, and wait for the read that is under way."""
         self._stop.set()
         with self._changed:
@@ -177,12 +175,11 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
     def _begin(self) -> None:
         """Take what is in memory, and start the thread if anything else is to be read."""
-        near = [key for key in self._ready if self._store.is_in_memory(key)]
+        near = [key for key in self._ready if self._store.chunk_store.tiers.is_in_memory(key)]
         for key, found in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
             self._settle(key, found)
         if len(near) < len(self._ready):

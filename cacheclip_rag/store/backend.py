@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Backend", "Sink"]
-
 
 class Sink:
     """Where a backend may put one payload: the reader's memory, checked while it arrives. This one takes new memory and

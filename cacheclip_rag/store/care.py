@@ -23,16 +23,12 @@ from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
 
-__all__ = ["RepairReport", "VerifyReport", "clear", "collect_garbage", "open_store", "repair", "verify"]
-
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def _explained(care: Callable[P, R]) -> Callable[P, R]:
-    """Turn errors of the system into StoreError."""
-
     @functools.wraps(care)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         try:
@@ -137,10 +133,7 @@ def verify(folder: Path) -> VerifyReport:
 
 
 def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report: VerifyReport) -> None:
-    """
-    Args:
-        entries: by key; None if the catalog cannot be read.
-    """
+    """``entries``: by key; None if the catalog cannot be read."""
     present, failed = _listed(store)
     if failed is not None:
         report.problems.append(f"payloads: not all of them can be listed: {failed}")
@@ -163,11 +156,8 @@ def _verify_payloads(store: ChunkStore, entries: dict[str, Entry] | None, report
 
 
 def _complaint(store: ChunkStore, key: str, found: _Found, entry: Entry | None, is_known: bool) -> str | None:
-    """What is wrong with a key, as the field of :class:`VerifyReport` for it.
-
-    Args:
-        is_known: whether the catalog could be asked for the entry.
-    """
+    """What is wrong with a key, as the field of :class:`VerifyReport` for it. ``is_known``: the catalog could be
+    asked."""
     if found.outcome in ("unreadable", "other_versions"):
         return found.outcome
     if entry is None and is_known:
@@ -332,7 +322,7 @@ def _is_garbage(store: ChunkStore, key: str) -> bool:
     except (OSError, MemoryError, OtherVersionError):
         return False
     except FrameError:
-        return True
+        pass
     return True
 
 
@@ -460,11 +450,7 @@ def _left_behind(store: ChunkStore) -> list[str]:
 
 
 def _move_aside(names: Sequence[str], folder: Path) -> str:
-    """Move what is not the store's to its folder ``unknown``.
-
-    Args:
-        names: from the store's folder on.
-    """
+    """Move what is not the store's, by names from the store's folder on, to its folder ``unknown``."""
     with open_folder(folder) as root:
         where = "unknown"
         while root.status(where) is not None and not root.is_folder(where):

@@ -25,8 +25,6 @@ from ..finding.texts import TextRow
 from .codecs import FrameError
 from .eviction import BATCH, EVERYONE, Run, make_room
 
-__all__ = ["FILE_NAME", "Catalog", "Entry", "Total"]
-
 FILE_NAME = "catalog.sqlite3"
 VERSION = 4
 """Increase this number when a table changes."""
@@ -144,19 +142,15 @@ class Catalog:
         self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
-        """Close the file; the catalog may be used again afterwards."""
         self.database.close()
 
     # -- entries ------------------------------------------------------------------------------------------------
 
     def entry(self, namespace: str, key: str) -> Entry | None:
         """The entry of a key, if the tenant has it. A key of another tenant is not distinguishable from none."""
-        sql = f"SELECT {_ENTRY} FROM entries WHERE key = ? AND namespace = ?"
-        rows = self.database.query(sql, (key, namespace))
-        return Entry(*rows[0]) if rows else None
+        return self.entries_of(namespace, [key]).get(key)
 
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
-        """The entries of the keys that the tenant has, by key."""
         found: dict[str, Entry] = {}
         for start in range(0, len(keys), _MOST_ARGUMENTS):
             some = keys[start : start + _MOST_ARGUMENTS]
@@ -171,7 +165,6 @@ class Catalog:
         return Entry(*rows[0]) if rows else None
 
     def entries(self) -> Iterator[Entry]:
-        """All entries, ordered by key."""
         last = ""
         sql = f"SELECT {_ENTRY} FROM entries WHERE key > ? AND typeof(key) = 'text' ORDER BY key LIMIT 1000"
         while rows := self.database.query(sql, (last,)):
@@ -207,23 +200,16 @@ class Catalog:
                 run("UPDATE entries SET last_use = ? WHERE key = ?", (first + number, key))
 
     def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
-        """Remove a tenant's entries; returns how many existed.
-
-        Args:
-            delete: deletes their payloads; returns how many existed. Called inside the transaction, so that no entry is
-                lost whose payload another process writes meanwhile.
-        """
+        """Remove a tenant's entries; returns how many existed. ``delete`` deletes their payloads, and is called inside
+        the transaction, so that no entry is lost whose payload another process writes meanwhile."""
         with self.database.transaction() as run:
             deleted = delete(keys) if delete is not None else 0
             sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
             return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
-        """Record what the medium holds under a key. Raises StoreError without waiting if another process is writing.
-
-        Args:
-            measure: the entry that the medium holds under a key, or None. Whatever it raises, the entry stays.
-        """
+        """Record what the medium holds under a key, as ``measure`` says; whatever it raises, the entry stays. Raises
+        StoreError without waiting if another process is writing."""
         with waiting_at_most(0), self.database.transaction() as run:
             _correct(run, key, measure)
 
@@ -244,7 +230,6 @@ class Catalog:
         return Total(*rows[0]) if rows else Total(0, 0)
 
     def tenants(self) -> dict[str, Total]:
-        """What each tenant holds."""
         rows = self.database.query(f"SELECT namespace, {_TOTAL} FROM totals WHERE namespace != ?", (EVERYONE,))
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
@@ -278,15 +263,11 @@ class Catalog:
         self, namespace: str, key: str, num_bytes: int, writer: str, evict: Callable[[list[str]], None]
     ) -> tuple[int | None, int]:
         """Make room for a payload and announce its write: the number of the write, or None if there is no room, and the
-        number of entries evicted.
+        number of entries evicted. ``evict`` is called inside the transaction, so that their room cannot be taken twice.
 
         A tenant above its quota loses its own least recently used entries. Above the store's limit, the tenant with the
         most bytes loses its least recently used ones, so that one tenant's flood evicts none of the others. The write
-        must end with :meth:`finish` or :meth:`abandon`.
-
-        Args:
-            evict: deletes payloads. Called inside the transaction, so that their room cannot be taken twice.
-        """
+        must end with :meth:`finish` or :meth:`abandon`."""
         with self.database.transaction() as run:
             found = run("SELECT namespace FROM entries WHERE key = ?", (key,)).fetchone()
             if found is not None and found[0] != namespace:
@@ -324,12 +305,8 @@ class Catalog:
         return count
 
     def finish(self, number: int, measure: Callable[[], Entry | None], discard: Callable[[], None]) -> None:
-        """End a write whose payload is complete.
-
-        Args:
-            measure: looks at the medium: another process may have replaced or deleted the payload meanwhile.
-            discard: deletes the payload. Called instead if the tenant was dropped meanwhile.
-        """
+        """End a write whose payload is complete. ``measure`` looks at the medium: another process may have replaced or
+        deleted the payload meanwhile. If the tenant was dropped meanwhile, ``discard`` deletes it instead."""
         with self.database.transaction() as run:
             found = run("SELECT key FROM writes WHERE id = ?", (number,)).fetchone()
             dropped = str(found[0] if found is not None else "").removeprefix(_DROPPED)
@@ -355,13 +332,8 @@ class Catalog:
         measure: Callable[[str], Entry | None],
         evict: Callable[[list[str]], None],
     ) -> int:
-        """End the writes of killed processes; returns how many there were.
-
-        Args:
-            measure: the entry that the medium holds under a key, or None. A write for which it raises OSError,
-                MemoryError or FrameError stays announced.
-            evict: deletes payloads.
-        """
+        """End the writes of killed processes; returns how many there were. A write for which ``measure`` raises
+        OSError, MemoryError or FrameError stays announced."""
         count, last = 0, -1
         sql = "SELECT id, key, writer FROM writes WHERE id > ? ORDER BY id LIMIT ?"
         while rows := self.database.query(sql, (last, 4 * BATCH)):
@@ -374,11 +346,7 @@ class Catalog:
         return count
 
     def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
-        """Remove everything that the catalog knows of a tenant; returns the number of entries.
-
-        Args:
-            evict: deletes payloads.
-        """
+        """Remove everything that the catalog knows of a tenant; returns the number of entries."""
         tables = ("texts", "contents", "sources", "quotas")
         self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
         # writes that are going on count until their payloads are deleted
@@ -404,7 +372,6 @@ class Catalog:
         return [namespace for (namespace,) in self.database.query(sql)]
 
     def namespaces_of_texts(self) -> list[str]:
-        """Every tenant whose texts are known."""
         sql = "SELECT DISTINCT namespace FROM contents UNION SELECT DISTINCT namespace FROM sources"
         return [namespace for (namespace,) in self.database.query(sql)]
 
@@ -433,7 +400,6 @@ class Catalog:
         return self.database.execute_many((f"DELETE FROM {table} WHERE {no}", ()) for table, no in _SENSELESS.items())
 
     def counted(self) -> dict[str, Total]:
-        """What each tenant holds, counted anew."""
         rows = self.database.query(f"SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
         return {namespace: Total(entries, size) for namespace, entries, size in rows}
 
@@ -459,7 +425,6 @@ class Catalog:
         return self.database.execute(unused.format("texts"))
 
     def count_again(self) -> None:
-        """Count all totals anew."""
         with self.database.transaction() as run:
             run("DELETE FROM totals")
             run(f"INSERT INTO totals SELECT namespace, SUM(n), SUM(bytes) {_COUNTED} GROUP BY namespace")
@@ -482,14 +447,12 @@ class Catalog:
     # -- sources ------------------------------------------------------------------------------------------------
 
     def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
-        """Record that a text comes from ``source``, which is part of ``document``. Other sources of the text stay."""
         self.database.execute(
             "INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)",
             (namespace, source, document, text_digest(text), text),
         )
 
     def source_texts(self, namespace: str, source: str | None = None) -> list[str]:
-        """Texts that have a source, each once; with ``source``, only the texts of that source."""
         rows = self.database.query(
             f"SELECT {_SOURCE} FROM sources WHERE namespace = ? AND source = ifnull(?, source) "
             "GROUP BY digest ORDER BY min(rowid)",
@@ -498,7 +461,6 @@ class Catalog:
         return [text for _, text in _intact(rows)]
 
     def orphans(self, namespace: str, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
         gone = set(gone)
         found: dict[bytes, str] = {}
         for name in sorted(gone):
@@ -511,12 +473,10 @@ class Catalog:
         return list(found.values())
 
     def sources(self, namespace: str) -> list[str]:
-        """All sources, each once."""
         sql = "SELECT DISTINCT CAST(source AS BLOB) FROM sources WHERE namespace = ? ORDER BY source"
         return [source.decode("utf-8", "replace") for (source,) in self.database.query(sql, (namespace,))]
 
     def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
-        """Remove sources and documents; with ``texts``, only from these texts."""
         digests: list[Sequence[bytes]] = [()] if texts is None else [(text_digest(text),) for text in texts]
         of_text = "" if texts is None else " AND digest = ?"
         self.database.execute_many(

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ from .disk import DiskBackend
 from .memory import MemoryBackend, check_limit
 from .process import Writer
 from .tiers import Tiers, TierStats
-
-__all__ = ["ChunkStore", "StoreStats", "is_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +61,7 @@ class StoreStats:
     """Fastest first."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "entries": self.entries,
-            "bytes": self.bytes,
-            "max_bytes": self.max_bytes,
-            "tenants": self.tenants,
-            "tiers": [tier.to_dict() for tier in self.tiers],
-        }
+        return {**asdict(self), "tiers": [tier.to_dict() for tier in self.tiers]}
 
 
 class ChunkStore:
@@ -277,14 +269,8 @@ class ChunkStore:
         return Frame.parse(found[0], key, num_bytes=found[1]) if found is not None else None
 
     def sweep(self, most_s: float = math.inf) -> int:
-        """Complete or remove what killed processes left; returns how many writes there were.
-
-        Args:
-            most_s: stop after so many seconds.
-
-        Raises:
-            StoreError: the catalog is of another version. Other errors are only logged.
-        """
+        """Complete or remove what killed processes left, for ``most_s`` seconds at most; returns how many writes there
+        were. Raises StoreError if the catalog is of another version; other errors are only logged."""
         count, swept, until = 0, set[str](), time.monotonic() + most_s
         if self._writer is None:
             return 0

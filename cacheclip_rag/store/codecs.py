@@ -32,26 +32,6 @@ from ..finding.texts import TextRow
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "CODECS",
-    "KV",
-    "Codec",
-    "Frame",
-    "FrameError",
-    "LayerKV",
-    "OtherVersionError",
-    "ArrayPart",
-    "bytes_of",
-    "StoredKV",
-    "decode_frame",
-    "encode_frame",
-    "frame_bytes",
-    "keeps",
-    "layer_of",
-    "most_bytes",
-    "part_of",
-]
-
 _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or drop the eighth bit damage it
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")
@@ -108,15 +88,11 @@ class Codec(ABC):
 
     @abstractmethod
     def combine(self, arrays: Sequence[torch.Tensor]) -> LayerKV:
-        """The layer from its arrays, on their device. The result may share memory with them.
-
-        Args:
-            arrays: one for each of :meth:`parts`. If tokens of several chunks stand side by side, an array that holds
-                for all tokens of a chunk has one entry per token, too.
-        """
+        """The layer from its arrays, one for each of :meth:`parts`, on their device. The result may share memory with
+        them. If tokens of several chunks stand side by side, an array that holds for all tokens of a chunk has one
+        entry per token, too."""
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """Bytes of a layer of this shape."""
         return sum(part.num_bytes for part in self.parts(shape))
 
     def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
@@ -242,7 +218,6 @@ class StoredKV:
 
     @property
     def codec(self) -> str:
-        """Name in :data:`CODECS`."""
         return self.frame.codec
 
     @property
@@ -325,14 +300,8 @@ class Frame:
 
     @classmethod
     def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
-        """Read the header of ``data``, the payload of ``key``. Layers are not read.
-
-        Args:
-            num_bytes: size of the whole payload, if ``data`` is only its beginning.
-
-        Raises:
-            FrameError: the payload is damaged, of another version, or of another key.
-        """
+        """Read the header of ``data``, the payload of ``key`` or its beginning, of ``num_bytes`` in all. Layers are not
+        read. Raises FrameError if the payload is damaged, of another version, or of another key."""
         view = memoryview(data)
         if view.readonly:  # torch warns about tensors over read-only memory
             view = memoryview(bytearray(view))
@@ -396,18 +365,8 @@ class Frame:
         return torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=self.start + number * size)
 
     def verify(self, first: int = 0, num_bytes: int | None = None) -> int:
-        """Compare layers with their checksums.
-
-        Args:
-            first: number of the first layer.
-            num_bytes: only the layers within the first ``num_bytes`` bytes of the frame; default all.
-
-        Returns:
-            Number of the first layer that was not compared.
-
-        Raises:
-            FrameError: a layer is damaged.
-        """
+        """Compare layers from ``first`` on, within the first ``num_bytes`` bytes of the frame (default all), with their
+        checksums; returns the number of the first layer that was not compared. Raises FrameError if one is damaged."""
         size = self.layer_size
         stop = len(self.checksums) if num_bytes is None else max(first, (num_bytes - self.start) // size)
         for number in range(first, stop):
@@ -418,12 +377,10 @@ class Frame:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole payload."""
         return self.start + self.shape[0] * self.layer_size
 
     @property
     def layer_size(self) -> int:
-        """Bytes of a layer."""
         return CODECS[self.codec].num_bytes(self.shape[1:])
 
 

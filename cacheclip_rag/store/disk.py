@@ -31,8 +31,6 @@ from .process import Writer
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["CAN_DROP_PAGE_CACHE", "PAGE_CACHE", "DiskBackend"]
-
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 1 << 22  # smaller pieces cost more calls than the cache saves
@@ -60,7 +58,6 @@ class DiskBackend(Backend):
         self._writer = writer or Writer(Path(folder))
 
     def path_of(self, key: str) -> Path:
-        """Path of the payload of ``key``."""
         return self.folder / key[:2] / _file_name(key)
 
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:

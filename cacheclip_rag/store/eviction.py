@@ -7,8 +7,6 @@ from typing import Any
 
 from ..base.keys import is_key
 
-__all__ = ["BATCH", "EVERYONE", "Run", "make_room"]
-
 EVERYONE = ""
 """Namespace of the row with the totals of all tenants. No tenant has an empty name."""
 
@@ -28,13 +26,8 @@ def make_room(
     *,
     most: int | None = None,
 ) -> tuple[bool, int]:
-    """Evict until ``num_bytes`` more fit for this tenant: whether they fit, and the number of entries evicted.
-
-    Args:
-        key: the entry to be written.
-        evict: deletes payloads.
-        most: evict about this many entries at most; None: as many as needed.
-    """
+    """Evict, about ``most`` entries at most, until ``num_bytes`` more fit for this tenant, in place of the entry of
+    ``key``: whether they fit, and the number of entries evicted."""
     evicted = 0
 
     def free(tenant: str, excess: int, keep: str) -> int:
@@ -82,11 +75,8 @@ def make_room(
 
 
 def _largest(run: Run, writing: str, num_bytes: int, without: Collection[str]) -> tuple[str | None, int]:
-    """The tenant with the most bytes, and by how many bytes it is ahead of the next.
-
-    Args:
-        writing: a tenant that is about to write ``num_bytes`` more.
-    """
+    """The tenant with the most bytes, if ``writing`` writes ``num_bytes`` more, and by how many bytes it is ahead of
+    the next."""
     sql = "SELECT namespace, CAST(bytes AS INTEGER) FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT ?"
     found = dict(run(sql, (EVERYONE, len(without) + 2)).fetchall())
     if held := _bytes_of(run, writing):

@@ -19,8 +19,6 @@ import torch
 
 from .codecs import CODECS, KV, LayerKV, StoredKV
 
-__all__ = ["Joined", "join"]
-
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -38,7 +36,6 @@ class Joined:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each piece."""
         return tuple(kv.shape[3] for kv in self.pieces)
 
     @property
@@ -67,14 +64,8 @@ class Joined:
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
-    """Put KV side by side. No layer is read before it is asked for.
-
-    Args:
-        pieces: where the first token belongs, and KV; in order, without overlap.
-
-    Returns:
-        Neighbouring pieces of one kind each.
-    """
+    """Put KV, each with where its first token belongs, in order and without overlap, side by side: neighbouring pieces
+    of one kind each. No layer is read before it is asked for."""
     end, found = 0, list[tuple[int, KV]]()
     for start, kv in pieces:
         assert start >= end, f"the pieces must come in order, got one at {start} after the end of another at {end}"

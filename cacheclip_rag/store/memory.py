@@ -13,8 +13,6 @@ from .backend import Backend
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MemoryBackend", "check_limit"]
-
 
 class MemoryBackend(Backend):
     """Holds up to ``max_bytes`` bytes (None: no limit). A payload larger than the limit is not stored.

@@ -25,8 +25,6 @@ try:
 except ImportError:  # Windows: all writers are taken for living
     fcntl = None
 
-__all__ = ["Writer"]
-
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -43,11 +41,7 @@ class Writer:
 
     @property
     def name(self) -> str:
-        """32 hexadecimal digits; locked at first use.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
+        """32 hexadecimal digits; locked at first use. Raises OSError: the folder cannot be written."""
         with self._lock:
             if self._pid != os.getpid():
                 self._name, self._file = self._register()
@@ -56,15 +50,11 @@ class Writer:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether a name has the form of a writer's."""
         return _NAME.fullmatch(name) is not None
 
     def names(self) -> set[str]:
-        """Names that are registered, of living and killed processes.
-
-        Raises:
-            OSError: nobody can tell, so that all writers must be taken for living.
-        """
+        """Names that are registered, of living and killed processes. Raises OSError: nobody can tell, so that all
+        writers must be taken for living."""
         try:
             with open_folder(self._root, "writers") as folder:
                 return {name for name in folder.names() if self.is_name(name) and _is_regular(folder, name)}
@@ -100,7 +90,6 @@ class Writer:
                 os.close(self._file)
 
     def _register(self) -> tuple[str, int]:
-        """Make and lock a file under a new name."""
         with open_folder(self._root, "writers", make=True) as folder:
             while True:
                 name = secrets.token_hex(16)

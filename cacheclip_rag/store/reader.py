@@ -12,8 +12,6 @@ from .backend import Sink
 from .codecs import Frame, FrameError, StoredKV, keeps
 from .disk import DiskBackend
 
-__all__ = ["StoreReader"]
-
 
 class StoreReader:
     """One tenant's entries of a store folder."""
@@ -23,15 +21,8 @@ class StoreReader:
         self._backend = DiskBackend(self.folder)
 
     def get(self, key: str, *, codec: str) -> StoredKV:
-        """The KV of a key, compared with its checksums.
-
-        Args:
-            codec: KV of a coarser codec is refused.
-
-        Raises:
-            FrameError: the payload is missing, damaged, coarser, or another tenant's.
-            OSError: it cannot be read now.
-        """
+        """The KV of a key, compared with its checksums. Raises FrameError if the payload is missing, damaged, of a
+        coarser codec, or another tenant's; OSError if it cannot be read now."""
         data = self._backend.read(key, Sink())
         if data is None:
             raise FrameError(f"entry {key[:12]}… is not in {self.folder}")

@@ -17,8 +17,6 @@ from .chunk_store import ChunkStore
 from .codecs import frame_bytes
 from .tenant import TenantStore
 
-__all__ = ["TimedRead", "has_room", "measure_reads"]
-
 _NAMESPACE = "cacheclip-profile"
 """Tenant of the KV that is read. What a killed run left of it is removed by the next one."""
 
@@ -45,16 +43,8 @@ def measure_reads(
     store: ChunkStore, kv: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], codec: str
 ) -> list[TimedRead]:
     """Read groups of entries from each tier that is not in memory: first from the medium itself, as far as the system
-    allows it, then once more.
-
-    Args:
-        kv: the entries, as :meth:`TenantStore.put` takes them. They must fit the store's limit (:func:`has_room`).
-        groups: numbers of entries that are read together.
-
-    Raises:
-        StoreError: the store cannot be written, or does not keep what is written.
-        OSError: its medium failed.
-    """
+    allows it, then once more. ``kv`` must fit the store's limit (:func:`has_room`). Raises StoreError or OSError if the
+    store cannot be written or read, or does not keep what is written."""
     backends = [backend for backend in store.tiers.backends if not backend.in_memory]
     if not backends:
         return []

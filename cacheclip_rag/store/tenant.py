@@ -24,8 +24,6 @@ from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode_frame, most_bytes
 
-__all__ = ["ReadBuffer", "TenantStats", "TenantStore"]
-
 logger = logging.getLogger(__name__)
 
 Shape = Sequence[int]
@@ -135,11 +133,7 @@ class TenantStore:
         self, keys: Sequence[str], buffer: ReadBuffer | None = None, shapes: Mapping[str, Shape] = _ANY
     ) -> Iterator[StoredKV | None]:
         """As :meth:`get`, for many keys in order. One query asks the catalog for all of them; payloads are read one by
-        one, when they are asked for.
-
-        Args:
-            shapes: that the KV must have, by key.
-        """
+        one, when they are asked for."""
         known, entries = self._entries(keys)
         for key in keys:
             stored = self._get(key, buffer, known, entries.get(key), shapes.get(key))
@@ -161,10 +155,6 @@ class TenantStore:
         return len(entries) - len(self._entries([*entries])[1])
 
     # -- in parts -----------------------------------------------------------------------------------------------------
-
-    def is_in_memory(self, key: str) -> bool:
-        """Whether a tier in memory holds a payload of any tenant under this key."""
-        return self.chunk_store.tiers.is_in_memory(key)
 
     def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
         """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
@@ -234,11 +224,8 @@ class TenantStore:
                 memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def count_read(self, stored: StoredKV, *, is_whole: bool) -> None:
-        """Count a payload of which :meth:`read_layers` read all layers that are used.
-
-        Args:
-            is_whole: whether these are all layers, so that faster tiers may get a copy.
-        """
+        """Count a payload of which :meth:`read_layers` read all layers that are used; if they are the whole, faster
+        tiers may get a copy."""
         self._hits += 1
         self.chunk_store.tiers.count_hit()
         self.record_use(stored.frame.key)

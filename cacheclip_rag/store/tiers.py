@@ -14,8 +14,6 @@ from .memory import MemoryBackend
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TierStats", "Tiers"]
-
 
 @dataclass(slots=True)
 class TierStats:
@@ -114,7 +112,6 @@ class Tiers(Backend):
         self._stats[tier].damaged += 1
 
     def count_evictions(self, count: int) -> None:
-        """Count evictions from the last tier."""
         self._stats[-1].evictions += count
 
     def stats(self) -> list[TierStats]:

@@ -39,8 +39,6 @@ from ..plan.plan import Plan, Prediction, Reading
 from ..plan.sources import Sources
 from ..store import PAGE_CACHE, TimedRead
 
-__all__ = ["Controller", "Cost", "Profile", "Timing", "Work", "find_profile", "fit"]
-
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
@@ -99,12 +97,8 @@ class Work:
 
     @classmethod
     def of(cls, plan: Plan, known: int) -> Work:
-        """The work of a plan that reuses chunks.
-
-        Args:
-            known: leading tokens in the prefix cache. Where they end inside a reused chunk, plain prefill goes on from
-                there, and a fused prefill takes the whole chunk from the store.
-        """
+        """The work of a plan that reuses chunks. Where the ``known`` leading tokens of the prefix cache end inside a
+        reused chunk, plain prefill goes on from there, and a fused prefill takes the whole chunk from the store."""
         layout = plan.layout.cached_until(known, plan.reused)
         unknown = [span for span in plan.reused if not layout.is_cached(span)]
         exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
@@ -155,12 +149,8 @@ class Profile:
         return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
 
     def reading(self, plan: Plan, sources: Sources, known: int) -> Reading:
-        """What reading a plan's chunks takes, from where they are now. Reads no payload. All layers of the auxiliary
-        count, although a head set may need fewer.
-
-        Args:
-            known: leading tokens of the prompt in the prefix cache.
-        """
+        """What reading a plan's chunks takes, from where they are now, after ``known`` leading tokens of the prefix
+        cache. Reads no payload. All layers of the auxiliary count, although a head set may need fewer."""
         if not self.media.keys() - {PAGE_CACHE}:
             return NOTHING_TO_READ
         primary, scorer = sources.primary, sources.auxiliary
@@ -215,14 +205,9 @@ class Profile:
 
 
 def fit(rows: Sequence[tuple[float, float, float]], *, constant: bool = True) -> Cost:
-    """The line through ``(first, second, seconds)`` with the least squares of relative errors and no negative number.
-
-    Relative errors, because a millisecond matters in a short prompt. No negative number, because a line that falls with
-    the work is wrong beyond the measured sizes.
-
-    Args:
-        constant: whether the line may have one.
-    """
+    """The line through ``(first, second, seconds)`` with the least squares of relative errors and no negative number;
+    ``constant``: it may have one. Relative errors, because a millisecond matters in a short prompt. No negative number,
+    because a line that falls with the work is wrong beyond the measured sizes."""
     if len(rows) < 3:
         raise ValueError(f"expected three measurements or more, got {len(rows)}")
     measured = np.array(rows, dtype=np.float64)
@@ -309,19 +294,13 @@ class Controller:
     def decide(
         self, plan: Plan, known: int, max_ttft_s: float | None = None, reading: Reading = NOTHING_TO_READ
     ) -> Plan:
-        """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill.
+        """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill; ``known`` leading
+        tokens of the prompt are in the prefix cache.
 
         Without ``max_ttft_s``, that is the least ratio that may be chosen. With it, the plan is plain prefill if that
         is soon enough, else it gets the largest ratio that is. Where reading the store takes longer than the recompute
         beside it, the ratio is raised as long as that costs no time. Without a limit, and where no ratio keeps to it,
-        the plan is plain prefill if reuse would save less than a tenth of its time.
-
-        Args:
-            plan: reuses chunks.
-            known: leading tokens of the prompt in the prefix cache.
-            max_ttft_s: seconds after which the first token should be there.
-            reading: as :meth:`Profile.reading` found it.
-        """
+        the plan is plain prefill if reuse would save less than a tenth of its time."""
         work = Work.of(plan, known)
         plain_s = self._computing(work) * self.profile.plain_s(work)
         ratio, *larger = self._ratios(plan)
@@ -401,19 +380,12 @@ class Controller:
         self._of_size[size] = self._of_size.get(size, 1.0) * half
 
     def _before_s(self, before_s: float, ratio: float) -> float:
-        """Seconds until the recompute begins, if reading takes no time.
-
-        Args:
-            before_s: the same by the profile, with scoring.
-        """
+        """Seconds until the recompute begins, if reading takes no time; ``before_s``: by the profile, with scoring."""
         return self._before * before_s * (self._unscored if ratio == 0 else 1.0)
 
     def _with_reading(self, before_s: float, reading: Reading) -> tuple[float, float]:
-        """Seconds until the recompute begins, and those for which the store is then still read.
-
-        Args:
-            before_s: until the recompute begins, if reading takes no time.
-        """
+        """Seconds until the recompute begins (``before_s`` if reading takes no time), and those for which the store is
+        then still read."""
         factor = self._reading.get(reading.medium, 1.0)
         auxiliary_s, primary_s = factor * reading.auxiliary_s, factor * reading.primary_s
         match reading.beside:

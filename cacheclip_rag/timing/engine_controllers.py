@@ -16,8 +16,6 @@ from ..methods.base import Method
 from ..runtime.base import Runtime
 from .controller import Controller, Profile, find_profile
 
-__all__ = ["Controllers"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -26,10 +24,7 @@ class Controllers:
     threads."""
 
     def __init__(self, certificates: Certificates, runtimes: Callable[[], Sequence[Runtime]]) -> None:
-        """
-        Args:
-            runtimes: the models whose processors count: the primary, and the auxiliary if it can score. Loads them.
-        """
+        """``runtimes`` loads the models whose processors count: the primary, and the auxiliary if it can score."""
         self._certificates, self._runtimes = certificates, runtimes
         self._lock = threading.Lock()
         self._controllers: dict[str, Controller | None] = {}

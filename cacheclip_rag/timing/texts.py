@@ -6,8 +6,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["QUESTION", "make_texts"]
-
 QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
 """Asked of texts of :func:`make_texts`."""
 _WORDS = (

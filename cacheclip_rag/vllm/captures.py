@@ -30,20 +30,6 @@ from ..base.checks import is_whole_number
 from ..base.errors import ConfigurationError
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 
-__all__ = [
-    "CAPTURE",
-    "Capture",
-    "CapturedRows",
-    "CaptureSchedule",
-    "Captor",
-    "ContextFile",
-    "open_context",
-    "read_capture",
-    "remove_capture",
-    "remove_context",
-    "write_context",
-]
-
 FORMAT_VERSION = 1
 CAPTURE = "cacheclip_capture"
 """Name in ``kv_transfer_params``."""
@@ -63,11 +49,7 @@ class Capture:
 
     @classmethod
     def of(cls, given: object, num_tokens: int) -> Capture:
-        """Read what a request of ``num_tokens`` tokens carries.
-
-        Raises:
-            ConfigurationError: it is no capture.
-        """
+        """Read what a request of ``num_tokens`` tokens carries. Raises ConfigurationError: it is no capture."""
         if not isinstance(given, Mapping) or not {"name"} <= set(given) <= {"name", "start", "context"}:
             raise ConfigurationError(f"{CAPTURE} must have a name, and may have start and context")
         found = cls(given["name"], given.get("start", 0), given.get("context"))
@@ -81,7 +63,6 @@ class Capture:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The capture as values for JSON or MessagePack."""
         return {"name": self.name, "start": self.start, "context": self.context}
 
 
@@ -111,7 +92,6 @@ class CaptureSchedule:
         """By request: the capture, the prompt's length, the request's blocks."""
 
     def add(self, request_id: str, capture: Capture, num_tokens: int) -> None:
-        """Expect a request."""
         self._known[request_id] = capture, num_tokens, []
 
     def remove(self, request_id: str) -> None:
@@ -172,11 +152,7 @@ class Captor:
     """Of the step under way: rows of the forward pass, and which of ``_slots`` each is."""
 
     def begin(self, rows: Sequence[CapturedRows], slots: Sequence[torch.Tensor]) -> None:
-        """A step begins.
-
-        Args:
-            slots: per element of ``rows`` the slots of its positions in vLLM's paged cache.
-        """
+        """A step begins. ``slots``: per element of ``rows`` the slots of its positions in vLLM's paged cache."""
         self._rows, self._places = list(rows), None
         self._slots = torch.cat([torch.zeros(0, dtype=torch.int64), *slots])
 
@@ -238,11 +214,8 @@ class Captor:
 
 
 def read_capture(folder: Path, name: str, num_heads: int) -> torch.Tensor:
-    """KV that the workers wrote: ``(num_layers, 2, num_heads, num_tokens, head_dim)``, keys after RoPE.
-
-    Raises:
-        ValueError: parts are missing or damaged.
-    """
+    """KV that the workers wrote: ``(num_layers, 2, num_heads, num_tokens, head_dim)``, keys after RoPE. Raises
+    ValueError: parts are missing or damaged."""
     parts = []
     for path in folder.glob(f"{name}.*.safetensors"):
         try:
@@ -290,12 +263,8 @@ class ContextFile:
 
 
 def write_context(folder: Path, kv: torch.Tensor, model: str) -> str:
-    """Write the KV before chunks atomically, and return its name.
-
-    Args:
-        kv: ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, keys after RoPE.
-        model: fingerprint of the model.
-    """
+    """Write the KV before chunks, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)`` with keys after RoPE,
+    atomically; returns its name. ``model`` is the model's fingerprint."""
     name = secrets.token_hex(16)
     header = {"format": str(FORMAT_VERSION), "model": model}
     write_tensors(folder / f"{name}.safetensors", {"kv": kv.cpu().contiguous()}, header)
@@ -309,11 +278,8 @@ def remove_context(folder: Path, name: str) -> None:
 
 @contextmanager
 def open_context(folder: Path, name: str) -> Iterator[ContextFile]:
-    """Open the KV before chunks. Layers are read when they are asked for.
-
-    Raises:
-        ValueError: the file is damaged or of another version. FileNotFoundError: there is none.
-    """
+    """Open the KV before chunks. Layers are read when they are asked for. Raises ValueError: the file is damaged or of
+    another version. FileNotFoundError: there is none."""
     path = folder / f"{name}.safetensors"
     if not path.is_file():
         raise FileNotFoundError(f"the KV before the chunks, {name}, is not in {folder}")

@@ -27,8 +27,6 @@ from .prefix_blocks import salt
 from .scheduling import check_request
 from .stored import slots_of
 
-__all__ = ["CapturingConnector", "Step"]
-
 logger = init_logger("vllm.cacheclip")
 
 

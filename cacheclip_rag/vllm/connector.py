@@ -39,8 +39,6 @@ from .rows import RowRunner
 from .scheduling import Load, RequestLoads, check_engine, check_request, untested
 from .worker import model_runner
 
-__all__ = ["CacheClipConnector", "LoadCounters", "Loads"]
-
 logger = init_logger("vllm.cacheclip")
 
 

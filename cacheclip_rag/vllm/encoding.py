@@ -33,8 +33,6 @@ from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_con
 from .offline import engine_options, worker_of
 from .served import Served
 
-__all__ = ["BATCH_CHARACTERS", "ChunkEncoder", "encoding_options", "encoding_primary", "start_vllm", "vllm_engine"]
-
 BATCH_CHARACTERS = 32_000
 """Characters of chunks that vLLM gets at once: several of its steps. The KV of twice so many is in memory
 meanwhile: of these, and of those that are written."""
@@ -70,12 +68,8 @@ class ChunkEncoder:
     """Computes chunks by a ``vllm.LLM`` that was made with :func:`encoding_options`."""
 
     def __init__(self, llm: Any, runtime: PlanningRuntime, folder: str | PathLike[str]) -> None:
-        """
-        Args:
-            llm: the LLM, or a function that starts it, called at the first chunk.
-            runtime: the primary without its weights.
-            folder: that of :func:`encoding_options`.
-        """
+        """``llm``: the LLM, or a function that starts it, called at the first chunk. ``runtime``: the primary without
+        its weights. ``folder``: that of :func:`encoding_options`."""
         self._llm, self._runtime, self._folder = llm, runtime, Path(folder)
         self._is_started = False
         self._context: tuple[torch.Tensor, str] | None = None
@@ -92,11 +86,8 @@ class ChunkEncoder:
         return self._llm
 
     def __call__(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`.
-
-        Raises:
-            EncodingError: some chunks failed.
-        """
+        """KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`. Raises EncodingError: some chunks
+        failed."""
         from vllm import SamplingParams
 
         start = 0 if context is None else context.shape[3]
@@ -162,7 +153,6 @@ class ChunkEncoder:
         return kv.to(runtime.dtype)
 
     def _written(self, context: torch.Tensor) -> str:
-        """Name of the file with the KV before chunks."""
         if self._context is not None and self._context[0] is context:
             return self._context[1]
         self.close()
@@ -185,14 +175,9 @@ def encoding_primary(
     max_tokens: int | None = None,
     keep: Callable[[ChunkEncoder], None] = lambda encoder: None,
 ) -> Callable[..., PlanningRuntime]:
-    """What an engine takes as ``load_primary``, so that vLLM computes its primary's chunks.
-
-    Args:
-        llm, folder: those of :class:`ChunkEncoder`.
-        quantization: vLLM's own.
-        max_tokens: vLLM's ``max_model_len``, if it is given.
-        keep: called with the encoder when it is made.
-    """
+    """What an engine takes as ``load_primary``, so that vLLM computes its primary's chunks. ``llm``, ``folder``: those
+    of :class:`ChunkEncoder`; ``max_tokens``: vLLM's ``max_model_len``; ``keep``: called with the encoder when it is
+    made."""
 
     def load(name: str, *, dtype: str) -> PlanningRuntime:
         planning = load_planning(name, dtype=dtype, quantization=quantization)
@@ -299,7 +284,6 @@ def _exchange() -> Path | None:
 
 
 def _check_options(options: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for options that vLLM must not get."""
     refused = {
         **dict.fromkeys((*ours, "worker_cls", "kv_transfer_config"), "this package sets it"),
         **dict.fromkeys(("model", "dtype"), "it is the engine's primary or dtype"),

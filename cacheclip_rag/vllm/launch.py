@@ -30,8 +30,6 @@ from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-__all__ = ["Command", "command", "launch"]
-
 _MODULE = "vllm.entrypoints.openai.api_server"
 _MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20
@@ -49,15 +47,8 @@ class Command:
 
 
 def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: int) -> Command:
-    """How vLLM's server is started.
-
-    Args:
-        settings: as the middleware reads them.
-        flags: of vLLM, checked, and passed on as they are.
-
-    Raises:
-        The errors of :func:`~cacheclip_rag.models.load.resolve`.
-    """
+    """How vLLM's server is started: with settings as the middleware reads them, and checked flags of vLLM, passed on as
+    they are. Raises the errors of :func:`~cacheclip_rag.models.load.resolve`."""
     config, access = settings.config, settings.access
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
     engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)

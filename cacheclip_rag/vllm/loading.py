@@ -27,8 +27,6 @@ from .stored import StoredInterval, check_shape, slots_of
 if TYPE_CHECKING:
     from .rows import RowRunner
 
-__all__ = ["Loader", "local_heads"]
-
 
 class Loader:
     """Carries out loads in one worker process."""
@@ -45,14 +43,9 @@ class Loader:
         max_runs: int,
         max_rows: int,
     ) -> None:
-        """
-        Args:
-            layers: vLLM's attention layers by number.
-            row_runner: makes what runs rows, once a plan computes some.
-            group: vLLM's tensor-parallel group.
-
-        Other arguments are those of :class:`~cacheclip_rag.vllm.parameters.Ready`.
-        """
+        """``layers``: vLLM's attention layers by number; ``row_runner`` makes what runs rows, once a plan computes
+        some; ``group``: vLLM's tensor-parallel group. The others are those of
+        :class:`~cacheclip_rag.vllm.parameters.Ready`."""
         self._layers = dict(layers)
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")
@@ -63,12 +56,9 @@ class Loader:
 
     @torch.inference_mode()
     def load(self, load: Load) -> int:
-        """Make the KV of a load; returns the number of computed rows.
-
-        Raises:
-            OSError, ValueError, RuntimeError: some KV cannot be read, on this worker or on another one. Nothing was
-                computed then, and what was written is overwritten by vLLM's own prefill.
-        """
+        """Make the KV of a load; returns the number of computed rows. Raises OSError, ValueError, RuntimeError: some KV
+        cannot be read, on this worker or on another one. Nothing was computed then, and what was written is overwritten
+        by vLLM's own prefill."""
         if load.plan is not None:
             return self._carry_out(load, load.plan)
         assert self._settings.exchange is not None and load.context is not None, "the scheduler checked the request"

@@ -38,8 +38,6 @@ from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, rea
 from .settings import ServerSettings
 from .shadow_checks import ShadowChecks
 
-__all__ = ["CacheClip"]
-
 logger = logging.getLogger(__name__)
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -67,11 +65,8 @@ class CacheClip:
     """An ASGI middleware: checks keys, plans prompts, and adds statistics to responses and metrics."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings | None = None) -> None:
-        """``settings``: default those that ``cacheclip serve`` left in the environment.
-
-        Raises:
-            ConfigurationError: there are none.
-        """
+        """``settings``: default those that ``cacheclip serve`` left in the environment. Raises ConfigurationError:
+        there are none."""
         self._app = app
         self._settings = settings or ServerSettings.of_environment()
         self._access = self._settings.access
@@ -414,7 +409,6 @@ def _changing(send: Send, change: Callable[[bytes], bytes]) -> Send:
 
 
 async def _send_whole(send: Send, start: Message, body: bytes) -> None:
-    """Send a response that began with ``start``, with this body."""
     headers = [*_without_length(start)["headers"], (b"content-length", str(len(body)).encode())]
     await send({**start, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -434,7 +428,6 @@ def _without_length(message: Message) -> Message:
 
 
 def _with_length(scope: Scope, body: bytes) -> Scope:
-    """The scope of a request with this body."""
     dropped = (b"content-length", b"transfer-encoding")
     headers = [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]
     return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}

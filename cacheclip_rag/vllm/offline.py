@@ -26,8 +26,6 @@ from .planner import Planner
 from .served import Served
 from .shadow import Shadow
 
-__all__ = ["FusedLLM", "engine_options", "worker_of"]
-
 logger = logging.getLogger(__name__)
 
 _WORKERS = {"cpu": "CPUWorker", "gpu": "GPUWorker"}

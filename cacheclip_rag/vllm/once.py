@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["WarnOnce"]
-
 _MOST = 1000
 """Errors that are warned of: requests can make up new ones."""
 
@@ -18,11 +16,8 @@ class WarnOnce:
         self._known: set[str] = set()
 
     def __call__(self, message: str, error: Exception, *, traced: bool = False) -> None:
-        """
-        Args:
-            message: what follows from the error, with one ``%s`` for it.
-            traced: whether the warning has the traceback.
-        """
+        """``message``: what follows from the error, with one ``%s`` for it. ``traced``: the warning has the
+        traceback."""
         text = f"{type(error).__name__}: {error}"
         is_new = text not in self._known and len(self._known) < _MOST
         if is_new:

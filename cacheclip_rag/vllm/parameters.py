@@ -25,17 +25,6 @@ from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
 from .passes import passes
 
-__all__ = [
-    "EXACT",
-    "NAMESPACES_VARIABLE",
-    "PARAMETER",
-    "SEAL_VARIABLE",
-    "UNREADABLE",
-    "Ready",
-    "Settings",
-    "request_parameters",
-]
-
 PARAMETER = "cacheclip"
 """Name in ``kv_transfer_params``."""
 SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
@@ -64,11 +53,8 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Tenants that are not given are those of the environment, by default ``default``.
-
-        Raises:
-            ConfigurationError: an unknown setting or a wrong value.
-        """
+        """Tenants that are not given are those of the environment, by default ``default``. Raises ConfigurationError:
+        an unknown setting or a wrong value."""
         known = ("store", "namespaces", "exchange", "sealed")
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -121,17 +107,9 @@ class Ready:
         max_runs: int,
         max_rows: int,
     ) -> Ready:
-        """Read what a request carries.
-
-        Args:
-            given: the value under :data:`PARAMETER`.
-            token_ids: the prompt as vLLM has it.
-            runtime: vLLM's model.
-            max_runs, max_rows: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`).
-
-        Raises:
-            ConfigurationError, ValueError, OSError: why its KV cannot be made.
-        """
+        """Read what a request carries (the value under :data:`PARAMETER`) with a prompt as vLLM has it. ``max_runs``,
+        ``max_rows``: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`). Raises ConfigurationError, ValueError
+        or OSError, which say why its KV cannot be made."""
         named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
         if not isinstance(given, Mapping) or named != {"plan"}:
             raise ConfigurationError(f"a request gives a plan under {PARAMETER!r}")

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from ..base.errors import ConfigurationError
 from ..fusion.wire import FusionPlan, Interval
 
-__all__ = ["Pass", "computed_rows", "passes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -52,16 +50,9 @@ class _Atom:
 
 
 def passes(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> list[Pass]:
-    """The passes that make the KV of positions ``start`` to ``plan.num_ready - 1``.
-
-    Args:
-        start: KV of earlier positions is there, made by the same plan.
-        max_runs: most runs of neighbouring rows in a pass.
-        max_rows: most rows in a pass.
-
-    Raises:
-        ConfigurationError: the rows of one corrected chunk exceed a limit.
-    """
+    """The passes, of so many runs of neighbouring rows and so many rows at most, that make the KV of positions
+    ``start`` to ``plan.num_ready - 1``. KV of earlier positions is there, made by the same plan. Raises
+    ConfigurationError if the rows of one corrected chunk exceed a limit."""
     found: list[Pass] = []
     runs: list[Interval] = []
     chunks: list[Interval] = []
@@ -91,11 +82,8 @@ def passes(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> lis
 
 
 def computed_rows(plan: FusionPlan, start: int, *, max_runs: int, max_rows: int) -> int:
-    """Rows that are computed up to the first token of the answer, by the passes and by ordinary prefill after them.
-
-    Args:
-        start: KV of earlier positions is there. Others as for :func:`passes`.
-    """
+    """Rows that are computed up to the first token of the answer, by the :func:`passes` and by ordinary prefill after
+    them."""
     made = passes(plan, start, max_runs=max_runs, max_rows=max_rows) if start < plan.num_ready else []
     return sum(_rows(each.runs) for each in made) + len(plan.token_ids) - max(start, plan.num_ready)
 

@@ -30,15 +30,12 @@ from ..guards.misses import MissWarning
 from ..methods.base import Method
 from ..models.load import concrete, load_planning
 from ..plan.plan import Plan
-from ..plan.planner import choose_method
 from ..prompt.messages import Documents, Prompt
 from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from ..prompt.tools import check_tools
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import ChunkStore
 from .served import Served
-
-__all__ = ["PlannedPrompt", "Planner"]
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +131,7 @@ class Planner:
 
     def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
         """The method of a call; see :meth:`CacheClipEngine.make_method`."""
-        return choose_method(
-            self.config,
-            method,
-            recompute_ratio,
-            lambda: self.parts.default_method,
-            self.parts.certificates.confidence,
-        )
+        return self.parts.choose_method(method, recompute_ratio)
 
     def warm_up(self) -> None:
         """Load what the settings' method needs, so that the first plan need not wait for it.
@@ -179,11 +170,8 @@ class Planner:
         variables: Mapping[str, Any] | None = None,
         as_it_stands: bool = False,
     ) -> list[Segment]:
-        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method.
-
-        Args:
-            as_it_stands: the prompt is a text without chat template and system prompt.
-        """
+        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method. ``as_it_stands``: it is a
+        text without chat template and system prompt."""
         chosen = method if isinstance(method, Method) else self.make_method(method)
         isolated = self.parts.context_of(chosen).isolated
         given = given_texts(documents)
@@ -250,7 +238,6 @@ class Planner:
         return tuple(tokenize_whole(segments, runtime).ids)
 
     def close(self) -> None:
-        """Close file handles; the planner may be used again afterwards."""
         self.parts.close()
 
     def _obstacle(self, method: Method) -> str | None:

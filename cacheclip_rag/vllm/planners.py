@@ -32,8 +32,6 @@ from .planner import PlannedPrompt, Planner
 from .requests import NotPlanned, PlannablePrompt
 from .settings import ServerSettings
 
-__all__ = ["Planning", "Route"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_WAITING = 64
@@ -110,11 +108,8 @@ class Planning:
             planner.close()
 
     async def plan(self, asked: PlannablePrompt, field: CacheClipField, tenant: str) -> Route:
-        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once.
-
-        Raises:
-            RequestError: the request asks for what cannot be, or its prompt is too long.
-        """
+        """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once. Raises RequestError: the
+        request asks for what cannot be, or its prompt is too long."""
         came = time.perf_counter()
         caller = Waiter()
         try:
@@ -204,14 +199,12 @@ class Planning:
     # -- counters ---------------------------------------------------------------------------------------------------
 
     def count(self, outcome: str, reason: str | None) -> None:
-        """Count what became of a request."""
         self._outcomes[outcome] += 1
         if reason is not None:
             known = reason in self._plain or len(self._plain) < _MOST_REASONS
             self._plain[reason if known else "other"] += 1
 
     def text(self) -> str:
-        """Counters in Prometheus' text format."""
         outcomes = [(f'outcome="{name}"', n) for name, n in sorted(self._outcomes.items())]
         reasons = [(f'reason="{_escaped(reason)}"', n) for reason, n in sorted(self._plain.items())]
         return (
@@ -222,11 +215,8 @@ class Planning:
 
 
 def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) -> None:
-    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts.
-
-    Args:
-        shown: the prompt with empty texts.
-    """
+    """Raise NotPlanned if null contents may give another prompt in vLLM than empty texts, with which it is
+    ``shown``."""
     if not asked.without_content:
         return
     if not _LOOPS_OVER_PARTS.search(runtime.tokenizer.get_chat_template(tools=list(asked.tools) or None)):
@@ -239,11 +229,7 @@ def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) ->
 
 
 def _method(planner: Planner, field: CacheClipField) -> Method:
-    """The method of a request.
-
-    Raises:
-        RequestError: it cannot be had here.
-    """
+    """The method of a request. Raises RequestError: it cannot be had here."""
     try:
         method = planner.make_method(field.method, field.ratio)  # type: ignore[arg-type]
     except ConfigurationError as error:

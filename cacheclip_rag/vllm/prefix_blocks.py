@@ -25,8 +25,6 @@ from ..fusion.wire import FusionPlan
 from ..plan.plan import ROWS_FOR_EXACT_KV
 from .passes import computed_rows
 
-__all__ = ["Continued", "PrefixBlocks", "salt"]
-
 
 @dataclass(frozen=True, slots=True)
 class Continued:

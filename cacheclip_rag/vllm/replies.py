@@ -14,8 +14,6 @@ from ..serving.replies import as_json, server_sent
 from .parameters import EXACT, UNREADABLE
 from .planners import Route
 
-__all__ = ["Result", "ReplyText", "StreamReply", "WholeReply", "with_code"]
-
 _END = b"data: [DONE]"
 _TOO_LONG = ("maximum context length", "maximum model length")
 """What vLLM's errors of long prompts say; there are several, with no field in common."""
@@ -50,14 +48,8 @@ class Result:
     def field_of(
         self, usage: Mapping[str, Any], told: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """The field.
-
-        Args:
-            usage: vLLM's token counts.
-            told: the connector's outcome; None in streams, where vLLM does not hand it on, so that its token counts
-                must tell.
-            metrics: vLLM's times.
-        """
+        """The field, from vLLM's token counts and times and the connector's outcome ``told``: None in streams, where
+        vLLM does not hand it on, so that its token counts must tell."""
         cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         outcome, reason = self._outcome(cached, told, bool(usage))
         stats = self._stats(outcome, reason, usage, cached, told or {})
@@ -220,7 +212,6 @@ class StreamReply:
         return server_sent({**held, **own})
 
     def _field(self, chunk: Mapping[str, Any]) -> dict[str, Any]:
-        """Our field, once."""
         if self._is_done:
             return {}
         self._is_done = True
@@ -247,11 +238,7 @@ class ReplyText:
     @classmethod
     def of(cls, body: bytes | bytearray) -> ReplyText:
         """That of vLLM's response with one choice, or of the beginning of such a stream. An event that is cut off is
-        left out.
-
-        Raises:
-            ValueError: it is neither.
-        """
+        left out. Raises ValueError: it is neither."""
         whole = body.split(b"\n\n")[:-1]
         events = [event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: {")]
         text, has_ended = "", False

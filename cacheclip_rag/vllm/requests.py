@@ -18,8 +18,6 @@ from ..serving.errors import unsupported
 from ..serving.field import CacheClipField
 from ..serving.schema import parse_field
 
-__all__ = ["PlannablePrompt", "NotPlanned", "check_carried", "read_chat", "read_completion", "take_field"]
-
 
 class NotPlanned(Exception):
     """A request goes to vLLM as it is; the message says why, in words that fit for counting."""
@@ -79,11 +77,8 @@ _WITHOUT_EFFECT = {
 
 
 def take_field(body: dict[str, Any]) -> CacheClipField:
-    """The field ``cacheclip``, taken out of the body.
-
-    Raises:
-        RequestError: it names the part that is wrong, or has no effect.
-    """
+    """The field ``cacheclip``, taken out of the body. Raises RequestError: it names the part that is wrong, or has no
+    effect."""
     found = parse_field(body.pop("cacheclip", None))
     for name, why in _WITHOUT_EFFECT.items():
         if getattr(found, name) not in (None, "none"):
@@ -103,14 +98,8 @@ def check_carried(body: Mapping[str, Any]) -> None:
 
 
 def read_chat(body: Mapping[str, Any], name: str) -> PlannablePrompt:
-    """The prompt of a chat.
-
-    Args:
-        name: served name of the model.
-
-    Raises:
-        NotPlanned: a plan cannot follow it, or it is malformed, which vLLM will say.
-    """
+    """The prompt of a chat with the model's served name. Raises NotPlanned if a plan cannot follow it, or it is
+    malformed, which vLLM will say."""
     _check_fields(body, name, _CHAT)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:

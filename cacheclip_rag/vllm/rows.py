@@ -20,8 +20,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from ..fusion.wire import Interval
 from .stored import slots_of
 
-__all__ = ["RowRunner"]
-
 
 class RowRunner:
     """Forward passes over rows of one request."""
@@ -41,13 +39,9 @@ class RowRunner:
 
     @torch.inference_mode()
     def run(self, ids: torch.Tensor, runs: Sequence[Interval], block_ids: Sequence[int]) -> torch.Tensor:
-        """Compute the rows of ``runs`` and write their KV; returns the last layer's hidden states.
-
-        Args:
-            ids: ``(num_tokens,)`` token ids of the prompt.
-            runs: strictly increasing positions, not more runs and rows than the engine was started for.
-            block_ids: blocks of the request.
-        """
+        """Compute the rows of ``runs`` of a prompt's ``(num_tokens,)`` token ids, and write their KV to the request's
+        blocks; returns the last layer's hidden states. ``runs``: strictly increasing positions, not more than the
+        engine was started for."""
         runner, device = self._runner, self._runner.device
         rows = torch.cat([torch.arange(start, stop) for start, stop in runs])
         lengths = torch.tensor([stop - start for start, stop in runs], dtype=torch.int32)

@@ -13,8 +13,6 @@ from ..fusion.wire import FusionPlan
 from ..runtime.base import DTYPES
 from .parameters import PARAMETER, UNREADABLE, Ready
 
-__all__ = ["Load", "RequestLoads", "check_engine", "check_request", "untested"]
-
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that keep no KV of their own."""
 
@@ -137,15 +135,10 @@ class RequestLoads:
             stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
 
     def _forget_unreported(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
-        """Take a request's blocks out of the prefix cache if their load may fail without our knowing.
-
-        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then. A
-        token of its answer since the load says that the load was reported.
-
-        Args:
-            block_ids: its blocks now; those of the load may be other requests' already, which lose a hash then, and
-                nothing else.
-        """
+        """Take a request's blocks, as they are now, out of the prefix cache if their load may fail without our knowing.
+        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then, and
+        its blocks may be other requests', which lose a hash then, and nothing else. A token of its answer since the
+        load says that the load was reported."""
         load, num_output_tokens = self._loading.pop(request_id, (None, 0))
         if load is not None and self._requests[request_id].num_output_tokens == num_output_tokens:
             first = load.start // self._block_size
@@ -163,11 +156,8 @@ class RequestLoads:
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[Any]) -> None:
-    """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible.
-
-    Args:
-        full_attention: vLLM's class of caches that keep all blocks.
-    """
+    """Raise ValueError if vLLM was started in a way in which reuse would be wrong or impossible. ``full_attention``:
+    vLLM's class of caches that keep all blocks."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     transfer, draft = vllm_config.kv_transfer_config, vllm_config.speculative_config
     refused = {

@@ -10,8 +10,6 @@ from typing import Any
 
 from ..models.load import quantization_of, resolve
 
-__all__ = ["Served", "installed"]
-
 
 def installed() -> tuple[str, str]:
     """Name and version of the distribution that vLLM was installed from; ``("vllm", "unknown")`` if there is none."""
@@ -50,11 +48,8 @@ class Served:
         cls, model: str, device: str = "cpu", quantization: str | None = None, kv_cache_dtype: str = "auto"
     ) -> Served:
         """That of a model under options of vLLM. What they leave open, vLLM fills in from the checkpoint, sooner or
-        later: the options as they were given and as vLLM has them afterwards make the same object.
-
-        Raises:
-            The errors of :func:`~cacheclip_rag.models.load.resolve`.
-        """
+        later: the options as they were given and as vLLM has them afterwards make the same object. Raises the errors of
+        :func:`~cacheclip_rag.models.load.resolve`."""
         checkpoint = quantization_of(resolve(model))
         if checkpoint is None:
             return cls(device, quantization, kv_cache_dtype)
@@ -62,7 +57,6 @@ class Served:
 
     @property
     def label(self) -> str:
-        """The engine in words, for certificates."""
         kv = "" if self.kv_cache_dtype == "auto" else f", KV as {self.kv_cache_dtype}"
         weights = f", {self.quantization}" if self.quantization else ""
         return f"vllm {self.version} on {self.device}{weights}{kv}"

@@ -15,8 +15,6 @@ from ..serving.access import Access, read_tenants
 from .parameters import SEAL_VARIABLE
 from .served import Served
 
-__all__ = ["SETTINGS_VARIABLE", "ServerSettings"]
-
 SETTINGS_VARIABLE = "CACHECLIP_VLLM_SERVER"
 """Environment variable with the settings as JSON. Only this user can read the environment of a process, while all can
 read its command line."""
@@ -50,15 +48,10 @@ class ServerSettings:
 
     @property
     def access(self) -> Access:
-        """Keys and tenants.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or a key cannot be one.
-        """
+        """Keys and tenants. Raises ConfigurationError: the file cannot be read, or a key cannot be one."""
         return Access(self.config.namespace, self.api_key, read_tenants(self.tenants) if self.tenants else {})
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that :meth:`of_environment` reads."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "seal"}
         values |= {"config": asdict(self.config), "served": asdict(self.served)}
         values["tenants"] = None if self.tenants is None else str(self.tenants)
@@ -66,11 +59,8 @@ class ServerSettings:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] | None = None) -> ServerSettings:
-        """The settings of this process.
-
-        Raises:
-            ConfigurationError: the process was not started by ``cacheclip serve``.
-        """
+        """The settings of this process. Raises ConfigurationError: the process was not started by ``cacheclip
+        serve``."""
         environment = os.environ if environment is None else environment
         try:
             values: dict[str, Any] = json.loads(environment[SETTINGS_VARIABLE])

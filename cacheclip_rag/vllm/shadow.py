@@ -23,8 +23,6 @@ from typing import Any
 
 from ..guards.metrics import Metrics
 
-__all__ = ["SHADOW_TOKENS", "Shadow"]
-
 logger = logging.getLogger(__name__)
 
 SHADOW_TOKENS = 16
@@ -41,34 +39,23 @@ class Shadow:
     """Chooses answers at random and counts how far they agree with plain prefill. Safe to share between threads."""
 
     def __init__(self, rate: float, metrics: Metrics) -> None:
-        """
-        Args:
-            rate: share of the fused greedy answers, 0 to 1.
-            metrics: gets ``shadow_greedy_checks_total``, ``shadow_agreement_sum`` and ``shadow_skipped_total``, with
-                ``shadow_other_first_token_total`` in place of a KL.
-        """
+        """``rate``: share of the fused greedy answers, 0 to 1. ``metrics`` gets ``shadow_greedy_checks_total``,
+        ``shadow_agreement_sum`` and ``shadow_skipped_total``, with ``shadow_other_first_token_total`` in place of a
+        KL."""
         self.rate, self.metrics = rate, metrics
         self._random = random.Random()
         self._lock = threading.Lock()
 
     def chooses(self, params: Any, outcome: str | None) -> bool:
-        """Whether an answer is to be compared.
-
-        Args:
-            params: vLLM's ``SamplingParams`` of the answer, or the fields of a request to its server.
-            outcome: what became of the request (``fused``, ``cached`` or ``plain``).
-        """
+        """Whether an answer is to be compared, by vLLM's ``SamplingParams`` or the fields of a request to its server,
+        and by what became of the request (``fused``, ``cached`` or ``plain``)."""
         if not self.rate or outcome not in ("fused", "cached") or not _is_comparable(params):
             return False
         with self._lock:
             return self._random.random() < self.rate
 
     def params(self, params: Any, num_tokens: int) -> Any:
-        """Sampling parameters of the plain request: those of the answer without a plan, and few tokens.
-
-        Args:
-            num_tokens: tokens of the answer.
-        """
+        """Sampling parameters of the plain request: those of the answer without a plan, and few tokens."""
         plain = copy(params)
         plain.max_tokens = max(1, min(num_tokens, SHADOW_TOKENS))
         plain.logprobs = None

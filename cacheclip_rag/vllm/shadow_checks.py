@@ -18,8 +18,6 @@ from .planners import Planning
 from .replies import ReplyText, Result
 from .shadow import SHADOW_TOKENS, Shadow
 
-__all__ = ["ShadowChecks"]
-
 _NOT_AGAIN = {"stream", "stream_options", "max_completion_tokens", "kv_transfer_params", "request_id"}
 """Fields of a request that its repetition has not, or has otherwise."""
 _END = -1
@@ -32,12 +30,8 @@ class ShadowChecks:
     """Asks again, for one answer at a time. What goes wrong is counted, and never raised."""
 
     def __init__(self, app: ASGIApp, planning: Planning, rate: float) -> None:
-        """
-        Args:
-            app: vLLM's.
-            planning: has the tokenizer, and the metrics that count.
-            rate: share of the fused greedy answers, 0 to 1.
-        """
+        """``app`` is vLLM's. ``planning`` has the tokenizer, and the metrics that count. ``rate``: share of the fused
+        greedy answers, 0 to 1."""
         self.rate = rate
         self._app, self._planning = app, planning
         self._shadow = Shadow(rate, planning.metrics)
@@ -45,13 +39,8 @@ class ShadowChecks:
         self._default: float | None = None
 
     def offer(self, scope: Scope, body: Mapping[str, Any], result: Result, sent: bytes | bytearray) -> None:
-        """Compare an answer if it is chosen, unless another one is being compared. Returns at once.
-
-        Args:
-            scope: of the client's request.
-            body: as it went to vLLM.
-            sent: vLLM's response, or the beginning of its stream.
-        """
+        """Compare an answer if it is chosen, unless another one is being compared. Returns at once. ``scope``: of the
+        client's request; ``body``: as it went to vLLM; ``sent``: vLLM's response, or the beginning of its stream."""
         if not self.rate or result.stats is None or not result.stats.generated_tokens:
             return
         try:
@@ -66,7 +55,6 @@ class ShadowChecks:
             self._running = asyncio.create_task(self._check(scope, body, result.stats, sent))
 
     def close(self) -> None:
-        """Give up the running comparison."""
         if self._running is not None:
             self._running.cancel()
 

@@ -12,8 +12,6 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, rotate
 from ..store import KV, Joined, join, part_of
 
-__all__ = ["StoredInterval", "check_shape", "slots_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredInterval:
@@ -32,11 +30,7 @@ class StoredInterval:
     def of(
         cls, plan: FusionPlan, entries: Mapping[str, KV], start: int, stop: int, runtime: ModelRuntime
     ) -> StoredInterval:
-        """
-        Args:
-            entries: KV by key.
-            runtime: gives the rotary tables; it needs no weights.
-        """
+        """``entries``: KV by key. ``runtime`` gives the rotary tables; it needs no weights."""
         parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
         joined = tuple(join(parts))
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
@@ -44,11 +38,8 @@ class StoredInterval:
         return cls(start, stop, places, tables, joined, runtime.dtype)
 
     def layer(self, number: int, device: torch.device, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values of one layer in the compute dtype, each ``(num_heads, stop - start, head_dim)``.
-
-        Args:
-            heads: the KV heads that are wanted.
-        """
+        """Keys after RoPE and values of one layer in the compute dtype, each ``(num_heads, stop - start, head_dim)``,
+        of these KV heads."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         for joined in self._joined:
             keys, values, scale = joined.layer(number, device)

@@ -9,21 +9,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["model_runner"]
-
 _runners: list[weakref.ref[Any]] = []
 """The model runners of this process, once their weights are loaded. Several engines can live in one process."""
 
 
 def model_runner(vllm_config: Any) -> Any:
-    """The model runner of an engine in this process.
-
-    Args:
-        vllm_config: the engine's config, or a copy of it with the same ``model_config``.
-
-    Raises:
-        ValueError: the engine was started with another worker class, or with several connectors.
-    """
+    """The model runner of an engine in this process, by its config or a copy of it with the same ``model_config``.
+    Raises ValueError if the engine was started with another worker class, or with several connectors."""
     for known in reversed(_runners):
         runner = known()
         if runner is None or runner.vllm_config.model_config is not vllm_config.model_config:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from cacheclip_rag.base.checks import ALIASES
+
 from .served import ServedFields
-from .settings import ALIASES, EngineFields, ModelFields, Tokenizer
-from .skipped import warn_skipped
+from .settings import EngineFields, ModelFields, Tokenizer, warn_skipped
 
 __all__ = ["ALIASES", "EngineFields", "ModelFields", "ServedFields", "Tokenizer", "warn_skipped"]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.base.sampling import SamplingParams
     from cacheclip_rag.prompt.messages import Prompt
 
-__all__ = ["RemoteEngine", "ServedModel"]
-
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
@@ -225,7 +223,6 @@ class _StreamReading:
         return tuple(call for call in found if call is not None)
 
     def answer(self, base_url: str, calls: tuple[ToolCall, ...]) -> Answer:
-        """The whole answer."""
         known = {each.name for each in fields(FusionStats)}
         try:
             stats = FusionStats(**{name: value for name, value in (self._stats or {}).items() if name in known})
@@ -322,7 +319,6 @@ def _refusal(response: httpx.Response) -> CacheClipError:
 
 
 def _error(status: int, found: Mapping[str, Any]) -> CacheClipError:
-    """The error of a server as the engine would raise it."""
     message = f"the server says: {found.get('message')}"
     if found.get("code") == "context_length_exceeded":
         return PromptTooLongError(message)
@@ -350,7 +346,6 @@ two processes on one connection would take each other's answers."""
 
 
 def _client() -> httpx.Client:
-    """The connections of this process."""
     if os.getpid() not in _clients:
         try:
             import httpx

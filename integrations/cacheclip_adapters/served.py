@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.engine import CacheClipEngine
     from cacheclip_rag.fusion.answer import Answer
 
-__all__ = ["ServedFields"]
-
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("auxiliary", "store", "dtype", "device", "engine_kwargs")
@@ -46,11 +44,7 @@ class ServedFields(ModelFields):
 
     @property
     def engine(self) -> CacheClipEngine:
-        """The engine in use, if the model runs here.
-
-        Raises:
-            ConfigurationError: ``base_url`` is set.
-        """
+        """The engine in use, if the model runs here. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
                 f"the model runs in the server at {self.base_url}, so there is no engine here. What needs one (to "
@@ -66,11 +60,7 @@ class ServedFields(ModelFields):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """As without a server.
-
-        Raises:
-            ConfigurationError: ``base_url`` is set.
-        """
+        """As without a server. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
                 f"the model runs in the server at {self.base_url}, so its tokenizer is not known here. Use the same "
@@ -79,7 +69,6 @@ class ServedFields(ModelFields):
         return super().tokenizer
 
     def _remote(self) -> RemoteEngine | None:
-        """The server, if one answers."""
         if self.base_url is None:
             return None
         key = self.api_key.get_secret_value() if self.api_key else os.environ.get("CACHECLIP_API_KEY")
@@ -93,7 +82,6 @@ class ServedFields(ModelFields):
         )
 
     def _answering(self) -> CacheClipEngine | RemoteEngine:
-        """What answers."""
         return self._remote() or self.engine
 
     def _stored_tokens(self, answer: Answer) -> int:
@@ -130,5 +118,4 @@ class ServedFields(ModelFields):
         return replace(options, **nothing)
 
     def _is_set(self, name: str) -> bool:
-        """Whether a field has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))

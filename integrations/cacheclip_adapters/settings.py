@@ -4,7 +4,8 @@ defaults. It needs pydantic, which both frameworks install.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import ALIASES, AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
+from cacheclip_rag.base.checks import AUTO_RATIO, aliases_of, by_real_names, did_you_mean, path_as_text
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from cacheclip_rag.engine import CacheClipEngine, WarmUp
     from cacheclip_rag.timing.controller import Profile
 
-__all__ = ["ALIASES", "EngineFields", "ModelFields", "Tokenizer"]
+logger = logging.getLogger(__name__)
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -41,7 +42,7 @@ class EngineFields(BaseModel):
     """Settings of a component's engine. Weights load when the engine is first used.
 
     Components with equal fields share one engine per process, including a store in memory. Names and defaults of fields
-    are those of :class:`~cacheclip_rag.config.EngineConfig`; :data:`ALIASES` are accepted too. Its other settings
+    are those of :class:`~cacheclip_rag.config.EngineConfig`; those of frameworks are accepted too. Its other settings
     (``codec``, ``on_miss``, ``max_bytes``, ...) may be given by name as well, and are kept in ``engine_kwargs``.
 
     Raises:
@@ -151,7 +152,6 @@ class EngineFields(BaseModel):
         self._full_config()
 
     def _shared_system_prompt(self) -> str | None:
-        """System prompt of the engine's shared prefix."""
         return self.system_prompt
 
     def _engine_config(self) -> EngineConfig:
@@ -208,11 +208,8 @@ class ModelFields(EngineFields):
         self._call_options({})
 
     def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
-        """Options of a call, in which those of ``given`` override the fields.
-
-        Raises:
-            ConfigurationError: an unknown option, or a value out of range.
-        """
+        """Options of a call, in which those of ``given`` override the fields. Raises ConfigurationError: an unknown
+        option, or a value out of range."""
         given = with_tool_choice(given)
         if given.get("logprobs") not in (None, False):
             raise ConfigurationError(
@@ -254,6 +251,13 @@ class Tokenizer:
         from cacheclip_rag.models.load import load_tokenizer  # it loads torch
 
         return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
+
+
+def warn_skipped(text: str, sources: Sequence[str], error: Exception) -> None:
+    """Say which document has no KV, and why; the index is built all the same. Prompts with it are answered as without
+    this package."""
+    names = ", ".join(sources) or "without an id"
+    logger.warning("document %s (%r...) is not precomputed: %s", names, text[:40], error)
 
 
 def _without_per_call(config: EngineConfig) -> EngineConfig:

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
     from cacheclip_rag import Answer, Event
 
-__all__ = [
-    "ContextTooLongError",
-    "LangChainFields",
-    "ending",
-    "langchain_errors",
-    "last_answer",
-    "last_answer_async",
-    "origin",
-    "unchanging",
-]
-
 
 class ContextTooLongError(PromptTooLongError, ContextOverflowError):
     """A prompt or document is longer than the model's context. LangChain's code catches this as its own error."""
@@ -124,20 +113,7 @@ class LangChainFields(ServedFields):
 
 
 def ending(answer: Answer) -> dict[str, Any]:
-    """Response metadata of a finished answer."""
     return {"finish_reason": answer.finish_reason, "cacheclip": answer.stats.to_dict(), **telemetry(answer)}
-
-
-def last_answer(events: Iterable[Event]) -> Answer:
-    """The answer that a stream ends with."""
-    *_, last = events
-    assert last.answer is not None, "a stream ends with its answer"
-    return last.answer
-
-
-async def last_answer_async(events: Callable[[], Iterator[Event]]) -> Answer:
-    """Like :func:`last_answer`, in a separate thread. A cancelled call stops before the next token."""
-    return last_answer([event async for event in iterate_in_thread(events)])
 
 
 def origin(document: Document) -> tuple[str, str]:
@@ -166,6 +142,21 @@ def unchanging(store: Any, name: str) -> Any:
         )
 
     return refused
+
+
+def passed_on(attribute: str, name: str) -> tuple[Any, Any]:
+    """A method, and its asynchronous form (``a`` before its name, after underscores), of what a wrapper holds under
+    ``attribute``."""
+
+    def method(name: str) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(getattr(self, attribute), name)(*args, **kwargs)
+
+        call.__name__ = name
+        return call
+
+    public = name.lstrip("_")
+    return method(name), method(name.removesuffix(public) + "a" + public)
 
 
 def _listed(documents: Iterable[Document | str] | Document | str) -> list[Document | str]:

@@ -15,8 +15,6 @@ from langchain_core.runnables.config import ensure_config, merge_configs
 from langchain_core.runnables.utils import AddableDict
 from langchain_core.tracers.context import register_configure_hook
 
-__all__ = ["CacheClipStatsHandler", "collect_cacheclip_stats", "with_cacheclip_stats"]
-
 _KEY = "cacheclip"
 
 

@@ -31,20 +31,19 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.forced_tools import can_constrain, with_tool_choice
+from cacheclip_rag.fusion.answer import last_answer
 from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
-from .base import LangChainFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending
 
 if TYPE_CHECKING:
     from cacheclip_adapters.remote import RemoteEngine
 
     from cacheclip_rag import Answer, Event
     from cacheclip_rag.prompt.tools import ToolCall
-
-__all__ = ["ChatCacheClip"]
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 
@@ -219,7 +218,7 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return self._result(await last_answer_async(self._asked(messages, stop, kwargs)))
+        return self._result(await answer_in_thread(self._asked(messages, stop, kwargs)))
 
     def _stream(
         self,
@@ -293,7 +292,6 @@ def _reasoned(text: str) -> dict[str, Any]:
 
 
 def _call_chunk(call: ToolCall, index: int) -> Any:
-    """A whole call as a chunk of a stream."""
     return tool_call_chunk(name=call.name, args=json.dumps(call.arguments, ensure_ascii=False), id=call.id, index=index)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.documents import Document
 from langchain_core.stores import BaseStore
 
-from .base import LangChainFields, unchanging
-
-__all__ = ["CacheClipDocumentStore"]
+from .base import LangChainFields, passed_on, unchanging
 
 
 class CacheClipDocumentStore(BaseStore[str, Document]):
@@ -61,20 +59,9 @@ class CacheClipDocumentStore(BaseStore[str, Document]):
         await self.docstore.amdelete(keys)
         await asyncio.to_thread(lambda: self.llm.engine.release(sources=keys))
 
-    def mget(self, keys: Sequence[str]) -> list[Document | None]:
-        return self.docstore.mget(keys)
-
-    async def amget(self, keys: Sequence[str]) -> list[Document | None]:
-        return await self.docstore.amget(keys)
-
-    def yield_keys(self, *, prefix: str | None = None) -> Iterator[str]:
-        return self.docstore.yield_keys(prefix=prefix)
-
-    async def ayield_keys(self, *, prefix: str | None = None) -> AsyncIterator[str]:
-        async for key in self.docstore.ayield_keys(prefix=prefix):
-            yield key
+    mget, amget = passed_on("docstore", "mget")
+    yield_keys, ayield_keys = passed_on("docstore", "yield_keys")
 
 
 def _keyed(pairs: Sequence[tuple[str, Document]]) -> list[Document]:
-    """The documents, with their keys as ids."""
     return [document.model_copy(update={"id": key}) for key, document in pairs]

@@ -23,8 +23,6 @@ from cacheclip_rag.base.errors import ConfigurationError
 
 from .base import LangChainFields, origin
 
-__all__ = ["CacheClipDocumentTransformer", "create_cacheclip_documents_chain"]
-
 _CONTENT = PromptTemplate.from_template("{page_content}")
 
 

@@ -9,15 +9,14 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.usage import token_usage
+from cacheclip_rag.fusion.answer import last_answer
 
-from .base import LangChainFields, ending, last_answer, last_answer_async
+from .base import LangChainFields, ending
 
 if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
-
-__all__ = ["CacheClipLLM"]
 
 
 class CacheClipLLM(LangChainFields, BaseLLM):
@@ -60,7 +59,7 @@ class CacheClipLLM(LangChainFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         calls = [self._bind(prompt, stop, kwargs) for prompt in prompts]
-        return self._results([await last_answer_async(call) for call in calls])
+        return self._results([await answer_in_thread(call) for call in calls])
 
     def _stream(
         self,

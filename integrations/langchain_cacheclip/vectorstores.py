@@ -14,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheclip_rag.base.errors import ConfigurationError
 
-from .base import langchain_errors, unchanging
+from .base import langchain_errors, passed_on, unchanging
 
 if TYPE_CHECKING:
     from typing import Self
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from cacheclip_rag.ingest.plan import IngestPlan
 
     from .base import LangChainFields
-
-__all__ = ["CacheClipVectorStore"]
 
 logger = logging.getLogger(__name__)
 
@@ -183,58 +181,18 @@ class CacheClipVectorStore(VectorStore):
 
     # -- searches -----------------------------------------------------------------------------------------------
 
-    def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        return self.store.get_by_ids(ids)
-
-    async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        return await self.store.aget_by_ids(ids)
-
-    def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return self.store.similarity_search(query, k, **kwargs)
-
-    async def asimilarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        return await self.store.asimilarity_search(query, k, **kwargs)
-
-    def similarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        return self.store.similarity_search_with_score(*args, **kwargs)
-
-    async def asimilarity_search_with_score(self, *args: Any, **kwargs: Any) -> list[tuple[Document, float]]:
-        return await self.store.asimilarity_search_with_score(*args, **kwargs)
-
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        return self.store.similarity_search_by_vector(embedding, k, **kwargs)
-
-    async def asimilarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        return await self.store.asimilarity_search_by_vector(embedding, k, **kwargs)
-
-    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        return self.store.max_marginal_relevance_search(query, *args, **kwargs)
-
-    async def amax_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        return await self.store.amax_marginal_relevance_search(query, *args, **kwargs)
-
-    def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        return self.store.max_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    async def amax_marginal_relevance_search_by_vector(
-        self, embedding: list[float], *args: Any, **kwargs: Any
-    ) -> list[Document]:
-        return await self.store.amax_marginal_relevance_search_by_vector(embedding, *args, **kwargs)
-
-    def _select_relevance_score_fn(self) -> Callable[[float], float]:
-        return self.store._select_relevance_score_fn()
-
-    def _similarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return self.store._similarity_search_with_relevance_scores(query, k, **kwargs)
-
-    async def _asimilarity_search_with_relevance_scores(
-        self, query: str, k: int = 4, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        return await self.store._asimilarity_search_with_relevance_scores(query, k, **kwargs)
+    get_by_ids, aget_by_ids = passed_on("store", "get_by_ids")
+    similarity_search, asimilarity_search = passed_on("store", "similarity_search")
+    similarity_search_with_score, asimilarity_search_with_score = passed_on("store", "similarity_search_with_score")
+    similarity_search_by_vector, asimilarity_search_by_vector = passed_on("store", "similarity_search_by_vector")
+    max_marginal_relevance_search, amax_marginal_relevance_search = passed_on("store", "max_marginal_relevance_search")
+    max_marginal_relevance_search_by_vector, amax_marginal_relevance_search_by_vector = passed_on(
+        "store", "max_marginal_relevance_search_by_vector"
+    )
+    _select_relevance_score_fn = passed_on("store", "_select_relevance_score_fn")[0]
+    _similarity_search_with_relevance_scores, _asimilarity_search_with_relevance_scores = passed_on(
+        "store", "_similarity_search_with_relevance_scores"
+    )
 
     @classmethod
     def from_texts(

@@ -114,22 +114,14 @@ class TestProcess:
         assert problems == []
         assert texts == [expected] * 4
 
-    def test_importing_is_fast_and_loads_no_torch(self) -> None:
-        program = (
-            "import sys, time; begin = time.perf_counter(); import cacheclip_rag; spent = time.perf_counter() - begin; "
-            "heavy = {'torch', 'transformers', 'numpy', 'langchain_core', 'llama_index'} & set(sys.modules); "
-            "assert not heavy, heavy; print(spent)"
-        )
-        seconds = [
-            float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
-            for _ in range(3)
-        ]
-        assert min(seconds) < 0.3
-
     def test_what_loads_no_torch(self) -> None:
-        """Settings, options of a call, and what adapters import."""
+        """The package, settings, options of a call, and what adapters import."""
         program = """
 import sys
+import cacheclip_rag
+
+heavy = {"torch", "transformers", "numpy", "langchain_core", "llama_index"}
+assert not heavy & set(sys.modules)
 from cacheclip_rag import CallOptions, EngineConfig
 import cacheclip_rag.answering.options, cacheclip_rag.frontend.aio
 EngineConfig(), EngineConfig(method="epic", recompute_ratio=0.1), CallOptions()

@@ -86,11 +86,6 @@ class TestMisses:
         assert answer.stats.misses == 4 and answer.stats.nominal_ratio == 0.2
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
 
-    def test_the_second_call_hits(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.generate(rag(chunks), SHORT, documents=chunks)
-        stats = engine.generate(rag(chunks), SHORT).stats  # and needs no candidates any more
-        assert (stats.hits, stats.misses, stats.fallback) == (4, 0, None)
-
     @pytest.mark.parametrize(("length", "stores"), [(200, False), (400, True)])
     def test_a_part_of_a_deleted_text(
         self, engine: CacheClipEngine, chunks: list[str], length: int, stores: bool
@@ -238,13 +233,6 @@ class TestDamage:
         assert answer.token_ids == engine.generate(rag(chunks), SHORT, method="full").token_ids
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
 
-    def test_all_damaged_says_that_it_was_a_plain_prefill(self, engine: CacheClipEngine, chunks: list[str]) -> None:
-        engine.precompute(chunks)
-        for chunk in chunks:
-            self.damage(engine, engine.config.primary, chunk)
-        stats = engine.generate(rag(chunks), SHORT).stats
-        assert stats.fallback is not None
-
     def test_damaged_for_the_auxiliary(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         expected = engine.generate(rag(chunks), SHORT)
@@ -284,24 +272,6 @@ class TestStore:
             engine.precompute(iter([chunks[0], "", chunks[1]]))
         assert engine.is_stored(chunks[0]) and not engine.is_stored(chunks[1])
 
-    def test_survives_a_new_engine(
-        self, engine: CacheClipEngine, make: Callable[..., CacheClipEngine], chunks: list[str]
-    ) -> None:
-        engine.precompute(chunks)
-        again = make(store=engine.config.store)
-        assert again.precompute(chunks) == 0
-        assert again.generate(rag(chunks), SHORT).stats.hits == 4
-
-    def test_memory_and_disk_give_the_same_answer(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        engines = [make(), make(store=str(tmp_path / "a")), make(store=str(tmp_path / "b"), memory_bytes=10**8)]
-        answers = []
-        for engine in engines:
-            engine.precompute(chunks)
-            answers.append(engine.generate(rag(chunks), SHORT).token_ids)
-        assert answers[0] == answers[1] == answers[2]
-
     @pytest.mark.parametrize("method", [preset("block"), BEHIND_PASSAGES], ids=["block", "passages"])
     def test_release_of_every_chunk_context_loads_no_model(
         self, make: Callable[..., CacheClipEngine], tmp_path: Path, chunks: list[str], method: Method
@@ -317,9 +287,6 @@ class TestStore:
         assert not any(engine.is_stored(text) for text in chunks[:2])
         assert engine.precompute(chunks[:2], method=method) == 2, "nothing of it is left"
 
-    def test_release_of_nothing_loads_no_model(self, make: Callable[..., CacheClipEngine]) -> None:
-        assert make(primary="no-such-model", auxiliary=None).release([]) == 0
-
     def test_release(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         assert engine.release(chunks[:2]) == 2
@@ -330,18 +297,6 @@ class TestStore:
         assert engine.generate(rag(chunks), SHORT).stats.misses == 0
         assert engine.precompute(chunks) == 2
         assert engine.generate(rag(chunks), SHORT).stats.hits == 4
-
-    def test_namespaces_do_not_share(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path
-    ) -> None:
-        ours, theirs = (make(store=str(tmp_path), namespace=n) for n in ("ours", "theirs"))
-        ours.precompute(chunks)
-        assert not theirs.is_stored(chunks[0])
-        assert Chunk(chunks[0]) not in theirs.segment(rag(chunks))
-        assert theirs.generate(rag(chunks), SHORT).stats.hits == 0
-        assert theirs.precompute(chunks) == 4
-        theirs.release(chunks)
-        assert ours.generate(rag(chunks), SHORT).stats.hits == 4
 
     def test_other_system_prompt_does_not_share(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], tmp_path: Path

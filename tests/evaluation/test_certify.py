@@ -18,11 +18,17 @@ from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.guards.fidelity import kl_divergence
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.lab.evaluation import exactness
+from cacheclip_rag.lab.evaluation import guarantee as guarantees
 from cacheclip_rag.lab.evaluation.certify import RATIOS, certify
+from cacheclip_rag.lab.evaluation.conversations import questions_of
 from cacheclip_rag.lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
+from cacheclip_rag.lab.evaluation.lab import Lab, planned_runs
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
@@ -203,12 +209,113 @@ class TestCertify:
         for row in certificate.ratios:
             assert row.gate[0].verdict == row.verdict, "no gate"
 
-    def test_an_engine_takes_the_gate_from_it(self, config: EngineConfig) -> None:
-        certificate = replace(certify(replace(config, min_confidence="auto"), quick=True), quick=False)
+    def test_the_promise_is_that_of_the_prompts_answers(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same questions asked by hand. Few random answers are equal: it is told that nothing is promised."""
+        monkeypatch.setattr(guarantees, "bundled_prompts", lambda count: short_prompts(count // 20))
+        found = certify(config, quick=True, max_differ=0.1).guarantee
+        assert found and (found.most, found.n, found.gates, found.chunks) == (0.1, 5, (), (5, 5))
+        engine, lengths = CacheClipEngine(config), []
+        for each in short_prompts(5):
+            text = "\n\n".join(map(str.strip, each.chunks)) + f"\n\nQuestion: {each.question}\nAnswer:"
+            lengths.append(engine.plan(text, method="full").layout.num_tokens)
+        assert found.prompt_tokens == (min(lengths), max(lengths))
+
+    @pytest.mark.parametrize(("differing", "sure_of", "least"), [(0, 0.1, 0.9), (3, 0.6, 0.9), (20, 0.9, None)])
+    def test_answers_of_an_evaluation_make_the_promise(
+        self, config: EngineConfig, tmp_path: Path, differing: int, sure_of: float, least: float | None
+    ) -> None:
+        """Answers are planted in a real folder. Of 60, three that differ are one too many, below the gate they are
+        none. An engine takes what was found."""
+        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+        runs = planned_runs(["cacheclip"], [0.2], config)
+        Lab("planted", records, config, runs, tmp_path / "eval").run()
+        items = tmp_path / "eval" / "items.jsonl"
+        full, own = map(json.loads, items.read_text().splitlines())
+        full |= {"answer": "same"}
+        sure = {"confidence": 0.9, "later_confidence": 0.9, "confidence_to_difference": None}
+        unsure = {"answer": "other", **sure, "confidence": sure_of}
+        lines = [
+            {**item, "id": f"{number}"}
+            for number in range(60)
+            for item in (full, {**own, "answer": "same", **(unsure if number < differing else sure)})
+        ]
+        items.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        certificate = certify(config, max_differ=0.1, answers=tmp_path / "eval")
+        assert certificate.guarantee and certificate.guarantee.n == 60
+        gates = [(e.ratio, e.min_confidence, e.differing, round(e.cost, 2)) for e in certificate.guarantee.gates]
+        # the strictest of those that cost the same
+        assert gates == ([] if least is None else [(0.2, least, 0, round(own["charged_ratio"] + differing / 60, 2))])
         certificate.save()
-        gate = next(row.gate for row in certificate.ratios if row.ratio == certificate.ratio)
-        kept = [each.min_confidence for each in gate if each.first_token_agreement == 1.0 and each.charged_ratio < 1.0]
-        assert CacheClipEngine(replace(config, min_confidence="auto")).make_method().min_confidence == min(kept)
+        engine = CacheClipEngine(replace(config, min_confidence="auto"))
+        if least is None:
+            with pytest.raises(CertificateError, match="60 prompts do not show"):
+                engine.make_method()
+        else:
+            assert engine.make_method() == replace(preset("cacheclip"), min_confidence=least)
+
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_turns_are_compared_with_full_prefill_of_the_same_history(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
+        """Brute force, with an engine that nothing else was asked. Planted: no turn continues the one before."""
+        config = replace(config, recompute_ratio=0.3)
+        with monkeypatch.context() as patched:
+            if planted:
+                patched.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+            turns = certify(config, quick=True, turns=5).turns
+        assert [each.turn for each in turns] == [1, 2, 3, 4, 5] and not turns[0].continued_tokens
+        engine = CacheClipEngine(config)
+        prompt, method = short_prompts(2)[1], engine.make_method()
+        engine.precompute(prompt.chunks)
+        messages, found = list[dict[str, str]](), list[tuple[float, int, int]]()
+        for turn in questions_of(prompt, 5, 0):
+            messages.append({"role": "user", "content": turn.question if messages else turn.text})
+            full = engine.prefill(messages, method=preset("full")).logits
+            own = engine.prefill(messages, method=method).logits
+            answer = engine.generate(messages, SamplingParams(max_tokens=6))
+            kl = float(kl_divergence(full, own))
+            found.append((kl, answer.stats.continued_tokens, answer.stats.prompt_tokens))
+            messages.append({"role": "assistant", "content": answer.text})
+        assert all(continued > 0 for _, continued, _ in found[1:])
+        expected = [(pytest.approx(kl, rel=1e-3, abs=1e-5), *sizes) for kl, *sizes in found]
+        seen = [(each.first_token_kl["mean"], each.continued_tokens, each.prompt_tokens) for each in turns]
+        assert (seen == expected) is not planted
+
+    def test_turns_at_ratio_1_are_exact_and_the_worst_turn_is_the_verdict(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True, turns=3)
+        assert [each.verdict for each in certificate.turns] == ["exact"] * 3 and certificate.verdict == "exact"
+        certificate.save()
+        bad = replace(certificate, turns=(*certificate.turns[:2], replace(certificate.turns[2], verdict="faithful")))
+        bad.save()
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+        replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+
+    def test_questions_of_a_conversation(self) -> None:
+        for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):
+            asked = questions_of(prompt, 5, number)
+            needles = {each.needle for each in asked} - {None}
+            assert len({each.question for each in asked}) == 5 and prompt.needle in needles and len(needles) == 3
+            assert all(prompt.text.count(needle) == 1 for needle in needles)
+
+    def test_answers_of_others_make_none(
+        self, config: EngineConfig, tmp_path: Path, tiny_models: dict[str, str]
+    ) -> None:
+        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+        Lab("others", records, config, planned_runs(["cacheclip"], [0.3], config), tmp_path / "eval").run()
+        asked = {"max_differ": 0.1, "answers": tmp_path / "eval"}
+        with pytest.raises(
+            ConfigurationError, match=r"expected answers of method 'cacheclip'.*--methods full,cacheclip"
+        ):
+            certify(config, **asked)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=r"certified models.*dtype is 'float32'.*another folder"):
+            certify(replace(config, dtype="bfloat16"), **asked)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="expected the folder of a comparison.*--out"):
+            certify(config, max_differ=0.1, answers=tmp_path)
+        with pytest.raises(ConfigurationError, match="max_differ must be a share from 0.01 to 0.5, got 10"):
+            certify(config, max_differ=10)
 
     def test_a_gate_of_the_engine_is_left_out(self, config: EngineConfig) -> None:
         found = certify(replace(config, min_confidence=1.0), quick=True)
@@ -300,11 +407,17 @@ class TestCommand:
         assert value["verdict"] == "exact" and Path(value["path"]).is_file()
         assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
 
+    def test_turns_are_measured_with_transformers_only(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--turns", "2", "--backend", "vllm"])
+        assert isinstance(result.exception, ConfigurationError) and "leave out --turns" in str(result.exception)
+
     def test_found_wanting_is_exit_code_1(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "160")
-        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05"])
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05", "--turns", "3"])
         assert result.exit_code == 1
         for word in (
+            "Turns of conversations at ratio 0.05",
+            "continued",
             "Verdict at ratio 0.05: not faithful",
             "nominal",
             "charged",
@@ -315,8 +428,47 @@ class TestCommand:
         ):
             assert word in " ".join(result.stdout.split()), word
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--max-differ", "0.1"], "--quick"),
+            (["--max-differ", "0.1", "--backend", "vllm"], "--max-differ needs many prompts"),
+            (["--settings", "{answers}"], "for --max-differ, which is missing"),
+        ],
+    )
+    def test_a_promise_needs_many_prompts(
+        self, arguments: list[str], tmp_path: Path, options: list[str], message: str
+    ) -> None:
+        (tmp_path / "own.toml").write_text('[certify]\nanswers = "there"\n')
+        given = [each.format(answers=tmp_path / "own.toml") for each in options]
+        result = CliRunner().invoke(app, [*arguments, *given])
+        assert isinstance(result.exception, ConfigurationError) and message in str(result.exception)
+
+    def test_a_promise_is_printed(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exit code 1 if no gate holds, whatever the verdict."""
+        monkeypatch.setattr(module, "_PROMPTS", 2)
+        gate = PromisedGate(0.05, 0.4, 3, 0.0912, 0.456)
+        for gates, code, said in (((gate,), 0, "takes the first row"), ((), 1, "No gate that costs less")):
+            made = Guarantee(0.1, 0.95, 100, gates, (900, 1200), (5, 5), (2, 32))
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "asked_answers", lambda *_: {})
+                patch.setattr(module, "guarantee_of", lambda *_, made=made: made)
+                result = CliRunner().invoke(app, [*arguments[:-1], "--ratio", "0.05", "--max-differ", "0.1"])
+            text = " ".join(result.stdout.split())
+            assert result.exit_code == code and said in text, result.output
+            assert "Shown by 100 prompts, and holds for such: prompts of 900-1,200 tokens, 5 chunks" in text
+            assert ("3 of 100" in text and "9.1%" in text and "0.46" in text) == bool(gates)
+
 
 class TestPrompts:
+    def test_more_are_other_prompts_with_the_same_questions(self) -> None:
+        many = bundled_prompts(200)
+        assert many[:24] == bundled_prompts(24) and len({prompt.text for prompt in many}) == 200
+        assert len({prompt.question for prompt in many}) == 24
+        assert all(
+            prompt.text.count(prompt.needle or "access number of") == (1 if prompt.needle else 0) for prompt in many
+        )
+
     def test_are_the_same_every_time(self) -> None:
         assert bundled_prompts(24) == bundled_prompts(24) and bundled_prompts(6) == bundled_prompts(24)[:6]
         assert len({prompt.text for prompt in bundled_prompts(24)}) == 24

@@ -16,7 +16,7 @@ import cacheclip_rag.lab.evaluation.certify as certifying
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
 from cacheclip_rag.lab.evaluation import answering, exactness, served
-from cacheclip_rag.lab.evaluation.certify import PromptOutcome, certify, figures_of, finds
+from cacheclip_rag.lab.evaluation.certify import PromptOutcome, certify, figures_of
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES, gated
 from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_rag.lab.evaluation.questions import QuestionPrompt, ask
@@ -183,8 +183,8 @@ class TestVerdict:
         ("answer", "found"), [("It is 4,711.", True), ("47 11", True), ("4711", True), ("471", False), ("", False)]
     )
     def test_a_needle_is_found(self, answer: str, found: bool) -> None:
-        assert finds(EvaluationPrompt(("a",), "b", "4711"), answer) is found
-        assert finds(EvaluationPrompt(("a",), "b", None), answer) is None
+        assert EvaluationPrompt(("a",), "b", "4711").finds(answer) is found
+        assert EvaluationPrompt(("a",), "b", None).finds(answer) is None
 
     def test_gates(self) -> None:
         """Of four prompts, three of different confidence and one whose confidence is a gate's."""
@@ -225,7 +225,7 @@ def test_a_certificate_tells_what_a_slow_comparison_finds(
     others = [runtime.decode_ids(slow_answer(runtime, prefilled(prompt, methods[0.3]), 5)[0]) for prompt in prompts]
     needles = [answers[0].replace(" ", "")[:3], others[1].replace(" ", ""), None]
     prompts = [replace(prompt, needle=needle) for prompt, needle in zip(prompts, needles, strict=True)]
-    assert finds(prompts[0], answers[0]) and not finds(prompts[1], answers[1])
+    assert prompts[0].finds(answers[0]) and not prompts[1].finds(answers[1])
 
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
     small = {"bundled_prompts": lambda count: prompts[:count], "_QUICK_PROMPTS": 3, "ANSWER_TOKENS": 5}
@@ -250,7 +250,7 @@ def test_a_certificate_tells_what_a_slow_comparison_finds(
             ids, rows = slow_answer(runtime, prefilled(prompt), 5)
             found.append(slow(rows, slow_rows(runtime, prefilled(prompt, methods[row.ratio]), ids)))
             own, _ = slow_answer(runtime, prefilled(prompt, methods[row.ratio]), 5)
-            hidden.append(finds(prompt, runtime.decode_ids(own)))
+            hidden.append(prompt.finds(runtime.decode_ids(own)))
         for name in ("first_token_kl", "answer_kl"):
             values = [getattr(each, name) for each in found]
             expected = {"mean": statistics.fmean(values), "median": statistics.median(values), "max": max(values)}

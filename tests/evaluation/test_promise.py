@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from cacheclip_rag.lab.evaluation.promise import Pairs, broken_share, promise_of
+from cacheclip_rag.lab.evaluation import promise as module
+from cacheclip_rag.lab.evaluation.promise import Pairs, broken_share, held_gates, promise_of
 from cacheclip_rag.lab.evaluation.results import ItemResult
 
 
@@ -25,15 +26,16 @@ def pairs_of(count: int, seed: int, *, ratio: float = 0.2, wrong_at: float = 0.6
     return found
 
 
-@pytest.mark.parametrize(("count", "is_made"), [(28, False), (29, True)])
-def test_the_fewest_questions_that_can_show_a_promise(count: int, is_made: bool) -> None:
-    # 0.9 ** 28 is above 0.05, 0.9 ** 29 below
+@pytest.mark.parametrize(("ratios", "count", "is_made"), [(1, 28, False), (1, 29, True), (3, 38, False), (3, 39, True)])
+def test_the_fewest_questions_that_can_show_a_promise(ratios: int, count: int, is_made: bool) -> None:
+    # 0.9 ** 28 is above 0.05, 0.9 ** 29 below; three ratios share the error
     pairs = [(item(number, "same", 1.0), item(number, "same", None)) for number in range(count)]
-    promise = promise_of({"clip": pairs}, 0.1)
+    promise = promise_of({f"clip@{n}": pairs for n in range(ratios)}, 0.1)
     assert (promise is not None) == is_made
     if promise:
         # of gates that cost the same the strictest
-        assert (promise.min_confidence, promise.wrong, promise.n, promise.cost) == (1.0, 0, count, 0.2)
+        assert (promise.min_confidence, promise.wrong, promise.n) == (1.0, 0, count)
+        assert promise.cost == pytest.approx(0.2)
 
 
 def test_the_gate_is_the_cheapest_that_the_test_allows() -> None:
@@ -53,7 +55,7 @@ def test_a_gate_after_one_that_failed_shows_nothing() -> None:
         (item(n, "other" if n < 30 else "same", 0.5 if n < 30 else 0.9), item(n, "same", None)) for n in range(100)
     ]
     promise = promise_of({"clip": pairs}, 0.1)
-    assert promise and (promise.min_confidence, promise.cost) == (0.9, 0.5)
+    assert promise and promise.min_confidence == 0.9 and promise.cost == pytest.approx(0.5)
 
 
 def test_the_cheapest_ratio_is_taken() -> None:
@@ -77,7 +79,32 @@ def test_a_lower_score_is_another_risk() -> None:
     assert promise_of({"clip": pairs}, 0.1, "loses")  # other words, as good
 
 
+@pytest.mark.parametrize(
+    ("wrong", "count", "bound"), [(0, 29, 0.0981), (4, 100, 0.0892), (9, 90, 0.1680), (0, 1, 0.95)]
+)
+def test_the_bound_is_that_of_clopper_and_pearson(wrong: int, count: int, bound: float) -> None:
+    """Quantiles of beta(wrong + 1, count - wrong), from a table."""
+    assert module._upper_bound(wrong, count, 0.05) == pytest.approx(bound, abs=1e-4)
+    assert module._shows(wrong, count, bound + 1e-3, 0.05) and not module._shows(wrong, count, bound - 1e-3, 0.05)
+
+
+def test_of_each_ratio_the_cheapest_gate_and_together_they_hold() -> None:
+    runs = {f"clip@{ratio}": pairs_of(300, seed, ratio=ratio) for seed, ratio in enumerate((0.1, 0.2, 0.4))}
+    found = held_gates(runs, 0.1)
+    assert len(found) == 3 and found == sorted(found, key=lambda each: each.cost) and found[0] == promise_of(runs, 0.1)
+    assert all(each.bound <= 0.1 for each in found)
+    # each ratio has a third of the error, so that its gate is no cheaper than alone
+    for each in found:
+        alone = promise_of({each.label: runs[each.label]}, 0.1)
+        assert alone and alone.cost <= each.cost and alone.min_confidence <= each.min_confidence
+
+
 @pytest.mark.parametrize("risk", ["differs", "loses"])
-def test_promises_are_seldom_broken(risk: str) -> None:
-    made, broken = broken_share({"clip": pairs_of(400, 7)}, 0.1, risk, resamplings=1000)
-    assert made > 0.9 and broken <= 0.05
+def test_promises_are_seldom_broken(risk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with a wrong bound, the observed share itself, they are broken often."""
+    runs = {"clip@0.2": pairs_of(400, 7), "clip@0.3": pairs_of(400, 8, ratio=0.3, wrong_at=0.5)}
+    found = broken_share(runs, 0.1, risk, resamplings=1000)
+    assert found.made > 0.9 and found.broken <= 0.05
+    monkeypatch.setattr(module, "_shows", lambda wrong, count, most, error: wrong <= most * count)
+    planted = broken_share(runs, 0.1, risk, resamplings=300)
+    assert planted.broken > 0.2 and planted.broken_on_others > 0.2

@@ -15,8 +15,7 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention_plan import causal_plan
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
-from cacheclip_rag.selection.packed_chunks import score_chunks
-from tests.conftest import CHUNKS, QUESTION, rag_prompt
+from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
 
 K_NORM = ("qwen3", "qwen3-moe", "gemma3", "olmo2")
@@ -101,16 +100,6 @@ class TestIndependence:
     """The same bits, whatever happened around them."""
 
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
-    def test_of_the_order_of_precomputing(self, primary: str, tiny_models: dict[str, str]) -> None:
-        logits = []
-        for order in itertools.islice(itertools.permutations(CHUNKS[:3]), 0, 6, 2):
-            engine = make_engine(primary, tiny_models["auxiliary"])
-            for text in order:
-                engine.precompute([text])
-            logits.append(prefilled(engine, rag_prompt(CHUNKS[:3]), "cacheclip", 0.3).logits)
-        assert all(torch.equal(logits[0], other) for other in logits[1:])
-
-    @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_being_precomputed_together(self, primary: str, tiny_models: dict[str, str]) -> None:
         together, apart = (make_engine(primary, tiny_models["auxiliary"]) for _ in range(2))
         together.precompute(CHUNKS)
@@ -119,19 +108,6 @@ class TestIndependence:
         for text in CHUNKS:
             left, right = (engine.parts.caches_after_prefix.read(text) for engine in (together, apart))
             assert left is not None and right is not None and torch.equal(left.tensor(), right.tensor())
-
-    def test_scores_of_the_other_chunks_in_the_pass(self, primary: str) -> None:
-        """A chunk is scored alike alone and beside others, in any order, whatever the auxiliary's architecture."""
-        runtime = load_model(primary)
-        prefix = runtime.encode(runtime.tokenize("Read.").ids)
-        kv = [runtime.encode(runtime.tokenize(text).ids, prefix) for text in CHUNKS[:3]]
-        question = runtime.tokenize(QUESTION).ids
-        together = score_chunks(runtime, prefix, kv, question)
-        for number, alone in enumerate(kv):
-            assert gap(score_chunks(runtime, prefix, [alone], question)[0], together[number]) < 1e-5
-        turned = score_chunks(runtime, prefix, kv[::-1], question)[::-1]
-        assert all(gap(left, right) < 1e-5 for left, right in zip(together, turned, strict=True))
-        assert all(float(score.sum()) > 0 for score in together)
 
     @pytest.mark.parametrize("primary", KINDS, indirect=True)
     def test_of_another_answer_under_way(self, primary: str, tiny_models: dict[str, str]) -> None:
@@ -220,17 +196,17 @@ def gap_or_0(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class TestManyChunks:
-    def test_two_hundred(self, tiny_models: dict[str, str]) -> None:
-        texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(200)]
+    def test_eighty(self, tiny_models: dict[str, str]) -> None:
+        texts = [f"Ledger {number}: {number * 7919 % 1000} crowns." for number in range(80)]
         from tests.conftest import LLAMA, build_model
 
         folder = Path(tiny_models["llama"]).parent / "llama-long"
         if not folder.exists():
-            build_model(folder, LLAMA, context=16384)
+            build_model(folder, LLAMA, context=8192)
         engine = CacheClipEngine(primary=str(folder), auxiliary=None, method="epic", chunk_context="prefix")
         engine.precompute(texts)
         fused = prefilled(engine, rag_prompt(texts), "epic", 1.0)
-        assert fused.stats.hits == 200 and fused.stats.fallback is None
+        assert fused.stats.hits == 80 and fused.stats.fallback is None
         assert gap(fused.logits, reference_logits(str(folder), fused.layout.ids)) < EXACT
         partial = prefilled(engine, rag_prompt(texts), "epic", 0.2).stats
         assert partial.recomputed_tokens == round(0.2 * partial.chunk_tokens)

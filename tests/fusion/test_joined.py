@@ -23,7 +23,7 @@ from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_rag.selection.heads import HeadSet
 from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, part_of
-from tests.conftest import SENTENCES, rag_prompt
+from tests.conftest import SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import gap, make_engine
 
 CODECS = ("float32", "bfloat16", "int8")
@@ -284,11 +284,9 @@ class TestOperations:
         assert found.stats.hits == num_chunks and found.stats.effective_ratio == pytest.approx(0.2, abs=0.01)
         return counted
 
-    @pytest.mark.parametrize("mixed", [False, True])
-    @pytest.mark.parametrize("primary", ["llama", "gemma3", "gpt-oss"], indirect=True)
-    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    @some_of(2, codec=("float32", "int8"), mixed=(False, True), model=("llama", "gemma3", "gpt-oss"))
     def test_they_do_not_grow_with_the_number_of_chunks(
-        self, primary: str, tiny_models: dict[str, str], codec: str, mixed: bool
+        self, tiny_models: dict[str, str], codec: str, mixed: bool, model: str
     ) -> None:
         """Outside the layers they are equal. Inside, where scores are reduced and corrections made, blocks of attention
         may be others, but not more."""
@@ -296,7 +294,9 @@ class TestOperations:
         words = [choice.choice(" ".join(SENTENCES).split()) for _ in range(640)]
         options = {"recompute_ratio": 0.2, "codec": codec}
         few, many = (
-            self.operations(make_engine(primary, tiny_models["auxiliary"], **options), words, count, mixed=mixed)
+            self.operations(
+                make_engine(tiny_models[model], tiny_models["auxiliary"], **options), words, count, mixed=mixed
+            )
             for count in (8, 64)
         )
         assert many.outside <= 1.1 * few.outside, f"{few.outside} operations for 8 chunks, {many.outside} for 64"

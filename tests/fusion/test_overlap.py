@@ -29,7 +29,7 @@ from cacheclip_rag.store import (
 from cacheclip_rag.store import ahead as module
 from cacheclip_rag.store.codecs import Frame
 from cacheclip_rag.testing.throttled import ThrottledBackend
-from tests.conftest import CHUNKS, SENTENCES, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "anchored", "epic", "direct", "ape", "query_attention", "cacheblend", "block")
@@ -147,9 +147,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 class TestDelays:
-    @pytest.mark.parametrize("codec", ["float32", "int8"])
-    @pytest.mark.parametrize("in_parts", [True, False])
-    @pytest.mark.parametrize("method", METHODS)
+    @some_of(3, codec=("float32", "int8"), in_parts=(True, False), method=METHODS)
     def test_answers_are_the_same(
         self, models: tuple[str, str], tmp_path: Path, method: str, codec: str, in_parts: bool
     ) -> None:
@@ -270,9 +268,7 @@ def damage(slow: Slow, key: str, layer: int) -> None:
 
 
 class TestFailures:
-    @pytest.mark.parametrize("number", [0, 1, len(CHUNKS) - 1])
-    @pytest.mark.parametrize("layer", [0, -1])
-    @pytest.mark.parametrize("method", ["cacheclip", "epic", "ape", "cacheblend"])
+    @some_of(2, method=("cacheclip", "epic", "ape", "cacheblend"), layer=(0, -1), number=(0, 1, len(CHUNKS) - 1))
     def test_a_damaged_chunk_becomes_text(
         self, slow: Slow, caplog: pytest.LogCaptureFixture, method: str,
         number: int, layer: int,

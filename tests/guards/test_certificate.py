@@ -26,6 +26,7 @@ from cacheclip_rag.guards.certificate import (
     find_certificate,
     verdict_at,
 )
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
@@ -41,6 +42,15 @@ GATE = (
     GateFigures(1.0, 1.0, 1.2, 1.0, "exact"),
 )
 LOW_GATE = (GateFigures(0.0, 0.8, 0.2, 0.0, "not faithful"), GateFigures(0.3, 1.0, 0.4, 0.2, "faithful"))
+PROMISE = Guarantee(
+    0.1,
+    0.95,
+    100,
+    (PromisedGate(0.1, 0.4, 3, 0.09, 0.5), PromisedGate(0.3, 0.15, 2, 0.08, 0.6)),
+    (900, 1200),
+    (5, 5),
+    (2, 32),
+)
 SPREAD = {"mean": 0.05, "median": 0.04, "max": 0.1}
 
 
@@ -171,36 +181,34 @@ class TestFile:
 
 
 class TestGate:
-    def test_auto_is_the_least_value_with_which_all_agree(self, make: Callable[..., CacheClipEngine]) -> None:
-        certificate_for(make()).save()
-        at = {ratio: make(min_confidence="auto", recompute_ratio=ratio) for ratio in (0.1, 0.15, 0.2)}
-        assert {ratio: engine.make_method("cacheclip").min_confidence for ratio, engine in at.items()} == {
-            0.1: 0.3,
-            0.15: 0.3,
-            0.2: 0.1,
-        }
-        assert at[0.2].make_method("full").min_confidence == 0.0
-        assert at[0.2].make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
-
-    def test_a_ratio_that_is_chosen_later_takes_the_largest(self, make: Callable[..., CacheClipEngine]) -> None:
+    def test_auto_is_what_the_certificate_promises(self, make: Callable[..., CacheClipEngine]) -> None:
+        """The cheapest ratio and gate; at a ratio that is given, its own; if one is chosen later, the strictest."""
+        certificate_for(make(), guarantee=PROMISE).save()
         engine = make(min_confidence="auto")
-        made = certificate_for(engine)
-        assert made.ratios[1].ratio == 0.1
-        higher = replace(made.ratios[1], ratio=0.3, verdict="faithful")
-        lower = replace(made.ratios[1], verdict="faithful")
-        for rows in ([lower, *made.ratios[2:]], [*made.ratios[:3], higher]):
-            own = make(min_confidence="auto")
-            replace(made, ratios=rows)._write()
-            assert own.make_method("cacheclip", any_ratio=True).min_confidence == 0.3
-            assert own.make_method("cacheclip").min_confidence == 0.1
+        found = engine.make_method("cacheclip")
+        assert (found.nominal_ratio, found.min_confidence) == (0.1, 0.4)
+        given = engine.make_method("cacheclip", 0.3)
+        assert (given.nominal_ratio, given.min_confidence) == (0.3, 0.15)
+        assert make(min_confidence="auto", recompute_ratio=0.3).make_method("cacheclip") == given
+        later = engine.make_method("cacheclip", any_ratio=True)
+        assert (later.nominal_ratio, later.min_confidence) == (0.2, 0.4)
+        assert engine.make_method("full").min_confidence == 0.0
+        assert engine.make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
 
-    def test_auto_never_costs_more_than_full_prefill(self, make: Callable[..., CacheClipEngine]) -> None:
-        engine = make(min_confidence="auto")
-        made = certificate_for(engine)
-        dear = (replace(GATE[0], min_confidence=0.5, charged_ratio=0.9), GATE[-1])
-        replace(made, ratios=[*made.ratios[:2], replace(made.ratios[2], gate=dear)]).save()
-        with pytest.raises(CertificateError, match="costs less than full prefill. Measure it: .*; or set a number"):
-            engine.make_method("cacheclip")
+    def test_a_promise_is_a_verdict_of_its_own(self, make: Callable[..., CacheClipEngine]) -> None:
+        """Engines that require a certificate take it, whatever the verdict is; a stricter gate keeps it, too."""
+        engine = make(require_certificate=True)
+        made = certificate_for(engine, guarantee=PROMISE)
+        replace(made, ratios=[replace(row, verdict="not faithful", gate=()) for row in made.ratios]).save()
+        engine.precompute(CHUNKS)
+        low, may_be = preset("cacheclip").at(0.1), engine.parts.certificates.may_be
+        for least, is_covered in ((0.4, True), (0.9, True), (0.35, False)):
+            method = replace(low, min_confidence=least)
+            assert may_be(method)(0.1) is is_covered and not may_be(method)(0.2)  # type: ignore[misc]
+            if is_covered:
+                assert engine.generate(rag_prompt(CHUNKS), ONE, method=method).stats.hits
+        with pytest.raises(CertificateError, match="'not faithful' at recompute ratio 0.1 with min_confidence 0.35"):
+            engine.generate(rag_prompt(CHUNKS), ONE, method=method)
 
     def test_the_verdict_is_that_of_the_gate(self, make: Callable[..., CacheClipEngine]) -> None:
         """A ratio that is not faithful by itself may be with a gate, and engines that require a certificate take it."""
@@ -216,17 +224,46 @@ class TestGate:
         with pytest.raises(CertificateError, match=r"'not faithful' at recompute ratio 0.1 with min_confidence 0.2"):
             engine.generate(rag_prompt(CHUNKS), ONE, method=replace(low, min_confidence=0.2))
 
-    def test_auto_needs_a_certificate_with_a_gate(self, make: Callable[..., CacheClipEngine]) -> None:
+    @pytest.mark.parametrize(
+        ("guarantee", "why"),
+        [
+            (None, "promises nothing, because it was made without --max-differ"),
+            (
+                replace(PROMISE, gates=()),
+                "its 100 prompts do not show of any gate .* at most 10% of the answers differ",
+            ),
+            (PROMISE, "promises nothing at recompute ratio 0.25, only at 0.1, 0.3"),
+        ],
+    )
+    def test_auto_needs_a_promise(
+        self, make: Callable[..., CacheClipEngine], guarantee: Guarantee | None, why: str
+    ) -> None:
         engine = make(min_confidence="auto")
-        with pytest.raises(CertificateError, match=r"has not been certified. Measure it: cacheclip certify .*or set"):
+        with pytest.raises(
+            CertificateError, match=r"and it has not been certified. Measure it: cacheclip certify .*or"
+        ):
             engine.generate("What is kept?", method="cacheclip")
-        certificate_for(engine, quick=True).save()
-        with pytest.raises(CertificateError, match="its certificate is a quick one"):
-            engine.make_method("cacheclip")
-        certificate_for(engine).save()
-        with pytest.raises(CertificateError, match=r"no gate at ratio 0.5 or below that keeps all first tokens"):
-            engine.make_method("cacheclip", 0.5)
-        assert engine.make_method("cacheclip").min_confidence == 0.1, "a later certificate is found"
+        certificate_for(engine, guarantee=guarantee).save()
+        with pytest.raises(CertificateError, match=rf"{why}. Measure it: .* --max-differ 0.1 .*or set a number"):
+            engine.make_method("cacheclip", 0.25)
+        certificate_for(engine, guarantee=PROMISE).save()
+        assert engine.make_method("cacheclip").min_confidence == 0.4, "a later certificate is found"
+
+    @pytest.mark.parametrize("guarantee", [PROMISE, replace(PROMISE, prompt_tokens=None, gates=())])
+    def test_a_promise_is_read_as_it_was_written(
+        self, make: Callable[..., CacheClipEngine], guarantee: Guarantee
+    ) -> None:
+        """And a later certificate that was not asked for one leaves it; one that was asked replaces it."""
+        made = certificate_for(make(), guarantee=guarantee)
+        made.save()
+        assert find_certificate(made.identity)[0] == made
+        certificate_for(make()).save()
+        assert find_certificate(made.identity)[0] == made
+        other = replace(made, guarantee=replace(guarantee, most=0.2))
+        other.save()
+        assert find_certificate(made.identity)[0] == other
+        tokens = "900-1,200" if guarantee.prompt_tokens else "?"
+        assert guarantee.holds_for == f"prompts of {tokens} tokens, 5 chunks, answers of 2-32 tokens"
 
     @pytest.mark.parametrize("value", ["most", 1.5, -0.1, True])
     def test_nothing_else_is_taken(self, value: object) -> None:
@@ -411,7 +448,7 @@ class TestEngine:
 
         from cacheclip_rag.cli import app
 
-        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool, turns: int) -> Certificate:
             measured = CacheClipEngine(config)
             identity = measured.parts.certificates.identity(measured.make_method(method))
             return replace(certificate_for(make()), identity=identity, quick=quick)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +15,16 @@ import pytest
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.guards import promise
 from cacheclip_rag.guards.fidelity import greedy, read_along
 from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate, PromiseWatch
 from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store.tiers import TierStats
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from tests.guards.test_certificate import certificate_for
 
 PARAMS = SamplingParams(max_tokens=10)
 
@@ -234,6 +240,99 @@ class TestShadow:
     def test_senseless_settings(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             CacheClipEngine(**options)
+
+
+class TestPromise:
+    """What comparisons say about the promise of a certificate."""
+
+    @pytest.mark.parametrize("requires", [False, True])
+    def test_a_broken_one_is_told_and_if_required_ends_reuse(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        requires: bool,
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        engine = make(shadow_rate=1.0, require_certificate=requires, prefix_cache_bytes=0)
+        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
+        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        texts, warned = [], []
+        for _ in range(7):
+            answer = engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
+            assert engine.wait_for_observers(30)
+            texts.append(answer.text)
+            warned.append(caplog.text.count("than its certificate promises (at most 10 %)"))
+        values = engine.metrics.snapshot()
+        # 1.5, 2 and 4 times the promised rate: (1.5 ** 5 + 2 ** 5 + 4 ** 5) / 3 is the first above 100
+        assert warned == [0, 0, 0, 0, 1, 1, 1] and values["promise_broken_total"] == 1
+        checked = 5 if requires else 7
+        assert (values["promise_checks_total"], values["promise_differing_total"]) == (checked, checked)
+        full = engine.generate(rag_prompt(CHUNKS), PARAMS, method="full").text
+        assert texts == [*[texts[0]] * 5, *[full if requires else texts[0]] * 2] and full != texts[0]
+        why = "comparisons with full prefill contradict the promise of the certificate"
+        assert (answer.stats.bypassed, answer.stats.fallback) == ((True, why) if requires else (False, None))
+        # another gate has no promise that could be broken
+        other = replace(preset("cacheclip").at(1.0))
+        assert engine.generate(rag_prompt(CHUNKS), PARAMS, method=other).stats.fallback is None
+
+    @pytest.mark.parametrize("least", [0.0, 1.0])
+    def test_answers_below_the_gate_count_as_equal(
+        self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: float
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        engine = make(shadow_rate=1.0)
+        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
+        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        for temperature in (0.0, 1.0):  # of a sampled answer nothing is known
+            params = SamplingParams(max_tokens=10, temperature=temperature, seed=0)
+            engine.prefixes.clear()
+            engine.generate(rag_prompt(CHUNKS), params, method=replace(preset("cacheclip"), min_confidence=least))
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values["promise_checks_total"] == 1 and values["promise_differing_total"] == (least == 0.0)
+        assert values["gated_total"] == 2 * least and values.get("shadow_checks_total", 0) == 2 * (least == 0.0)
+
+    @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
+    def test_one_token_makes_an_answer_differ(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        agreement: float | None,
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: (0.0, agreement))
+        engine = make(shadow_rate=1.0)
+        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
+        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values.get("promise_checks_total", 0) == (agreement is not None)
+        assert values.get("promise_differing_total", 0) == (agreement == 0.9)
+
+    @pytest.mark.parametrize("most", [0.02, 0.1, 0.3])
+    def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However long one looks; and a wrong limit is seen."""
+        draw, gates = random.Random(5), (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
+        guarantee, method = Guarantee(most, 0.95, 100, gates, None, None, None), preset("cacheclip")
+
+        def alarms(rate: float, streams: int, answers: int = 400) -> float:
+            broken = 0
+            for _ in range(streams):
+                watch = PromiseWatch(Metrics())
+                watch.begin(method, guarantee)
+                for _ in range(answers):
+                    watch.record(method, draw.random() < rate)
+                broken += watch.is_broken(method)
+            return broken / streams
+
+        assert alarms(most, 200) <= 0.02
+        assert alarms(2.5 * most, 20, round(60 / most)) == 1.0
+        monkeypatch.setattr(promise, "FALSE_ALARM", 0.5)
+        assert alarms(most, 100) > 0.1
 
 
 def stats(method: str, **given: Any) -> FusionStats:

@@ -196,18 +196,6 @@ async def test_callbacks_see_every_token_once(llm: ChatCacheClip) -> None:
     assert "".join(recorder.tokens) == text
 
 
-def test_run_manager_is_told(llm: ChatCacheClip) -> None:
-    seen: list[str] = []
-
-    class Manager:
-        def on_llm_new_token(self, token: str, *, chunk: Any) -> None:
-            assert chunk.text == token
-            seen.append(token)
-
-    chunks = list(llm._stream([HumanMessage(PROMPT)], run_manager=Manager()))
-    assert "".join(seen) == "".join(chunk.text for chunk in chunks) != ""
-
-
 async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip) -> None:
     await llm.ainvoke(PROMPT)
     [chunk async for chunk in llm.astream(PROMPT)]
@@ -374,22 +362,6 @@ async def test_unknown_call_option_lists_the_known_ones(llm: ChatCacheClip) -> N
         llm.invoke(PROMPT, logprobs=3)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"recompute_ratio": 1.5},
-        {"method": "magic"},
-        {"dtype": "int3"},
-        {"modle": "x"},
-        {"engine_kwargs": {"windw": 3}},
-        {"engine_kwargs": {"store": "elsewhere"}},
-    ],
-)
-def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
-        ChatCacheClip(**fields)
-
-
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
 async def test_a_prompt_too_long_is_langchains_error_too(
     llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]
@@ -408,16 +380,6 @@ async def test_a_prompt_too_long_is_langchains_error_too(
 
 
 # -- many at once, and fewer than asked -----------------------------------------------------------------------------
-
-
-async def test_eight_at_once_answer_as_one_by_one(llm: ChatCacheClip, chunks: list[str]) -> None:
-    llm.engine.precompute(chunks)
-    prompts = [f"{chunks[n % 4]}\n\n{chunks[(n + 1 + n // 4) % 4]}\n\nWhat is number {n}?" for n in range(8)]
-    serial = [llm.invoke(prompt) for prompt in prompts]
-    together = await asyncio.gather(*map(llm.ainvoke, prompts))
-    assert [message.content for message in together] == [message.content for message in serial]
-    assert len({message.content for message in serial}) > 4, "answers that could be mixed up"
-    assert [m.response_metadata["cacheclip"]["hits"] for m in together] == [2] * 8
 
 
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
@@ -518,15 +480,15 @@ def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCa
     assert not caplog.records
 
 
-def test_construction_is_quick_and_loads_no_torch() -> None:
+def test_construction_loads_no_torch() -> None:
+    """Of both frameworks' components."""
     code = """
-import statistics, sys, time
+import sys
 from langchain_cacheclip import ChatCacheClip
-def seconds():
-    begin = time.perf_counter()
-    ChatCacheClip(store="s", temperature=0.5)
-    return time.perf_counter() - begin
-assert statistics.median(seconds() for _ in range(9)) < 0.010
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+ChatCacheClip(store="s", temperature=0.5)
+CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -535,17 +497,16 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 def test_missing_framework_is_explained() -> None:
     code = """
 import sys
-sys.modules[sys.argv[2]] = None
-try:
-    __import__(sys.argv[1])
-except ImportError as error:
-    sys.exit("pip install 'cacheclip-rag[" not in str(error))
+for module, framework in ("langchain_cacheclip", "langchain_core"), ("llama_index.llms.cacheclip", "llama_index.core"):
+    sys.modules[framework] = None
+    try:
+        __import__(module)
+    except ImportError as error:
+        assert "pip install 'cacheclip-rag[" in str(error)
+    else:
+        raise AssertionError(module)
 """
-    for module, framework in (
-        ("langchain_cacheclip", "langchain_core"),
-        ("llama_index.llms.cacheclip", "llama_index.core"),
-    ):
-        assert subprocess.run([sys.executable, "-c", code, module, framework], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_configurable_fields_and_copies_still_answer(llm: ChatCacheClip) -> None:

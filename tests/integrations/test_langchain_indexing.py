@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.indexing import IndexingResult, InMemoryRecordManager, index
+from langchain_core.indexing import IndexingResult, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -36,9 +35,11 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import register_runtime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS
 from tests.integrations.fakes import Gate, Watched, fake_models, join_workers, watched
 from tests.integrations.test_langchain import RAG_PROMPT
+from tests.store.samples import run
 
 TOO_LONG = "word " * 5000
 OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
@@ -280,15 +281,6 @@ class TestOrder:
         assert stored(llm, documents) == [True, False, False, False] and "giant" in caplog.text
         assert llm.engine.release(sources=["giant"]) == 0
 
-    def test_a_document_too_long_is_indexed(self, llm: ChatCacheClip, documents: list[Document]) -> None:
-        store, manager = over_memory(llm), InMemoryRecordManager("test")
-        manager.create_schema()
-        giant = Document(TOO_LONG, metadata={"source": "giant"})
-        assert index([*documents[:2], giant], manager, store, **OPTIONS)["num_added"] == 3
-        assert sorted(each.page_content for each in store.similarity_search("anything")) == sorted(
-            each.page_content for each in [*documents[:2], giant]
-        )
-
     async def test_an_older_text_stays_until_the_new_one_is_there(
         self,
         store: CacheClipVectorStore,
@@ -354,14 +346,14 @@ class TestOrder:
 
     def test_killed_and_repeated(self, tmp_path: Path) -> None:
         """kill -9 while the KV of a chunk is computed, in the second batch."""
-        register_runtime("fake", Watched)
         settings = (str(tmp_path), "fake:killed", "fake:killed-auxiliary")
-        root = Path(__file__).resolve().parents[2]
-        killed = subprocess.run([sys.executable, "-c", KILLED, *settings], cwd=root, capture_output=True, check=False)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        documents = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(CHUNKS)]
+        register_runtime("fake", Killed)
+        killed = run(lambda: run_pipeline(*settings, documents))
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        register_runtime("fake", Watched)
         half = OnDisk.load(str(tmp_path / "vectors.json"), DeterministicFakeEmbedding(size=8))
         assert len(half.store) == 2, "nothing is found that is not precomputed"
-        documents = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(CHUNKS)]
         llm, vectors, result = run_pipeline(*settings, documents)
         assert result == {"num_added": 2, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
         assert sorted(each["text"] for each in vectors.store.values()) == sorted(CHUNKS)
@@ -401,27 +393,16 @@ def run_pipeline(
     return llm, vectors, result
 
 
-KILLED = """
-import os, signal, sys
-from langchain_core.documents import Document
-from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.testing.fake import FakeRuntime
-from tests.conftest import CHUNKS
-from tests.integrations.test_langchain_indexing import run_pipeline
-
-chunks = 0
-
 class Killed(FakeRuntime):
-    def encode(self, ids, context=None):
-        global chunks
-        chunks += context is not None  # the shared prefix has none
-        if chunks == 2 * 2 + 2:  # two chunks and one, for two models
+    """Ends its process at the third chunk, after two batches of two chunks and one, for two models."""
+
+    chunks = 0
+
+    def encode(self, ids: Sequence[int], context: Any = None) -> Any:
+        Killed.chunks += context is not None  # the shared prefix has none
+        if Killed.chunks == 2 * 2 + 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(ids, context)
-
-register_runtime("fake", Killed)
-run_pipeline(*sys.argv[1:], [Document(text, metadata={"source": str(n)}) for n, text in enumerate(CHUNKS)])
-"""
 
 
 class TestStoredByAnswers:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +19,19 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
-from tests.conftest import SENTENCES
-from tests.integrations.test_llama_index_nodes import llm
-
-ROOT = Path(__file__).resolve().parents[2]
-KILLED = """
-import cacheclip_rag.chunks.batches
-cacheclip_rag.chunks.batches._TEXTS = 1
-import os, signal, sys
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
-from tests.integrations.test_llama_index_processes import pipeline_of
-from llama_index.llms.cacheclip import CacheClipLLM
+from tests.conftest import SENTENCES
+from tests.integrations.fakes import Watched
+from tests.integrations.test_llama_index_nodes import llm
+from tests.store.samples import run
+
 
 class Killed(FakeRuntime):
-    def encode(self, ids, context=None):
+    def encode(self, ids: Sequence[int], context: Any = None) -> Any:
         if len(self.encoded) == 3:  # what chunks are computed behind, and two of them
             os.kill(os.getpid(), signal.SIGKILL)
         return super().encode(ids, context)
-
-register_runtime("fake", Killed)
-primary, auxiliary, store = sys.argv[1:]
-pipeline, documents = pipeline_of(CacheClipLLM(primary=primary, auxiliary=auxiliary, store=store))
-pipeline.run(documents=documents)
-"""
 
 
 def pipeline_of(llm: CacheClipLLM) -> tuple[IngestionPipeline, list[Document]]:
@@ -55,11 +46,10 @@ def hits(llm: CacheClipLLM) -> int:
     return int(llm.complete(prompt, max_tokens=1).additional_kwargs["cacheclip"]["hits"])
 
 
-def test_two_workers_fill_one_store(
-    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    llm = CacheClipLLM(**models, store=str(tmp_path / "store"))
+def test_two_workers_fill_one_store(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, because importing everything again takes seconds; what workers get is pickled all the same."""
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forking)
     # a splitter's tokenizer looks here for its vocabulary when a worker unpickles it; without it, in the network
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(Path(llama_index.core.__file__).parent / "_static/tiktoken_cache"))
     pipeline, documents = pipeline_of(llm)
@@ -70,10 +60,16 @@ def test_two_workers_fill_one_store(
     assert hits(llm) == 4, "the sources are known here, too"
 
 
-def test_a_killed_run_goes_on(llm: CacheClipLLM) -> None:
-    arguments = [llm.primary, str(llm.auxiliary), str(llm.store)]
-    run = subprocess.run([sys.executable, "-c", KILLED, *arguments], cwd=ROOT, check=False)
-    assert run.returncode == -signal.SIGKILL
+def test_a_killed_run_goes_on(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed() -> None:
+        pipeline, documents = pipeline_of(llm)
+        pipeline.run(documents=documents)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
+        register_runtime("fake", Killed)
+        assert run(killed).returncode == -signal.SIGKILL
+    register_runtime("fake", Watched)
     assert hits(llm) == 2
     before = dict(files(Path(str(llm.store))))
     assert before

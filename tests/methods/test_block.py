@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.chunks.context import ChunkContext
-from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.direct import Direct
 from tests.conftest import CHUNKS
-from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_model, scatter
+from tests.fusion.cases import BROKEN, EXACT, gap, make_engine, reference_model
 
 models = pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mixtral", "gemma2", "gemma3", "gpt-oss"])
 """The last three with sliding windows; soft caps and sinks among them."""
@@ -64,29 +61,6 @@ class TestBlockAttention:
         assert gap(result.logits, expected) < EXACT
         assert gap(engine.prefill(PROMPT, method=preset("full")).logits, expected) > BROKEN
 
-    @models
-    def test_it_is_direct_reuse_of_isolated_chunks(self, engine: CacheClipEngine) -> None:
-        class Isolated(Direct):
-            """Direct reuse as it is, of the chunk caches that ``block`` uses."""
-
-            context = ChunkContext(isolated=True)
-
-        method = BLOCK
-        engine.precompute(CHUNKS[:3], method=method)
-        result, direct = engine.prefill(PROMPT, method=method), engine.prefill(PROMPT, method=Isolated())
-        assert (direct.stats.hits, direct.stats.misses) == (3, 0)
-        assert gap(result.logits, direct.logits) == 0.0
-        runtime, layout = engine.parts.caches_after_prefix.runtime, result.layout
-        cache = runtime.new_cache(layout.num_tokens)
-        runtime.fill(cache, engine.parts.caches_after_prefix.prefix, slot=0, position=0)
-        for span in layout.chunks:
-            runtime.fill(cache, runtime.encode(span.tokens.ids), slot=span.start, position=span.start)
-        _, logits = scatter(engine.config.primary, cache, layout.ids, choose_rows(layout, layout.chunks, []))
-        assert gap(result.logits, logits) < EXACT
-        engine.precompute(CHUNKS[:3])
-        behind_prefix = engine.prefill(PROMPT, method=preset("direct"))
-        assert gap(result.logits, behind_prefix.logits) > BROKEN, "what chunks are encoded behind must show"
-
     @pytest.mark.parametrize("name", ["llama"])
     def test_its_chunk_caches_are_its_own(self, engine: CacheClipEngine) -> None:
         method = BLOCK
@@ -101,10 +75,3 @@ class TestBlockAttention:
         for each in (BLOCK, preset("direct")):
             stats = engine.prefill(PROMPT, documents=CHUNKS[:3], method=each).stats
             assert (stats.hits, stats.misses) == (0, 3)
-
-    @pytest.mark.parametrize("name", ["llama"])
-    def test_as_the_engines_method(self, engine: CacheClipEngine, tiny_models: dict[str, str]) -> None:
-        own = make_engine(tiny_models["llama"], tiny_models["auxiliary"], method=BLOCK)
-        own.precompute(CHUNKS[:3])
-        assert all(own.is_stored(text) for text in CHUNKS[:3])
-        assert own.generate(PROMPT, SamplingParams(max_tokens=1)).stats.hits == 3

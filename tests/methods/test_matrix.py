@@ -153,19 +153,6 @@ class TestOneArchitecture:
             assert not any(same(chosen[name], chosen[other]) for other in names[:number]), name
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss"])
-def test_with_chunk_caches_of_its_own(case_of: Any, name: str) -> None:
-    """Windows, soft caps and sinks: the same again, and decoding step by step as read in one pass."""
-    case, method = case_of(name), preset("block")
-    case.engine.precompute([span.whole for span in case.layout.chunks], method=method)
-    first, second = run(case, method), run(case, method)
-    assert (first.stats.method, first.stats.hits) == (method.name, 3)
-    assert torch.equal(first.logits, second.logits)
-    with torch.inference_mode():
-        ids, logits = greedy(case.runtime, first.cache, first.logits, 6, stop=False)
-        assert gap(read_along(case.runtime, second.cache, second.logits, ids), logits) < EXACT
-
-
 def test_a_store_of_half_a_prompt(case_of: Any) -> None:
     """Chunks that are not stored are fresh text for every method."""
     case = case_of("llama")

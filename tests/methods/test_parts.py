@@ -12,7 +12,7 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.chunks.context import CONTEXTS
 from cacheclip_rag.selection.budget import Budget
 from tests.conftest import CHUNKS, LLAMA, build_model
-from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine, reference_logits
+from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine
 from tests.methods.spying import made, plain, run, same, spied
 
 
@@ -151,15 +151,6 @@ class TestChunkContexts:
         other = run(case, method)
         assert other.stats.fallback is None and other.stats.hits == 3 and other.stats.exact_tokens == 0
         assert gap(other.logits, run(case, name).logits) > 0
-
-    @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "gpt-oss"])
-    def test_ratio_one_is_full_prefill(self, case_of: Any, name: str) -> None:
-        case = case_of(name)
-        epic = made("epic", 1.0, chunk_context="passages")
-        case.engine.precompute([span.whole for span in case.layout.chunks], method=epic)
-        fused = run(case, epic)
-        assert fused.stats.effective_ratio == 1.0
-        assert gap(fused.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
     def test_stored_kv_is_that_of_the_chunk_behind_prefix_and_passages(self, case_of: Any) -> None:
         case, chunk = case_of("llama"), case_of("llama").layout.chunks[1]

@@ -85,9 +85,6 @@ class TestDescribe:
     def test_a_type_from_elsewhere_goes_by_its_full_name(self) -> None:
         assert describe(Recompute(Backwards()))["scorer"] == {"type": f"{__name__}.Backwards", "until": 3}
 
-    def test_no_two_presets_are_described_alike(self) -> None:
-        assert len({json.dumps(describe(method)) for method in PRESETS.values()}) == len(PRESETS)
-
 
 class TestVary:
     def test_nested_changes_keep_the_rest(self) -> None:

@@ -10,12 +10,10 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.selection.budget import Budget
 from cacheclip_rag.selection.grouping import Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, Oracle, QueryAttention, RankMix, Scorer
-from cacheclip_rag.selection.scorers.rank_mix import _ranks
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import Case, gap
 from tests.methods.spying import plain, run, same, spied
@@ -95,11 +93,6 @@ def test_the_auxiliary_is_asked_before_the_primarys_kv_is_read(case: Case, monke
     assert order == ["auxiliary", "new cache", "primary"]
 
 
-def test_equal_scores_have_equal_ranks() -> None:
-    assert _ranks(torch.tensor([3.0, 1.0, 3.0, 2.0, 0.0])).tolist() == [0.875, 0.25, 0.875, 0.5, 0.0]
-    assert _ranks(torch.tensor([7.0])).tolist() == [0.0]
-
-
 @plain
 def test_a_place_beyond_the_starts_says_nothing(case: Case) -> None:
     """There the other part alone decides; before it, the nearer to the start of the chunk the better."""
@@ -113,14 +106,6 @@ def test_a_place_beyond_the_starts_says_nothing(case: Case) -> None:
     assert torch.equal(attention[deep].argsort(stable=True), mixed[deep].argsort(stable=True))
     assert not torch.equal(attention.argsort(stable=True), mixed.argsort(stable=True))
     assert torch.equal(scores(case, mix(10_000))[1], scores(case, mix(0))[1])
-
-
-@plain
-def test_anchored_is_a_mix(case: Case) -> None:
-    mix = RankMix(QueryAttention(layers="upper"), ChunkStart(within=64))
-    ours, theirs = run(case, "anchored", 0.3), run(case, Recompute(mix, correction=0.5), 0.3)
-    assert torch.equal(ours.logits, theirs.logits)
-    assert not preset("anchored").needs_auxiliary
 
 
 @pytest.mark.parametrize(

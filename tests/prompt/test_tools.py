@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.answering.calls import CallReader, read_calls
+from cacheclip_rag.answering.calls import read_calls
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
 from cacheclip_rag.prompt.tools import Marks, ToolCall, call_schema, check_calls, check_tools
 from cacheclip_rag.runtime.transformers.model import ModelRuntime

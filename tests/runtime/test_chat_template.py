@@ -151,8 +151,8 @@ class TestHostile:
     @pytest.mark.parametrize("name", HOSTILE)
     def test_is_stopped(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         monkeypatch.setattr(runtime.tokenizer, "chat_template", HOSTILE[name])
-        monkeypatch.setattr(text, "_MOST_STEPS", 30_000)  # for the time of the tests
-        monkeypatch.setattr(text, "_MOST_TEMPLATE_S", 0.2)
+        monkeypatch.setattr(text, "_MOST_STEPS", 10_000)  # for the time of the tests
+        monkeypatch.setattr(text, "_MOST_TEMPLATE_S", 0.05)
         with pytest.raises(ModelError, match=r"chat template of .*llama.* was stopped.*publisher"):
             runtime.render_chat([{"role": "user", "content": "a"}])
         monkeypatch.undo()

@@ -95,7 +95,7 @@ def totals_are_right(store: TenantStore | ChunkStore) -> bool:
     return kept == (catalog.total(), catalog.tenants())
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program: str | Callable[[], object]) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own: forked, because importing torch again takes seconds."""
     opening = "import os, signal, sys\nimport torch\nfrom pathlib import Path\nfrom tests.store.samples import *\n"
     with tempfile.TemporaryFile("w+") as errors:
@@ -103,7 +103,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         if child == 0:
             status = 1
             try:
-                exec(opening + program, {})
+                exec(opening + program, {}) if isinstance(program, str) else program()
                 status = 0
             except BaseException:
                 traceback.print_exc(file=errors)
@@ -111,7 +111,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
             os._exit(status)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         errors.seek(0)
-        return subprocess.CompletedProcess(program, code, "", errors.read())
+        return subprocess.CompletedProcess(str(program), code, "", errors.read())
 
 
 @contextmanager

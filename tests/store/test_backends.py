@@ -52,10 +52,6 @@ class TestMemoryLimit:
         backend.put(sample_key(1), sample_payload(9, 2001))
         assert list(backend.list()) == [sample_key(2)]  # nor is the older version served any more
 
-    def test_negative_limit_is_refused(self) -> None:
-        with pytest.raises(ConfigurationError, match="max_bytes"):
-            MemoryBackend(-1)
-
 
 class TestDiskBackend(BackendConformance):
     def make_backend(self, folder: Path) -> Backend:

@@ -449,14 +449,6 @@ def test_many_entries_go_in_batches(tmp_path: Path) -> None:
     assert store.chunk_store.drop_tenant("t") >= 300 and payload_files(tmp_path / "store") == []
 
 
-def test_a_limit_that_is_refused_changes_nothing(folder: Path) -> None:
-    store = ChunkStore.open(folder)
-    with pytest.raises(ConfigurationError, match="max_bytes"):
-        store.set_limit(-1)
-    put(TenantStore(store, "t"), 9)
-    assert store.limit == 10_000_000
-
-
 def test_short_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network file system may give less than was asked for, even less than a header."""
     readinto = io.FileIO.readinto

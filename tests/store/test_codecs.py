@@ -294,10 +294,3 @@ class TestCodecs:
     )
     def test_keeps(self, codec: str, wanted: str, enough: bool) -> None:
         assert keeps(codec, wanted) is enough
-
-    @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
-    def test_narrow_values_survive_float32(self, narrow: str) -> None:
-        dtype = getattr(torch, narrow)
-        written = kv(1, dtype=dtype)
-        read = decode_frame(encode_frame(written, "float32", key(1), namespace="t"), key(1)).tensor()
-        assert torch.equal(read.to(dtype), written)

@@ -19,13 +19,11 @@ from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import DiskBackend, TenantStore
 from cacheclip_rag.store.tenant import ReadBuffer
 from tests.store.samples import (
-    full_disk,
     is_intact,
     key,
     kv,
     opened,
     path_of,
-    payload_files,
     put,
     run,
     totals_are_right,
@@ -125,14 +123,6 @@ class TestDamage:
         assert store.codec_of(key(1)) == "float32" and first.exists()
         assert store.get(key(1)) is None and store.codec_of(key(1)) is None
 
-    def test_swapped_files(self, store: TenantStore, folder: Path) -> None:
-        one, other = path_of(folder, 1), path_of(folder, 2)
-        contents = one.read_bytes(), other.read_bytes()
-        one.write_bytes(contents[1])
-        other.write_bytes(contents[0])
-        assert store.get(key(1)) is None and store.get(key(2)) is None
-        assert store.keys() == []
-
     def test_what_cannot_be_removed_is_a_miss(
         self, store: TenantStore, first: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -179,16 +169,6 @@ class TestDamage:
         assert [record.levelname for record in caplog.records].count("WARNING") == 1
         assert "cannot be read now" in caplog.text
         assert is_intact(store, 1) and store.stats().entries == 2
-
-    def test_full_disk_leaves_everything_as_it_was(self, store: TenantStore, folder: Path) -> None:
-        """No space left at the last moment: an error that says so, the old entries as they were, no leftovers."""
-        with full_disk(10**6):
-            for number in (3, 1):
-                with pytest.raises(StoreError, match="too large.*nothing stored before was changed"):
-                    put(store, number, tokens=30_000)
-        assert key(3) not in store and store.get(key(3)) is None
-        assert not list((folder / "tmp").iterdir()) and len(payload_files(folder)) == 2
-        assert is_intact(store, 1) and is_intact(store, 2) and totals_are_right(store)
 
     def test_payloads_that_cannot_be_deleted(self, store: TenantStore, monkeypatch: pytest.MonkeyPatch) -> None:
         def denied(backend: DiskBackend, keys: object) -> int:

@@ -69,11 +69,6 @@ REWRITES: dict[str, Callable[[str], str]] = {
 
 
 class TestFinding:
-    def test_a_whole_text_is_a_whole_text(self) -> None:
-        texts = [prose(1), prose(2)]
-        prompt = f"Read: {texts[1]} and\n{texts[0]}"
-        assert [m.of for m in index_of(*texts).find(prompt)] == [None, None]
-
     @pytest.mark.parametrize("name", REWRITES)
     def test_a_text_that_was_rewritten(self, name: str) -> None:
         texts = [prose(number) for number in range(4)]
@@ -106,11 +101,6 @@ class TestFinding:
         check(prompt, matches, texts)
         assert [m.of for m in matches] == [texts[0], texts[1], None]
         assert covered(matches) >= len(prompt) - 8, "characters that both have by chance may fall to either"
-
-    def test_a_part_that_comes_twice(self) -> None:
-        text = prose(1)
-        prompt = f"{text[100:500]}\n--\n{text[300:700]}"
-        assert [(m.at, m.stop - m.start) for m in index_of(text).find(prompt)] == [(100, 400), (300, 400)]
 
     def test_the_longest_wins(self) -> None:
         parent = prose(1, 400)
@@ -249,17 +239,6 @@ class TestSharing:
         assert index._database.query("SELECT count(*) FROM contents") == [(1,)]
         (left,) = index._database.query("SELECT count(DISTINCT content) FROM anchors")
         assert left == (1,)
-
-    def test_tenants_do_not_see_each_other(self) -> None:
-        catalog, text = Catalog(), prose(1)
-        index_of(text, catalog=catalog)
-        assert index_of(namespace="theirs", catalog=catalog).find(text[50:600]) == []
-
-    def test_another_process_finds_it(self, tmp_path: Path) -> None:
-        text = prose(1)
-        index_of(text, catalog=Catalog(tmp_path))
-        [match] = index_of(catalog=Catalog(tmp_path)).find(text[50:600])
-        assert match.of == text
 
     def test_a_dropped_tenant_leaves_nothing_that_is_found(self, tmp_path: Path) -> None:
         catalog, text = Catalog(tmp_path), prose(1)

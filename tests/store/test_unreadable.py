@@ -14,6 +14,7 @@ from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore, codecs
 from cacheclip_rag.store.care import collect_garbage, repair, verify
+from tests.conftest import some_of
 from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
 
 NUMBERS = range(1, 7)
@@ -70,15 +71,13 @@ def payloads(folder: Path) -> dict[str, bytes]:
 
 
 class TestFaults:
-    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-    @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.parametrize("action", ACTIONS)
-    def test_delete_nothing(self, folder: Path, error: Callable[[], BaseException], call: str, action: str) -> None:
+    @some_of(4, action=ACTIONS, call=CALLS, error=ERRORS)
+    def test_delete_nothing(self, folder: Path, action: str, call: str, error: str) -> None:
         """And when they are over, everything is there: nothing was forgotten that repair cannot find."""
         if action == "open after a kill":
             kill_between_payload_and_entry(folder)
         before = payloads(folder)
-        with failing(call.split()[0], error, CALLS[call]), suppress(StoreError):
+        with failing(call.split()[0], ERRORS[error], CALLS[call]), suppress(StoreError):
             ACTIONS[action](folder)
         assert payloads(folder) == before
         repair(folder)

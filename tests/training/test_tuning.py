@@ -11,7 +11,7 @@ from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.lab.training.families import Sample, synthetic_samples
 from cacheclip_rag.lab.training.features import Seen, spread_over
 from cacheclip_rag.lab.training.targets import attended_and_stale
-from cacheclip_rag.lab.training.tuning import SINKS, fitted, loss_of, spaced, target_scale
+from cacheclip_rag.lab.training.tuning import SINKS, fitted, loss_of, spaced
 
 
 class TestFitted:
@@ -25,10 +25,9 @@ class TestFitted:
         scores[wanted // 30, wanted % 30] = evidence + 0.01
         return Seen((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
 
-    @pytest.mark.parametrize("with_targets", [False, True])
-    def test_the_head_that_sees_it_counts_most(self, with_targets: bool) -> None:
+    def test_the_head_that_sees_it_counts_most(self) -> None:
         seen = [self.seen(40, seed) for seed in range(5)]
-        targets = [each.evidence / each.evidence.sum() if with_targets else None for each in seen]
+        targets = [each.evidence / each.evidence.sum() for each in seen]
         heads = fitted(seen, targets, "a" * 64)
         assert len(heads.heads) == 16 and heads.heads[int(heads.weights.argmax())] == (1, 10)
         assert float(heads.weights.max()) > 0.5 and float(heads.weights.sum()) == pytest.approx(1.0)
@@ -40,15 +39,8 @@ class TestLoss:
         scores, evidence = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([False, True, True])
         target = torch.tensor([0.5, 0.5, 0.0])
         likelihood, divergence = math.log(2), 0.5 * math.log(2)
-        assert float(loss_of(scores, evidence, None, 0.0)) == pytest.approx(likelihood)
-        assert float(loss_of(scores, evidence, None, 2.0)) == pytest.approx(0.25 * likelihood)
-        found = loss_of(scores, evidence, target, 2.0)
-        assert float(found) == pytest.approx(0.25 * likelihood + 0.75 * 2 * divergence)
-
-    def test_few_targets_count_as_much_as_many(self) -> None:
-        some = torch.ones(3)
-        assert target_scale([some, None, None, torch.zeros(3)]) == 4.0
-        assert target_scale([some, some]) == 1.0 and target_scale([None]) == target_scale([]) == 0.0
+        found = loss_of(scores, evidence, target)
+        assert float(found) == pytest.approx(0.25 * likelihood + 0.75 * divergence)
 
 
 def test_numbers_are_spread_evenly() -> None:

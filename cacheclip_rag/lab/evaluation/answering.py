@@ -175,4 +175,7 @@ def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: st
         confidence=stats.confidence if stats.fallback is None and stats.exact_tokens < stats.chunk_tokens else None,
         later_confidence=followed.later_confidence,
         confidence_to_difference=followed.confidence_to_difference,
+        prompt_tokens=stats.prompt_tokens,
+        chunks=len(asked.chunks),
+        answer_tokens=len(followed.confidences),
     )

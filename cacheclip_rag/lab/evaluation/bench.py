@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,10 +55,8 @@ def bench(
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
     config = replace(concrete(config), prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
-    with ExitStack() as stack:
-        if config.store is None:
-            config = replace(config, store=stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-bench-")))
-        engine = CacheClipEngine(config)
+    with tempfile.TemporaryDirectory(prefix="cacheclip-bench-") as folder:
+        engine = CacheClipEngine(replace(config, store=folder))
         texts = make_texts(engine.primary.tokenize, max(1, round(context_tokens / chunk_tokens)), chunk_tokens)
         with progress_bar("precomputing", len(texts), "chunks") as advance:
             for number, text in enumerate(texts, 1):

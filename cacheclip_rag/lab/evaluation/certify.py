@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigurationError
@@ -24,6 +25,7 @@ from ...guards.certificate import (
     GateFigures,
     Identity,
     RatioFigures,
+    TurnFigures,
     check_writable,
     verdict_at,
 )
@@ -31,8 +33,10 @@ from ...guards.fidelity import Fidelity
 from ...methods import preset
 from ...methods.base import Method
 from ...models.load import concrete
+from .conversations import TurnOutcome, converse, questions_of
 from .exactness import DIRECT, check_exactness, check_reuse
 from .gating import CONFIDENCES
+from .guarantee import asked_answers, check_max_differ, guarantee_of, kept_answers
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
@@ -44,7 +48,6 @@ __all__ = [
     "certify",
     "check_method",
     "figures_of",
-    "finds",
     "prompts_of",
 ]
 
@@ -69,7 +72,15 @@ class PromptOutcome:
     """Of the first token."""
 
 
-def certify(config: EngineConfig, *, method: Method | None = None, quick: bool = False) -> Certificate:
+def certify(
+    config: EngineConfig,
+    *,
+    method: Method | None = None,
+    quick: bool = False,
+    max_differ: float | None = None,
+    answers: Path | None = None,
+    turns: int = 1,
+) -> Certificate:
     """Measure the pair of models of ``config`` with its method, and return the certificate (not saved yet).
 
     Args:
@@ -78,6 +89,10 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         method: an instance, instead of the method that ``config`` names.
         quick: use 4 of the 20 prompts. The verdict may change with more prompts. If engines require a certificate, only
             the verdict ``exact`` of a quick certificate counts.
+        max_differ: also look for the cheapest recompute ratio and gate with which at most this share of answers differs
+            from full prefill's, with 95 % confidence (:mod:`.promise`).
+        answers: a folder of ``cacheclip eval`` whose answers show it; None: 10 / ``max_differ`` prompts are asked.
+        turns: of a conversation about the passages of each prompt with a needle; with 1, none is measured.
 
     Raises:
         ConfigurationError: the method reuses nothing, or reuses KV of earlier answers; it needs an auxiliary model and
@@ -87,6 +102,8 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     """
     started = time.perf_counter()
     check_writable()
+    if max_differ is not None:
+        check_max_differ(max_differ)
     config = replace(concrete(config), store=None, shadow_rate=0.0, min_confidence=None)
     given = replace(CacheClipEngine(config).make_method(method), min_confidence=0.0)
     check_method(given)
@@ -95,8 +112,11 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
     engine.observers.clear()  # they would warn that there is no certificate
     prompts = prompts_of(quick)
     methods = at_ratios(given)
+    identity = engine.parts.certificates.identity(methods[max(methods)])
+    kept = None if answers is None else kept_answers(answers, config, identity, methods)
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
+    conversations: list[list[TurnOutcome]] = []
     with progress_bar("certifying", len(prompts) + 1, "prompts") as advance:
         # the checks are of reuse itself, whatever the method
         engine.precompute(prompts[0].chunks, method=DIRECT)
@@ -105,22 +125,30 @@ def certify(config: EngineConfig, *, method: Method | None = None, quick: bool =
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
             reference = Reference.of(engine, engine.prefill(prompt.text, method=preset("full")), ANSWER_TOKENS)
-            found_by_full.append(finds(prompt, reference.answer))
+            found_by_full.append(prompt.finds(reference.answer))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(engine, prompt, at_ratio, reference))
+            if turns > 1 and prompt.needle is not None:
+                asked = questions_of(prompt, turns, len(conversations))
+                conversations.append(converse(engine, asked, given, ANSWER_TOKENS))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    return certificate_of(
+    guarantee = None
+    if max_differ is not None and exactness["passed"]:
+        guarantee = guarantee_of(kept or asked_answers(config, methods, max_differ), max_differ)
+    certificate = certificate_of(
         config,
         given,
-        engine.parts.certificates.identity(methods[max(methods)]),
+        identity,
         exactness,
         found_by_full,
         outcomes,
         gates={ratio: _gate(ratio, found, found_by_full, exactness) for ratio, found in outcomes.items()},
+        turns=[_turn(number, found, exactness) for number, found in enumerate(zip(*conversations, strict=True), 1)],
         quick=quick,
         seconds=time.perf_counter() - started,
     )
+    return replace(certificate, guarantee=guarantee)
 
 
 def certificate_of(
@@ -132,6 +160,7 @@ def certificate_of(
     outcomes: Mapping[float, Sequence[PromptOutcome]],
     *,
     gates: Mapping[float, Sequence[GateFigures]] | None = None,
+    turns: Sequence[TurnFigures] = (),
     quick: bool,
     seconds: float,
 ) -> Certificate:
@@ -141,6 +170,7 @@ def certificate_of(
         found_by_full: per prompt, whether full prefill found the needle; None for a prompt without one.
         outcomes: per ratio, one of each prompt.
         gates: per ratio, what a confidence gate would have done; None where there can be no gate.
+        turns: of conversations, at the ratio of the verdict.
     """
     needles = statistics.mean(found for found in found_by_full if found is not None)
     certificate = Certificate(
@@ -155,6 +185,7 @@ def certificate_of(
             replace(figures_of(ratio, outcomes[ratio], needles, exactness), gate=tuple((gates or {}).get(ratio, ())))
             for ratio in sorted(outcomes)
         ],
+        turns=turns,
         thresholds=dict(THRESHOLDS),
         prompts=len(found_by_full),
         quick=quick,
@@ -192,14 +223,9 @@ def at_ratios(given: Method) -> dict[float, Method]:
 def _measure(engine: CacheClipEngine, prompt: EvaluationPrompt, method: Method, reference: Reference) -> PromptOutcome:
     prefilled = check_reuse(engine.prefill(prompt.text, method=method, question=prompt.question))
     followed = reference.follow(prefilled, answers=prompt.needle is not None)
-    stats, found = prefilled.stats, finds(prompt, followed.answer or "")
+    stats, found = prefilled.stats, prompt.finds(followed.answer or "")
     assert stats.confidence is not None, "every prefill says how sure it is"
     return PromptOutcome(followed.fidelity, stats.effective_ratio, stats.charged_ratio, found, stats.confidence)
-
-
-def finds(prompt: EvaluationPrompt, answer: str) -> bool | None:
-    """Whether an answer contains the needle, with any grouping of its digits."""
-    return None if prompt.needle is None else prompt.needle in answer.replace(",", "").replace(" ", "")
 
 
 def figures_of(
@@ -209,7 +235,8 @@ def figures_of(
     first_token_kl = _spread(outcomes, lambda f: f.first_token_kl)
     answer_kl = _spread(outcomes, lambda f: f.answer_kl)
     agreement = statistics.mean(outcome.fidelity.agreement for outcome in outcomes)
-    needles = statistics.mean(o.finds_needle for o in outcomes if o.finds_needle is not None)
+    found = [outcome.finds_needle for outcome in outcomes if outcome.finds_needle is not None]
+    needles = statistics.mean(found) if found else needles_of_full  # a turn need not ask for one
     same = max(_EXACT_KL, 2 * exactness["noise_floor"]["kl"])
     if not exactness["passed"]:
         verdict = "not faithful"
@@ -232,6 +259,30 @@ def figures_of(
         agreement=agreement,
         needle_accuracy=needles,
         verdict=verdict,
+    )
+
+
+def _turn(number: int, found: Sequence[TurnOutcome], exactness: Mapping[str, Any]) -> TurnFigures:
+    """Figures of one turn over all conversations."""
+    outcomes = [
+        PromptOutcome(each.fidelity, each.stats.effective_ratio, each.stats.charged_ratio, each.finds_needle, 0.0)
+        for each in found
+    ]
+    full = [each.full_finds_needle for each in found if each.full_finds_needle is not None]
+    of_full = statistics.mean(full) if full else 0.0
+    figures = figures_of(0.0, outcomes, of_full, exactness)
+    stats = [each.stats for each in found]
+    return TurnFigures(
+        turn=number,
+        prompt_tokens=statistics.mean(each.prompt_tokens for each in stats),
+        continued_tokens=statistics.mean(each.continued_tokens for each in stats),
+        computed_tokens=statistics.mean(each.fresh_tokens + each.recomputed_tokens for each in stats),
+        first_token_kl=figures.first_token_kl,
+        answer_kl=figures.answer_kl,
+        agreement=figures.agreement,
+        needle_accuracy=figures.needle_accuracy,
+        needle_accuracy_of_full=of_full,
+        verdict=figures.verdict,
     )
 
 

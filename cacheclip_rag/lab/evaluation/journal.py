@@ -17,7 +17,7 @@ from ...base.paths import atomic_path
 from .records import Record
 from .results import ItemResult
 
-__all__ = ["Journal", "check_folder", "open_journal"]
+__all__ = ["Journal", "check_folder", "open_journal", "read_journal"]
 
 _SETTINGS, _ITEMS = "settings.json", "items.jsonl"
 _DIGEST = "record_sha256"
@@ -77,6 +77,26 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
     with (folder / _ITEMS).open("a", encoding="utf-8") as file:
         journal._file = file
         yield journal
+
+
+def read_journal(folder: Path) -> Journal:
+    """The settings and answers of a comparison, whatever was asked.
+
+    Raises:
+        ConfigurationError: the folder holds no comparison, or its files are damaged.
+    """
+    path = folder / _SETTINGS
+    if not path.is_file():
+        raise ConfigurationError(
+            f"expected the folder of a comparison, got {folder} without {_SETTINGS}. Name one that cacheclip eval "
+            "wrote with --out."
+        )
+    journal = Journal(_parsed(path.read_bytes(), str(path)))
+    for number, line in enumerate(_lines(folder / _ITEMS), 1):
+        _, item = _answer(line, f"line {number} of {folder / _ITEMS}")
+        if all(map(math.isfinite, item.fidelity.values())):
+            journal.items[item.id, item.label] = item
+    return journal
 
 
 def _digest(record: Record) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -35,18 +34,24 @@ class EvaluationPrompt:
         """The prompt's text, chunks first."""
         return "\n\n".join(self.chunks) + f"\n\nQuestion: {self.question}"
 
+    def finds(self, answer: str) -> bool | None:
+        """Whether an answer contains the needle, with any grouping of its digits; None for a prompt without one."""
+        return None if self.needle is None else self.needle in answer.replace(",", "").replace(" ", "")
+
 
 def bundled_prompts(count: int) -> list[EvaluationPrompt]:
-    """The first ``count`` (at most 24) prompts, alternating questions and needles."""
+    """The first ``count`` prompts, alternating questions and needles. From the 25th on, the same questions stand after
+    other passages, or after the same ones in another order."""
     data = _data()
     made = []
-    for number, asked in enumerate(data["questions"]):
-        made += [_question(number, asked, data), _needle(number, data)]
+    for number in range((count + 1) // 2):
+        made += [_question(number, data), _needle(number, data)]
     return made[:count]
 
 
-def _question(number: int, asked: dict[str, Any], data: dict[str, Any]) -> EvaluationPrompt:
-    generator = random.Random(number)
+def _question(number: int, data: dict[str, Any]) -> EvaluationPrompt:
+    generator, questions = random.Random(number), data["questions"]
+    asked = questions[number % len(questions)]
     needed = asked["passages"]
     others = [index for index in range(len(data["passages"])) if index not in needed]
     order = generator.sample(others, _PASSAGES_PER_PROMPT - len(needed))
@@ -57,19 +62,19 @@ def _question(number: int, asked: dict[str, Any], data: dict[str, Any]) -> Evalu
 
 
 def _needle(number: int, data: dict[str, Any]) -> EvaluationPrompt:
-    generator = random.Random(1000 + number)
-    places: Sequence[str] = data["places"]
+    generator, places = random.Random(1000 + number), data["places"]
+    place = places[number % len(places)]
     order = generator.sample(range(len(data["passages"])), _PASSAGES_PER_PROMPT)
     hidden = generator.sample(range(1, _PASSAGES_PER_PROMPT), _DISTRACTORS + 1)
-    others = generator.sample([place for place in places if place != places[number]], _DISTRACTORS)
+    others = generator.sample([other for other in places if other != place], _DISTRACTORS)
     numbers = [str(generator.randrange(10**6, 10**7)) for _ in hidden]
     chunks = [_passage(data, index) for index in order]
-    for position, place, value in zip(hidden, [places[number], *others], numbers, strict=True):
+    for position, where, value in zip(hidden, [place, *others], numbers, strict=True):
         title, _, body = chunks[position].partition("\n")
         sentences = body.split(". ")
-        sentences.insert(generator.randrange(1, len(sentences)), f"The access number of the {place} is {value}")
+        sentences.insert(generator.randrange(1, len(sentences)), f"The access number of the {where} is {value}")
         chunks[position] = f"{title}\n{'. '.join(sentences)}"
-    question = f"What is the access number of the {places[number]}? Answer with the number only."
+    question = f"What is the access number of the {place}? Answer with the number only."
     return EvaluationPrompt(tuple(chunks), question, numbers[0])
 
 

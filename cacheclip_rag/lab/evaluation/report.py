@@ -19,7 +19,7 @@ from ...base.paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
 from .plots import to_png
-from .promise import RISKS, promise_of
+from .promise import RISKS, broken_share, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
@@ -106,7 +106,9 @@ def _promises(
             for most in PROMISED:
                 promise = promise_of(pairs, most, risk)
                 kept = asdict(promise) if promise else None
-                found.append({"method": method, "risk": risk, "at_most": most, "n": len(ids), "gate": kept})
+                broken = asdict(broken_share(pairs, most, risk)) if promise else None
+                row = {"method": method, "risk": risk, "at_most": most, "n": len(ids)}
+                found.append({**row, "gate": kept, "on_halves": broken})
     return found
 
 

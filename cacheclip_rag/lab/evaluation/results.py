@@ -57,6 +57,10 @@ class ItemResult:
     """Least confidence of the answer's tokens after the first; None without one."""
     confidence_to_difference: float | None = None
     """The same up to the first token that is not full prefill's; None if there is none, or it is the first."""
+    prompt_tokens: int | None = None
+    """None: not recorded, as the two below."""
+    chunks: int | None = None
+    answer_tokens: int | None = None
 
     @property
     def own(self) -> str | None:

@@ -34,9 +34,8 @@ from ...vllm.offline import worker_of
 from ...vllm.parameters import request_parameters
 from ...vllm.planner import PlannedPrompt, Planner
 from ...vllm.served import Served
-from ..variants import RANDOM
 from . import certify as common
-from .exactness import DIRECT, SHIFTS, Check
+from .exactness import DIRECT, EVERYTHING, SHIFTS, Check
 from .prompts import EvaluationPrompt
 
 __all__ = ["NOT_MEASURED", "certify_vllm"]
@@ -51,8 +50,6 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_EVERYTHING = replace(RANDOM, chunk_context="prefix")
-"""At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
 _PROCESSOR = "cacheclip_rag.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
 
@@ -223,7 +220,7 @@ def certify_vllm(
         for number, prompt in enumerate(prompts, 2):
             engine.precompute(prompt.chunks, method=given)
             reference = session.ask(prompt, preset("full"), common.ANSWER_TOKENS)
-            found_by_full.append(common.finds(prompt, _text(engine, reference.ids)))
+            found_by_full.append(prompt.finds(_text(engine, reference.ids)))
             for ratio, at_ratio in methods.items():
                 outcomes[ratio].append(_measure(session, prompt, at_ratio, reference))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
@@ -295,7 +292,7 @@ def _measure(
     answer = reference.ids
     if prompt.needle is not None and fidelity.agreement < 1.0:
         answer = session.ask(prompt, method, common.ANSWER_TOKENS, rows=False).ids
-    finds = common.finds(prompt, _text(session.engine, answer))
+    finds = prompt.finds(_text(session.engine, answer))
     ratio = said.effective_ratio
     return common.PromptOutcome(fidelity, ratio, ratio, finds, confidence(said.rows[0]))
 
@@ -310,7 +307,7 @@ def _check_exactness(session: _VLLMSession, prompt: EvaluationPrompt) -> dict[st
     full = session.ask(prompt, preset("full"), _GREEDY_TOKENS, ends=False)
     floor = _noise_floor(session, full.planned.token_ids)
     limit = _LIMIT if precise else max(_LIMIT, 2 * floor["logits"])
-    everything = session.ask(prompt, _EVERYTHING.at(1.0), _GREEDY_TOKENS, along=full.ids, ends=False)
+    everything = session.ask(prompt, EVERYTHING, _GREEDY_TOKENS, along=full.ids, ends=False)
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
     reused, plain = (session.ask(prompt, method, 1, text=single) for method in (DIRECT, preset("full")))
     equal = float((everything.rows.argmax(-1) == full.rows.argmax(-1)).float().mean())

@@ -117,15 +117,17 @@ def promise_table(summary: dict[str, Any]) -> Rows:
     """The cheapest gate that guarantees that few answers go wrong."""
     meanings = {"differs": "differ from full's", "loses": "score lower than full's"}
     titles = ["Method", "At most", "Run", "min_confidence", "Of these questions", "Cost / full's", "Mean TTFT (s)"]
+    titles += ["Made on halves", "Broken, of all", "Of the others"]
     rows = []
     for each in summary["promises"]:
         promised = f"{each['at_most']:.0%} {meanings[each['risk']]}"
         gate = each["gate"]
-        figures = ["-", "-", "nothing cheaper than full prefill", "-", "-"]
+        figures = ["-", "-", "nothing cheaper than full prefill", *"-----"]
         if gate:
             seen = f"{gate['wrong']} of {gate['n']}"
             figures = [gate["label"], number_text(gate["min_confidence"]), seen]
             figures += [f"{gate['cost']:.2f}", f"{gate['seconds']:.3f}"]
+            figures += [f"{each['on_halves'][name]:.1%}" for name in ("made", "broken", "broken_on_others")]
         rows.append([each["method"], promised, *figures])
     return titles, rows
 

@@ -187,7 +187,11 @@ def _fitted(engine: CacheClipEngine, samples: Sequence[Sample]) -> HeadSet:
     seen, targets = [], []
     with progress_bar("asking the primary", len(samples), "samples") as advance:
         for done, sample in enumerate(samples, 1):
-            seen.append(look(caches, sample, sinks=SINKS))
-            targets.append(after_sinks(attended_and_stale(engine, sample), seen[-1].lengths, SINKS))
+            recorded, target = look(caches, sample, sinks=SINKS), attended_and_stale(engine, sample)
+            if target is not None and (left := after_sinks(target, recorded.lengths, SINKS)) is not None:
+                seen.append(recorded)
+                targets.append(left)
             advance(done)
+    if not targets:
+        raise ConfigurationError("no stored KV is stale in these models, so that there is nothing to choose.")
     return fitted(seen, targets, weights_digest(runtime.fingerprint))

@@ -46,10 +46,8 @@ def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor 
     return found / found.sum() if bool(found.any()) else None
 
 
-def after_sinks(target: torch.Tensor | None, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
+def after_sinks(target: torch.Tensor, lengths: Sequence[int], sinks: int) -> torch.Tensor | None:
     """The target without the first ``sinks`` tokens of every chunk, which get no score; None if nothing is left."""
-    if target is None:
-        return None
     scored = torch.cat([torch.arange(length) >= sinks for length in lengths])
     left = target * scored
     return left / left.sum() if bool(left.any()) else None

@@ -15,53 +15,39 @@ import torch
 from ...selection.heads import HeadSet
 from .features import Seen
 
-__all__ = ["SINKS", "TARGET_WEIGHT", "fitted", "loss_of", "spaced", "target_scale"]
+__all__ = ["SINKS", "TARGET_WEIGHT", "fitted", "loss_of", "spaced"]
 
 SINKS = 4
 """First tokens of each chunk that get no score."""
 TARGET_WEIGHT = 0.75
-"""Mean share of the KL to the target in the loss, independent of the number of samples with a target."""
+"""Share of the KL to the target in the loss."""
 _FIT_STEPS = 300
 _LEARNING_RATE = 0.05
 _MOST_HEADS = 16
 
 
-def loss_of(
-    scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor | None, scale: float = 1.0
-) -> torch.Tensor:
-    """``(1 - w) * -log sum_E p(t) + w * scale * KL(target || p)`` with the :data:`TARGET_WEIGHT` w. Without a target,
-    only the first term is used. With ``scale`` 0 (no sample has a target), the first term has weight 1.
+def loss_of(scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``(1 - w) * -log sum_E p(t) + w * KL(target || p)`` with the :data:`TARGET_WEIGHT` w.
 
     Args:
         scores: ``(num_tokens,)``, sum 1.
         evidence: ``(num_tokens,)`` bool.
-        target: ``(num_tokens,)``, sum 1 or 0.
+        target: ``(num_tokens,)``, sum 1.
     """
     found = scores.clamp(min=1e-9)
     likelihood = -found[evidence].sum().log()
-    if not scale:
-        return likelihood
-    if target is None or not bool(target.any()):
-        return (1 - TARGET_WEIGHT) * likelihood
     divergence = (target * (target.clamp(min=1e-9).log() - found.log())).sum()
-    return (1 - TARGET_WEIGHT) * likelihood + TARGET_WEIGHT * scale * divergence
+    return (1 - TARGET_WEIGHT) * likelihood + TARGET_WEIGHT * divergence
 
 
-def target_scale(targets: Sequence[torch.Tensor | None]) -> float:
-    """Factor that compensates for samples without a target; 0 if no sample has a target."""
-    asked = sum(target is not None and bool(target.any()) for target in targets)
-    return len(targets) / asked if asked else 0.0
-
-
-def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor | None], auxiliary_sha256: str) -> HeadSet:
+def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor], auxiliary_sha256: str) -> HeadSet:
     """The heads whose weighted sum is nearest to the targets.
 
     Args:
         seen: recorded attention.
-        targets: one per sample: ``(num_tokens,)``, sum 1, attended and stale in the primary; None if nothing is.
+        targets: one per sample: ``(num_tokens,)``, sum 1, attended and stale in the primary.
     """
     num_layers, num_heads, _ = seen[0].scores.shape
-    scale = target_scale(targets)
     looks = [(each.scores.flatten(0, 1).clone(), each.evidence.clone()) for each in seen]
     # clones: autograd refuses what was made in inference mode
     mix = torch.zeros(num_layers * num_heads, requires_grad=True)
@@ -69,7 +55,7 @@ def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor | None], auxilia
     for _ in range(_FIT_STEPS):
         optimizer.zero_grad()
         for (scores, evidence), target in zip(looks, targets, strict=True):
-            loss = loss_of(mix.softmax(0) @ scores, evidence, target, scale) / len(looks)
+            loss = loss_of(mix.softmax(0) @ scores, evidence, target) / len(looks)
             loss.backward()  # type: ignore[no-untyped-call,unused-ignore]
         optimizer.step()
     weights = mix.detach().softmax(0)

@@ -13,13 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = [
-    "PACKAGED_MODELS",
-    "PackagedModel",
-    "WheelMember",
-    "packaged_name",
-]
-
 PREFIX = "packaged:"
 """Says in a model's name that its weights come from the package index."""
 

@@ -13,18 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert_gguf"]
-
 logger = logging.getLogger(__name__)
 
 
 def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str) -> None:
-    """Write ``gguf_file`` as a transformers folder into the existing folder ``target`` (float32 weights).
-
-    Args:
-        name: for the progress bar.
-        source_sha256: recorded in the folder.
-    """
+    """Write ``gguf_file`` as a transformers folder, which records ``source_sha256``, into the existing folder
+    ``target`` (float32 weights)."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer

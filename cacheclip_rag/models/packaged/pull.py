@@ -30,8 +30,6 @@ from ...base.progress import progress_bar
 from ...base.python import python_command, python_environment
 from .catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, WheelMember, packaged_name
 
-__all__ = ["known_names", "model_folder", "pull", "pull_gguf"]
-
 _COPY_BYTES = 1 << 20
 
 
@@ -41,7 +39,6 @@ def known_names() -> str:
 
 
 def model_folder(name: str) -> Path:
-    """Folder of a packaged model; it exists after :func:`pull`."""
     return cache_home() / "models" / name
 
 

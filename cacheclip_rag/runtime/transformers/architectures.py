@@ -13,16 +13,6 @@ from typing import Any
 
 from ...base.errors import UnsupportedModelError
 
-__all__ = [
-    "SUPPORTED",
-    "Architecture",
-    "check_architecture",
-    "check_supported",
-    "has_pinned_rope",
-    "reuse_tokens",
-    "rope_pin",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -61,6 +51,9 @@ _PINNED_ROPE_TYPES = ("dynamic", "longrope")
 
 _ENCODER_DECODERS = ("t5", "umt5", "mt5", "bart", "mbart", "pegasus", "marian", "longt5", "led", "blenderbot", "fsmt")
 _RECURRENT = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
+_SPARSE = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+"""Layer types of DeepSeek-V3.2 and later, and of models built like them."""
+_WITHOUT_STATE = ("full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *_SPARSE)
 _WORKS = (
     f"Supported architectures: {', '.join(SUPPORTED)}. Choose such a model, or run this one with "
     "transformers itself, without reuse."
@@ -68,21 +61,13 @@ _WORKS = (
 
 
 def check_architecture(model_type: str, name: str) -> None:
-    """Raise UnsupportedModelError unless KV of this ``model_type`` can be reused exactly."""
     if model_type not in SUPPORTED:
         _refuse(name, f"has architecture {model_type!r}, which is not among those proven exact")
 
 
 def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
-    """Check a transformers ``config``.
-
-    Args:
-        quantised: accept quantised weights, which another process runs.
-
-    Raises:
-        UnsupportedModelError: KV of this model cannot be reused exactly. The message gives one reason and an
-            alternative.
-    """
+    """Raise UnsupportedModelError, with one reason and an alternative, if KV of a model with this transformers
+    ``config`` cannot be reused exactly. ``quantised``: accept quantised weights, which another process runs."""
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False) or model_type in _ENCODER_DECODERS:
         _refuse(
@@ -91,14 +76,23 @@ def check_supported(config: Any, name: str, *, quantised: bool = False) -> None:
             "can be computed ahead",
         )
     if model_type not in SUPPORTED:
-        if model_type in _RECURRENT or _linear_layers(config):
+        text, kinds = getattr(config, "text_config", config), _layer_types(config)
+        if model_type in _RECURRENT or kinds - {*_WITHOUT_STATE} or getattr(text, "conv_L_cache", None):
             _refuse(
                 name, f"({model_type!r}) has recurrent layers, whose state after a chunk depends on all text before"
             )
+        if kinds & {*_SPARSE}:
+            _refuse(name, f"({model_type!r}) has sparse attention: an indexer chooses which earlier tokens are read")
+        if getattr(text, "kv_lora_rank", None):
+            _refuse(name, f"({model_type!r}) keeps compressed KV (multi-head latent attention), not keys and values")
         if any("mrope_section" in rope for rope in _ropes(getattr(config, "text_config", config))):
             _refuse(name, f"({model_type!r}) uses multimodal rotary embedding, whose positions depend on images")
         if getattr(config, "text_config", None) is not None:
             _refuse(name, f"({model_type!r}) is a multimodal model; only text-only checkpoints are reused")
+        if "chunked_attention" in kinds:
+            _refuse(name, f"({model_type!r}) has layers that see no token before a fixed position (chunked attention)")
+        if getattr(text, "num_kv_shared_layers", None):
+            _refuse(name, f"({model_type!r}) has layers that read the KV of other layers")
         check_architecture(model_type, name)
     if getattr(config, "quantization_config", None) and not quantised:
         _refuse(name, "has quantised weights: their results depend on the other tokens in the pass; use dense weights")
@@ -145,10 +139,9 @@ def _ropes(config: Any) -> Iterator[dict[str, Any]]:
     yield from nested or [parameters]
 
 
-def _linear_layers(config: Any) -> bool:
+def _layer_types(config: Any) -> set[str]:
     config = getattr(config, "text_config", config)
-    kinds = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-    return bool(kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"})
+    return set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
 
 
 def _refuse(name: str, reason: str) -> None:

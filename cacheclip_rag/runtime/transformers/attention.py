@@ -12,8 +12,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_plan import AttentionRule, Block, Geometry, SideBySide
 
-__all__ = ["block_attention", "query_attention", "row_attention", "sdpa_backends"]
-
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
 products cost more than the mask."""
@@ -26,15 +24,9 @@ def block_attention(
     blocks: Sequence[Block | SideBySide],
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """Attention of each block's rows over its keys. Blocks cover every row once, in order.
-
-    Args:
-        query: ``(1, num_heads, num_rows, head_dim)``.
-        key, value: ``(1, num_kv_heads, num_slots, head_dim)``; heads are shared in groups (GQA).
-
-    Returns:
-        ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects.
-    """
+    """Attention of each block's rows over its keys. Blocks cover every row once, in order. ``query``: ``(1, num_heads,
+    num_rows, head_dim)``; ``key``, ``value``: ``(1, num_kv_heads, num_slots, head_dim)``, whose heads are shared in
+    groups (GQA). Returns ``(1, num_rows, num_heads, head_dim)``, the layout that transformers expects."""
     num_kv_heads = key.shape[1]
     # (num_kv_heads, num_rows, groups, head_dim): a row's heads of one group are neighbours, because they see the same
     rows = query[0].unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
@@ -46,18 +38,11 @@ def block_attention(
 
 
 def row_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Attention of one row, which sees all keys that its window covers: a decoded token.
+    """Attention of one row, which sees all keys that its window covers: a decoded token. Shapes are those of
+    :func:`block_attention`, with a batch.
 
     The heads of a group are the rows of one product, because they see the same keys. PyTorch's kernel for processors
-    multiplies them one by one otherwise, in bfloat16 ten times as slowly.
-
-    Args:
-        query: ``(batch, num_heads, 1, head_dim)``.
-        key, value: ``(batch, num_kv_heads, num_keys, head_dim)``.
-
-    Returns:
-        ``(batch, 1, num_heads, head_dim)``, the layout that transformers expects.
-    """
+    multiplies them one by one otherwise, in bfloat16 ten times as slowly."""
     rows = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (batch, num_kv_heads, groups, head_dim)
     if rule.window is not None:
         key, value = key[:, :, -rule.window :], value[:, :, -rule.window :]
@@ -80,12 +65,8 @@ def query_attention(
     heads: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attention weights (or logits) of one block's rows: float32, in the shape that :attr:`Probe.record` takes.
-
-    Args:
-        query: ``(num_heads, num_rows, head_dim)``, queries of the block's rows.
-        key: ``(num_kv_heads, num_keys, head_dim)``, the block's keys.
-        heads: numbers of the query heads that are computed; default all.
-    """
+    ``query``: ``(num_heads, num_rows, head_dim)``, of the block's rows; ``key``: ``(num_kv_heads, num_keys,
+    head_dim)``, the block's keys; ``heads``: numbers of the query heads that are computed, default all."""
     if heads is not None and len(heads) < len(query):
         query, key, rule = _of_heads(query, key, rule, heads)
     if isinstance(block, SideBySide):
@@ -154,12 +135,9 @@ def _sink_logits(rows: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
 def _of_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block | SideBySide, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attention of one block's rows over its keys: ``(num_kv_heads, num_rows * groups, head_dim)``.
-
-    Args:
-        query: ``(num_kv_heads, num_rows, groups, head_dim)``, the block's rows.
-        key, value: ``(num_kv_heads, num_slots, head_dim)``.
-    """
+    """Attention of one block's rows over its keys: ``(num_kv_heads, num_rows * groups, head_dim)``. ``query``:
+    ``(num_kv_heads, num_rows, groups, head_dim)``, the block's rows; ``key``, ``value``: ``(num_kv_heads, num_slots,
+    head_dim)``."""
     if isinstance(block, SideBySide):
         return _side_by_side(query, key[:, block.keys], value[:, block.keys], block, rule)
     if not block.is_plain(rule):
@@ -174,7 +152,9 @@ def _of_block(
         weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
         return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
     rows, groups = query.flatten(1, 2), query.shape[2]
-    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and _can_split(query):
+    # a kernel that also returns the log-sum-exp of the logits, without a gradient
+    can_split = query.device.type == "cpu" and not torch.is_grad_enabled()
+    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and can_split:
         mask = _additive_mask(block, block.first, rule, query, groups)
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
@@ -183,11 +163,6 @@ def _of_block(
             rows[None], keys[None], values[None], attn_mask=mask, scale=rule.scaling
         )
     return found[0]
-
-
-def _can_split(query: torch.Tensor) -> bool:
-    """Whether there is a kernel that also returns the log-sum-exp of the logits. It has no gradient."""
-    return query.device.type == "cpu" and not torch.is_grad_enabled()
 
 
 def _in_two_parts(
@@ -268,23 +243,22 @@ def _numbers_of_keys(block: Block, geometry: Geometry, keys: torch.Tensor, *, in
 
 def _positioned_mask(block: Block, rule: AttentionRule, query: torch.Tensor) -> torch.Tensor:
     """Additive mask ``(num_rows, num_keys)`` float32: causal by slots, sliding window by positions."""
-    use = "positioned", rule.window, query.device  # a window of 1 equals True, hence the names
-    return block.kept(use, lambda: _make_positioned_mask(block, rule).to(query.device))
 
+    def make() -> torch.Tensor:
+        slots = torch.arange(block.keys.stop - block.keys.start)
+        row_slots = block.positions.cpu()
+        hidden = slots[None, :] > row_slots[:, None]
+        geometry = block.geometry
+        if geometry is not None and geometry.contexts is not None:
+            hidden &= ~geometry.contexts_of(slots)[None, :]
+        if rule.window is not None:
+            of_rows, of_keys = row_slots, slots
+            if geometry is not None:
+                of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
+            hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
+        return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")).to(query.device)
 
-def _make_positioned_mask(block: Block, rule: AttentionRule) -> torch.Tensor:
-    slots = torch.arange(block.keys.stop - block.keys.start)
-    row_slots = block.positions.cpu()
-    hidden = slots[None, :] > row_slots[:, None]
-    geometry = block.geometry
-    if geometry is not None and geometry.contexts is not None:
-        hidden &= ~geometry.contexts_of(slots)[None, :]
-    if rule.window is not None:
-        of_rows, of_keys = row_slots, slots
-        if geometry is not None:
-            of_rows, of_keys = geometry.positions_of(row_slots), geometry.positions_of(slots)
-        hidden |= of_keys[None, :] <= of_rows[:, None] - rule.window
-    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+    return block.kept(("positioned", rule.window, query.device), make)  # a window of 1 equals True, hence the names
 
 
 def _additive_mask(

@@ -21,19 +21,6 @@ import torch
 
 from .rotary import Tables
 
-__all__ = [
-    "ROWS_PER_BLOCK",
-    "AttentionPlan",
-    "AttentionRule",
-    "Block",
-    "Geometry",
-    "PassEnded",
-    "Probe",
-    "SideBySide",
-    "causal_plan",
-    "rows_of",
-]
-
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
 """Arguments of a decoder layer that have one entry per row, and the dimension of the rows."""
 ROWS_PER_BLOCK = 64
@@ -262,13 +249,8 @@ def causal_plan(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
 ) -> AttentionPlan:
-    """Plan in which each row sees its own slot and earlier slots.
-
-    Args:
-        slots: ``(num_rows,)`` int64, strictly increasing; best on the CPU.
-        device: where the attention will run; default the device of ``slots``.
-        geometry: positions and contexts of a method that changes them; default slot = position.
-    """
+    """Plan in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
+    increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
     blocks, masks = [], Masks()
     placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
     is_long = len(slots) > 0 and int(slots[-1]) >= _LONG

@@ -13,8 +13,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .attention_plan import Geometry
 from .rotary import Tables
 
-__all__ = ["FusedCache", "FusedLayer", "StepLayer", "cache_argument", "cache_of"]
-
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
     """The keyword argument that gives ``cache`` to a transformers model; version 5.24 renamed it."""
@@ -71,12 +69,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on.
-
-        Args:
-            scale: ``(num_kv_heads, num_tokens, 1)``, by which the values are multiplied: 8-bit integers need no
-                memory for their floats but the cache.
-        """
+        """Write KV ``(num_kv_heads, num_tokens, head_dim)`` from slot ``start`` on. Values are multiplied by ``scale``,
+        ``(num_kv_heads, num_tokens, 1)``: 8-bit integers need no memory for their floats but the cache."""
         stop = start + keys.shape[-2]
         self._keys[0, :, start:stop] = keys
         target = self._values[0, :, start:stop]
@@ -85,17 +79,9 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
             target.mul_(scale)
         self._resize(max(self.length, stop))
 
-    def extend_to(self, length: int) -> None:
-        """As if KV were written up to slot ``length - 1``."""
-        self._resize(max(self.length, length))
-
     def write_at(self, start: int, keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor) -> None:
-        """Write one row of ``keys`` and ``values``, ``(num_kv_heads, num_tokens, head_dim)`` of the layer's dtype, to
-        each slot from ``start`` on.
-
-        Args:
-            source: ``(num_slots,)`` int64: the row for each slot.
-        """
+        """Write the row ``source``, ``(num_slots,)`` int64, of ``keys`` and ``values``, ``(num_kv_heads, num_tokens,
+        head_dim)`` of the layer's dtype, to each slot from ``start`` on."""
         stop = start + len(source)
         torch.index_select(keys, 1, source, out=self._keys[0, :, start:stop])  # six times as fast as index_copy_
         torch.index_select(values, 1, source, out=self._values[0, :, start:stop])
@@ -107,7 +93,6 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         self._values[0].index_copy_(1, slots, values)
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Set the KV of slots to 0."""
         self._keys.index_fill_(2, slots, 0)
         self._values.index_fill_(2, slots, 0)
 
@@ -129,7 +114,6 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def cut(self, length: int) -> None:
-        """Drop all tokens from slot ``length`` on."""
         self._resize(min(length, self.length))
 
     def _reserve(self, length: int) -> None:
@@ -165,14 +149,13 @@ class FusedCache(Cache):  # type: ignore[misc]
         return slot if self.geometry is None else int(self.geometry.positions_of(torch.tensor([slot])))
 
     def cut(self, length: int) -> None:
-        """Drop all tokens from slot ``length`` on."""
         for layer in self.layers:
             layer.cut(length)
 
     def extend_to(self, length: int) -> None:
         """Give all layers at least this length. Their KV is written later."""
         for layer in self.layers:
-            layer.extend_to(length)
+            layer._resize(max(layer.length, length))
 
     @torch.inference_mode()
     def blocks(self, first: int, count: int, size: int) -> Iterator[dict[tuple[int, ...], torch.Tensor]]:

@@ -17,8 +17,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["CHARACTERS", "counted", "weight"]
-
 CHARACTERS = 1_000
 """Characters, or values, that are written in one step."""
 _BITS = 64
@@ -54,14 +52,8 @@ _SYNTAX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, ex
 @lru_cache(maxsize=64)
 def counted(template: str, step: str) -> Any:
     """A template as a syntax tree in which every pass of a loop, every call and every text that is made counts its
-    steps. Transformers takes it in place of the text, and compiles it once: the same text gives the same tree.
-
-    Args:
-        step: path of the function that counts (:data:`Step`).
-
-    Raises:
-        jinja2.TemplateSyntaxError: it is no template.
-    """
+    steps, by the function of path ``step`` (:data:`Step`). Transformers takes it in place of the text, and compiles it
+    once: the same text gives the same tree. Raises jinja2.TemplateSyntaxError."""
     counting = _Counting(step)
     tree = counting.visit(_SYNTAX.parse(template))
     with_bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)))

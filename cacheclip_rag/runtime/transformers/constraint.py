@@ -19,8 +19,6 @@ import torch
 
 from ...base.errors import ConfigurationError, MissingExtraError, ModelError, is_panic
 
-__all__ = ["Grammars", "SchemaConstraint", "closed"]
-
 _WRITING = {"whitespace_flexible": True, "whitespace_pattern": r"[ ]{1,2}|[ ]?\n[ \t]{0,24}"}
 """White space where JSON may hold it: a space or two, or a line's end and its indentation. Models write lists over
 several lines, and do not end them on one. Without a limit, a model could write white space for ever."""
@@ -36,12 +34,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def constraint(self, json_schema: str) -> SchemaConstraint:
-        """A constraint for one answer.
-
-        Raises:
-            ConfigurationError: the schema is not supported, or the tokenizer has no vocabulary of its own.
-            MissingExtraError: llguidance is not installed.
-        """
+        """A constraint for one answer. Raises ConfigurationError: the schema is not supported, or the tokenizer has no
+        vocabulary of its own; MissingExtraError: llguidance is not installed."""
         try:
             import llguidance  # noqa: F401
         except ImportError as error:
@@ -160,7 +154,6 @@ class SchemaConstraint:
         return logits.masked_fill(~torch.from_numpy(mask).to(logits.device), float("-inf"))
 
     def accept(self, token_id: int) -> None:
-        """Take the chosen token into account."""
         self._matcher.consume_token(token_id)
         self._check()
 

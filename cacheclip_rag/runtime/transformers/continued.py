@@ -18,8 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["ContinuedCache", "ContinuedMatch", "KeptKV"]
-
 _Array = np.ndarray[Any, Any]
 
 
@@ -54,7 +52,6 @@ class _Conversation:
     """What the runtime's cache gives of all tokens (:class:`KeptKV`)."""
 
     def equal(self, ids: _Array) -> int:
-        """Number of first tokens that are equal."""
         most = min(len(self.ids), len(ids))
         same = self.ids[:most] == ids[:most]
         return most if same.all() else int(same.argmin())
@@ -121,16 +118,12 @@ class ContinuedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all KV."""
         return self._bytes
 
     def match(self, method: object, ids: Sequence[int], exact: _Exact | None = None) -> ContinuedMatch:
-        """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs
-        logits leaves out the last token, which must be computed.
-
-        Args:
-            exact: the first tokens' exact KV, which is taken instead, and released with the match.
-        """
+        """The longest beginning of ``ids`` that a prompt of this method, or its answer, has. A caller that needs logits
+        leaves out the last token, which must be computed. The first tokens' ``exact`` KV is taken instead, and released
+        with the match."""
         with self._lock:
             found, length = self._nearest(method, np.asarray(ids, np.int64))
             if found is not None:
@@ -143,13 +136,9 @@ class ContinuedCache:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
     def insert(self, method: object, ids: Sequence[int], cache: KeptKV, *, stale: _Array, turns: int) -> None:
-        """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``. It takes the place
-        of a conversation of which it has half the tokens or more.
-
-        Args:
-            stale: ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not.
-            turns: answers whose KV it is.
-        """
+        """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``, after ``turns``
+        answers. It takes the place of a conversation of which it has half the tokens or more. ``stale``:
+        ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not."""
         count = len(ids)
         num_bytes = count * cache.token_bytes
         wanted = np.asarray(ids, np.int64)
@@ -173,12 +162,10 @@ class ContinuedCache:
             self._held[_Conversation((type(method), repr(method)), wanted, marks, turns, num_bytes, kv)] = None
 
     def shrink(self) -> None:
-        """Drop KV that the limit has no room for any more."""
         with self._lock:
             self._make_room(0)
 
     def clear(self) -> None:
-        """Drop all KV."""
         with self._lock:
             for conversation in list(self._held):
                 self._drop(conversation)

@@ -19,8 +19,6 @@ from .attention_plan import AttentionPlan, Block, PassEnded, rows_of
 from .cache import cache_of
 from .row_filter import RowFilter
 
-__all__ = ["install_layer_hooks"]
-
 
 def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
     """Let the plans of passes act on these decoder layers."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ...base.clock import PhaseClock
 from ...store import KV, join, layer_of
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
@@ -27,15 +28,10 @@ from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, P
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
 from .packing import encode_packed, packs
+from .prefix_cache import Match
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
 from .text import TextModel, check_process
-
-if TYPE_CHECKING:
-    from ...base.clock import PhaseClock
-    from .prefix_cache import Match
-
-__all__ = ["ModelRuntime", "Passes", "device_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +171,7 @@ class ModelRuntime(TextModel):
         fingerprint: str,
         fuse: Callable[..., Any] | None = None,
     ) -> None:
-        """
-        Args:
-            fuse: :func:`cacheclip_rag.fusion.fuse.fuse`; None for a runtime that is never asked to fuse.
-        """
+        """``fuse``: :func:`cacheclip_rag.fusion.fuse.fuse`; None for a runtime that is never asked to fuse."""
         AttentionInterface.register(ATTENTION_NAME, _attention)
         model.set_attn_implementation(ATTENTION_NAME)
         super().__init__(model, tokenizer, name)
@@ -217,12 +210,9 @@ class ModelRuntime(TextModel):
     # -- KV -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, capacity: int, *, one_layer: bool = False) -> FusedCache:
-        """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more.
-
-        Args:
-            one_layer: all layers share one layer's memory, for a single pass that fills each layer right before it
-                runs (:attr:`AttentionPlan.before_layer`).
-        """
+        """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more. ``one_layer``: all layers
+        share one layer's memory, for a single pass that fills each layer right before it runs
+        (:attr:`AttentionPlan.before_layer`)."""
         # stored KV is written, by several threads, before the model is first used
         check_process(self.name, self._process)
         shared: dict[torch.device, FusedLayer] = {}
@@ -294,14 +284,10 @@ class ModelRuntime(TextModel):
             layer.write(slot, rotate(keys, of_layer), values, scale)
 
     def fill_all(self, cache: FusedCache, pieces: Iterable[tuple[int, KV]]) -> None:
-        """Write many pieces of stored KV, each from its slot on, at the positions of the cache's geometry. The same as
-        :meth:`fill` for each of them, but the number of tensor operations does not depend on the number of pieces.
-
-        Slots between the pieces get KV of other tokens: compute or fill them afterwards.
-
-        Args:
-            pieces: slot of the first token, and KV; in order of slots, without overlap.
-        """
+        """Write many pieces of stored KV, each from its slot on, in order of slots and without overlap, at the
+        positions of the cache's geometry. The same as :meth:`fill` for each of them, but the number of tensor
+        operations does not depend on the number of pieces. Slots between the pieces get KV of other tokens: compute or
+        fill them afterwards."""
         write = self.filling(cache, pieces)
         for number in range(self.num_layers):
             write(number)
@@ -416,17 +402,13 @@ class ModelRuntime(TextModel):
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
-        """Run tokens ``ids`` at ``positions`` against ``cache``, overwriting their KV at ``slots``.
-
-        Args:
-            ids, positions: ``(num_rows,)`` int64, best on the CPU.
-            slots: where each row's KV is written; default the row's position.
-            plan: its probe may end the pass before the last layer; then ``head`` must be False.
-            head: False returns None: the pass ends with the last layer's KV.
-            logits_to_keep: number of last rows whose logits are returned.
+        """Run tokens ``ids`` at ``positions``, ``(num_rows,)`` int64, best on the CPU, against ``cache``, overwriting
+        their KV at ``slots`` (default the positions). The plan's probe may end the pass before the last layer; then
+        ``head`` must be False.
 
         Returns:
-            Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows.
+            Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows; None if
+            not ``head``: the pass ends with the last layer's KV.
         """
         assert not head or plan.probe is None or plan.probe.stop is None, "a pass that ends early has no logits"
         if not self._offloaded:
@@ -481,14 +463,9 @@ class ModelRuntime(TextModel):
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
         """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
-
-        Args:
-            row_filter: removes rows between layers.
-            layer_starts: gets ``time.perf_counter()`` at the beginning of each layer.
-            before_layer: called with each layer's number before it runs. It must run no pass.
-
-        Other arguments and the result are as in :meth:`run_rows`.
-        """
+        ``row_filter`` removes rows between layers; ``layer_starts`` gets ``time.perf_counter()`` at the beginning of
+        each layer; ``before_layer`` is called with each layer's number before it runs, and must run no pass. Otherwise
+        as :meth:`run_rows`."""
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
         plan = causal_plan(slots, self.device, geometry)

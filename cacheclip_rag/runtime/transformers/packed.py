@@ -21,8 +21,6 @@ from torch import nn
 
 from ...base.machine import computes_bfloat16, processor_name
 
-__all__ = ["pack_weights"]
-
 _LEAST_NUMBERS = 2**18
 """Of a weight in float32: for smaller ones, MKL takes less time."""
 _TRIM_BYTES = 2**28

@@ -15,8 +15,6 @@ import torch
 from .attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block
 from .rotary import unrotate
 
-__all__ = ["encode_packed", "packs"]
-
 _ROWS_PER_PASS = 512
 """Tokens of all chunks of a pass. More rows gain nothing: matrix products are efficient from here on."""
 _SLOTS_PER_PASS = 8192
@@ -24,12 +22,8 @@ _SLOTS_PER_PASS = 8192
 
 
 def packs(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
-    """Divide chunks, in order, into passes. A chunk that is too long for company is alone.
-
-    Args:
-        lengths: tokens of each chunk.
-        num_context: tokens before each chunk.
-    """
+    """Divide chunks of these lengths, in order, into passes, with ``num_context`` tokens before each chunk. A chunk
+    that is too long for company is alone."""
     begin = rows = slots = 0
     for number, length in enumerate(lengths):
         if number > begin and (rows + length > _ROWS_PER_PASS or slots + num_context + length > _SLOTS_PER_PASS):
@@ -70,12 +64,8 @@ def encode_packed(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.
 
 
 def _blocks(firsts: Sequence[int], lengths: Sequence[int], start: int, device: torch.device) -> list[Block]:
-    """Per chunk the blocks of its rows. Their keys begin with the chunk's own copy of the context.
-
-    Args:
-        firsts: first slot of each chunk's copy of the context.
-        start: tokens of the context.
-    """
+    """Per chunk the blocks of its rows. Their keys begin with the chunk's own copy of the context: ``firsts`` are the
+    copies' first slots, ``start`` is their length."""
     blocks, row = [], 0
     for first, length in zip(firsts, lengths, strict=True):
         for begin in range(0, length, ROWS_PER_BLOCK):

@@ -16,8 +16,6 @@ import torch
 from ...base.errors import ModelError
 from .model import ModelRuntime
 
-__all__ = ["Encoder", "PlanningRuntime"]
-
 Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
 
@@ -50,11 +48,8 @@ class PlanningRuntime(ModelRuntime):
         )
 
     def encoding_by(self, encoder: Encoder, *, batch_characters: int, max_tokens: int | None = None) -> PlanningRuntime:
-        """The same model, whose chunks another process encodes.
-
-        Args:
-            max_tokens: longest chunk with what comes before it, if that is less than the model's.
-        """
+        """The same model, whose chunks, of ``max_tokens`` with what comes before them at most, another process
+        encodes."""
         found = copy(self)
         found._encoder, found.batch_characters = encoder, batch_characters
         found.reuse_tokens = min(self.reuse_tokens, max_tokens or self.reuse_tokens)

@@ -23,8 +23,6 @@ from typing import Any
 from ...base.errors import ConfigurationError
 from .continued import ContinuedCache, KeptKV
 
-__all__ = ["Match", "PrefixCache", "PrefixStats"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
@@ -59,13 +57,17 @@ class _PrefixBlock:
 class Match:
     """The longest stored prefix of a prompt. Its blocks cannot be evicted until the ``with`` block ends."""
 
+    turns = 0
+    """As of a :class:`~.continued.ContinuedMatch`."""
+    stale = None
+
     def __init__(
         self, blocks: Sequence[_PrefixBlock], num_tokens: int, release: Callable[[Sequence[_PrefixBlock]], None]
     ) -> None:
         self._blocks: Sequence[_PrefixBlock] | None = blocks
         self._release = release
         self._lock = threading.Lock()
-        self.num_tokens = num_tokens
+        self.num_tokens = self.num_exact = num_tokens
 
     def write_to(self, cache: KeptKV) -> None:
         """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
@@ -74,7 +76,7 @@ class Match:
         if blocks:
             cache.write_blocks([block.kv for block in blocks], self.num_tokens)
 
-    def release(self) -> None:
+    def release(self, *_: object) -> None:
         """Release the blocks. A second call does nothing."""
         with self._lock:
             blocks, self._blocks = self._blocks, None
@@ -84,8 +86,7 @@ class Match:
     def __enter__(self) -> Match:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __exit__ = release
 
 
 class PrefixCache:
@@ -157,18 +158,12 @@ class PrefixCache:
         return len(found) * self.block_tokens
 
     def insert(self, ids: Sequence[int], cache: KeptKV, *, cleared: int | None = None) -> int:
-        """Store all new whole blocks of ``ids`` that fit. Their KV is copied from slots 0 to ``len(ids) - 1``.
+        """Store all new whole blocks of ``ids`` that fit; returns their number. Their KV is copied from slots 0 to
+        ``len(ids) - 1``.
 
         Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
-        storing; the next insert continues after it.
-
-        Args:
-            cleared: what :attr:`cleared` was when the prompt was answered: if it is another number now, nothing is
-                stored. Default: not compared.
-
-        Returns:
-            Number of new blocks.
-        """
+        storing; the next insert continues after it. ``cleared`` is what :attr:`cleared` was when the prompt was
+        answered: if it is another number now, nothing is stored."""
         chain = self._chain(tuple(ids))
         if not chain:
             return 0
@@ -189,7 +184,6 @@ class PrefixCache:
 
     @property
     def stats(self) -> PrefixStats:
-        """Sizes and counters."""
         with self._lock:
             continued = self.continued.num_bytes
             sizes = len(self._blocks), self._bytes - continued, self._max_bytes

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Tables", "changed", "rotate", "unrotate"]
-
 Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
 attention scaling of YaRN and longrope."""
@@ -28,15 +26,8 @@ def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], to
 
 
 def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
-    """Rotate position-free keys to the positions of the tables.
-
-    Args:
-        keys: ``(..., num_tokens, head_dim)``, before RoPE, any float dtype.
-        tables: None for a layer without rotary embedding.
-
-    Returns:
-        float32 keys after RoPE, same shape.
-    """
+    """Rotate position-free keys, ``(..., num_tokens, head_dim)`` of any float dtype, to the positions of the tables
+    (None for a layer without rotary embedding). Returns float32 keys after RoPE."""
     keys = keys.float()
     if tables is None:
         return keys

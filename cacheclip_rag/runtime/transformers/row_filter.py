@@ -14,8 +14,6 @@ import torch
 from .attention_plan import AttentionPlan, Block, causal_plan, rows_of
 from .cache import FusedCache
 
-__all__ = ["RowFilter"]
-
 
 class RowFilter(ABC):
     """Decides before each layer which rows stay in the pass. One object serves one pass."""

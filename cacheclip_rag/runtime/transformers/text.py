@@ -23,8 +23,6 @@ from .chat_template import CHARACTERS, counted, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
-__all__ = ["ChatText", "TextModel", "TokenizedText", "check_encodable", "check_process", "quiet_transformers"]
-
 _MOST_STEPS, _MOST_STEPS_OF_EACH = 300_000, 1_000
 """Of a chat template, and more for each message and tool: loops over messages in a loop over messages are usual."""
 _MOST_TEMPLATE_S, _MOST_S_OF_EACH = 2.0, 0.005

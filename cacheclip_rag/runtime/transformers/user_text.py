@@ -17,15 +17,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-__all__ = ["LeastTokens", "text_tokenizer"]
-
 
 def text_tokenizer(tokenizer: Any, end_ids: Collection[int]) -> tuple[Any, frozenset[int]]:
-    """A copy of a fast tokenizer that gives no control token for any text, and the ids of the control tokens.
-
-    Args:
-        end_ids: tokens that end an answer; those among the added tokens are control tokens.
-    """
+    """A copy of a fast tokenizer that gives no control token for any text, and the ids of the control tokens. Added
+    tokens among ``end_ids``, which end an answer, are control tokens."""
     from tokenizers import AddedToken, Tokenizer
 
     backend = tokenizer.backend_tokenizer

@@ -19,8 +19,6 @@ from ..question import pick_layers
 from ..views import PromptView
 from .base import PromptScorer
 
-__all__ = ["AuxiliaryAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryAttention(PromptScorer):

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..views import CacheView, PromptView
-
-__all__ = ["CacheScorer", "PromptScorer", "Scorer"]
+from ..views import CacheView, PromptView, per_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ class CacheScorer(Scorer):
         """Per span ``(num_tokens,)`` float scores."""
 
     def early(self, view: PromptView) -> list[torch.Tensor]:
-        lengths = [len(span.tokens) for span in view.spans]
-        return list(torch.zeros(sum(lengths)).split(lengths))
+        return per_span(view.spans, 0.0)
 
     def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.score(view)

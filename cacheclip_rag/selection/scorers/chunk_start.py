@@ -14,8 +14,6 @@ from ...base.checks import check_whole_number
 from ..views import PromptView
 from .base import PromptScorer
 
-__all__ = ["ChunkStart"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkStart(PromptScorer):

@@ -15,8 +15,6 @@ from ..question import attention_to_tokens
 from ..views import CacheView, split_by_span
 from .base import CacheScorer
 
-__all__ = ["Oracle"]
-
 
 @dataclass(frozen=True, slots=True)
 class Oracle(CacheScorer):

@@ -13,8 +13,6 @@ from ..question import attention_to_tokens, pick_layers
 from ..views import CacheView, split_by_span
 from .base import CacheScorer
 
-__all__ = ["QueryAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class QueryAttention(CacheScorer):

@@ -10,8 +10,6 @@ from ...base.checks import check_whole_number
 from ..views import PromptView
 from .base import PromptScorer
 
-__all__ = ["Random"]
-
 
 @dataclass(frozen=True, slots=True)
 class Random(PromptScorer):

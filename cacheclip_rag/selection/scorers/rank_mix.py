@@ -12,8 +12,6 @@ from ...base.errors import ConfigurationError
 from ..views import CacheView, PromptView
 from .base import Scorer
 
-__all__ = ["RankMix"]
-
 
 @dataclass(frozen=True, slots=True)
 class RankMix(Scorer):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,11 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.forced_tools import can_constrain, forced_tool
 from cacheclip_rag.frontend.usage import telemetry, token_usage
+from cacheclip_rag.fusion.answer import last_answer
 from cacheclip_rag.models.context import is_here, known_context, knows_tools
 from cacheclip_rag.prompt.tools import as_name, past_calls
 
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
-
-__all__ = ["CacheClipLLM"]
 
 dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger("cacheclip_rag.llama_index")
@@ -195,7 +194,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(self._answer(self._text(prompt, formatted), kwargs))
+        return _completion(last_answer(self._events(self._text(prompt, formatted), kwargs)()))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
@@ -203,7 +202,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(await self._aanswer(self._text(prompt, formatted), kwargs))
+        return _completion(await answer_in_thread(self._events(self._text(prompt, formatted), kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -214,7 +213,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(self._answer(_messages(messages), kwargs))
+        return _chat(last_answer(self._events(_messages(messages), kwargs)()))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
@@ -222,7 +221,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await self._aanswer(_messages(messages), kwargs))
+        return _chat(await answer_in_thread(self._events(_messages(messages), kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
@@ -347,21 +346,6 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         convert = None if formatted else self.completion_to_prompt
         return convert(prompt) if convert else prompt
 
-    def _answer(self, prompt: Any, options: dict[str, Any]) -> Answer:
-        answer = None
-        for event in self._events(prompt, options)():
-            answer = event.answer or answer
-        assert answer is not None, "a stream ends with its answer"
-        return answer
-
-    async def _aanswer(self, prompt: Any, options: dict[str, Any]) -> Answer:
-        answer = None
-        async with aclosing(iterate_in_thread(self._events(prompt, options))) as events:  # cancelled: the model stops
-            async for event in events:
-                answer = event.answer or answer
-        assert answer is not None, "a stream ends with its answer"
-        return answer
-
     def _events(self, prompt: Any, options: dict[str, Any]) -> Callable[[], Iterator[Event]]:
         """A function that starts the stream. Options are checked now; the engine is used when it is called."""
         documents = options.pop("documents", None) or ()
@@ -409,7 +393,6 @@ class _Metadata(LLMMetadata):
     _reason: str = PrivateAttr(default="")
 
     def because(self, reason: str) -> Self:
-        """The same metadata, with the reason."""
         self._reason = reason
         return self
 
@@ -456,7 +439,6 @@ def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
 
 
 def _reasoning(message: ChatMessage) -> str:
-    """The reasoning of an earlier answer."""
     blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ThinkingBlock"]
     return "\n".join(block.content for block in blocks if isinstance(block.content, str))
 

@@ -9,8 +9,6 @@ import llama_index.core
 from cacheclip_adapters import Tokenizer
 from llama_index.core.utils import set_global_tokenizer
 
-__all__ = ["count_with"]
-
 
 def count_with(tokenizer: Tokenizer) -> None:
     """Let what LlamaIndex makes from now on count with ``tokenizer``, unless the user has set another one.

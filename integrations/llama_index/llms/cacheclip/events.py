@@ -7,8 +7,6 @@ from typing import Any
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.instrumentation.events import BaseEvent
 
-__all__ = ["CacheClipFusionEvent"]
-
 
 class CacheClipFusionEvent(BaseEvent):
     """Statistics of an answer, emitted when the answer is complete, within the span of its call."""

@@ -21,8 +21,6 @@ from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr
 from llama_index.core.instrumentation.span import BaseSpan
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 
-__all__ = ["collector"]
-
 _DISPATCHERS = (
     *("response_synthesizers.base", "response_synthesizers.generation"),
     *("chat_engine.simple", "chat_engine.context", "chat_engine.condense_question"),

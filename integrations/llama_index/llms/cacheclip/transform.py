@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from .base import CacheClipLLM
 
-__all__ = ["CacheClipTransform"]
-
 
 class CacheClipTransform(EngineFields, TransformComponent):
     """Precomputes each node's text as the LLM will read it (including metadata) and returns the nodes unchanged.
@@ -119,7 +117,6 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
 
 def _fits(text: str, caches: ChunkCaches) -> bool:
-    """Whether the KV of a text can be stored at all."""
     try:
         caches.check_length(text)
     except CacheClipError:

@@ -26,8 +26,6 @@ from cacheclip_rag.base.errors import ConfigurationError
 
 from .packing import WholeChunks
 
-__all__ = ["CacheClipSynthesizer"]
-
 dispatcher = get_dispatcher(__name__)
 
 _NODES = "cacheclip_nodes"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from llama_index.core.prompts import BasePromptTemplate
     from llama_index.llms.cacheclip import CacheClipLLM
 
-__all__ = ["WholeChunks"]
-
 logger = logging.getLogger("cacheclip_rag.llama_index")
 """Not ``__name__``: LlamaIndex gives its loggers, and all below them, a handler that prints nothing."""
 

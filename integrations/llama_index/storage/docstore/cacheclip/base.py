@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
-__all__ = ["CacheClipDocumentStore"]
-
 _DELETED = "cacheclip:deleted"
 """Source of texts deleted during an update. It is recorded in the chunk-cache store, so that after a crash the next
 deletion or update releases them."""
