@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from llama_index.core.prompts.default_prompts import DEFAULT_CHOICE_SELECT_PROMPT
 
@@ -43,10 +44,11 @@ BEGINNING = "Doc:"
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Tau of two lists of scores: 1 for the same order, -1 for the opposite one."""
-    pairs = list(itertools.combinations(range(len(one)), 2))
-    signs = [(one[a] - one[b]) * (other[a] - other[b]) for a, b in pairs]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
+    """Tau-b of two lists of scores: 1 for the same order, -1 for the opposite one, 0 if all of one are equal."""
+    pairs = itertools.combinations(range(len(one)), 2)
+    signs = np.sign([(one[a] - one[b], other[a] - other[b]) for a, b in pairs])
+    untied = np.abs(signs).sum(axis=0)
+    return float(signs.prod(axis=1).sum() / np.sqrt(untied.prod())) if untied.all() else 0.0
 
 
 def prompt_of(engine: CacheClipEngine, question: str, texts: Sequence[str]) -> list[Chunk | Fresh]:

@@ -1,6 +1,7 @@
 """Many clients of one server: how long their first tokens take, and how many tokens it answers with.
 
     python benchmarks/clients.py
+    python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b.gguf --clients 8
     python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
 
 Starts ``cacheclip serve`` in a process of its own and asks it over HTTP: as many questions as there are clients, first
@@ -39,7 +40,7 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory(prefix="cacheclip-clients-") as folder:
         store = Path(folder) / "store"
-        engine = CacheClipEngine(primary=args.primary, auxiliary=args.primary, store=store, dtype=args.dtype)
+        engine = CacheClipEngine(primary=args.primary, auxiliary=args.auxiliary, store=store, dtype=args.dtype)
         texts = make_texts(engine.primary.tokenize, args.chunks, args.tokens // args.chunks)
         engine.precompute(texts, method=args.method)
         engine.close()
@@ -62,6 +63,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--primary", default="packaged:smollm2-135m")
+    parser.add_argument("--auxiliary", help="default: the primary, or packaged:smollm2-135m beside a GGUF file")
     parser.add_argument("--method", default="cacheclip")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--clients", default="1,4,8,16", help="comma-separated")
@@ -71,6 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="checkout that serves")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    args.auxiliary = args.auxiliary or ("packaged:smollm2-135m" if args.primary.endswith(".gguf") else args.primary)
     args.clients = [int(number) for number in args.clients.split(",")]
     return args
 
@@ -78,7 +81,7 @@ def parse() -> argparse.Namespace:
 @contextmanager
 def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
     command = [sys.executable, "-P", "-c", "import cacheclip_rag.cli as cli; cli.main()", "serve", "--json"]
-    models = {"primary": args.primary, "auxiliary": args.primary, "dtype": args.dtype, "method": args.method}
+    models = {"primary": args.primary, "auxiliary": args.auxiliary, "dtype": args.dtype, "method": args.method}
     for name, value in {**models, "store": str(store), "port": "0"}.items():
         command += [f"--{name}", value]
     environment = {**os.environ, "PYTHONPATH": str(args.tree)}

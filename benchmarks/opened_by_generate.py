@@ -9,6 +9,7 @@ what happens once (loading, decisions about a method) is not counted. Comprehens
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 from collections import defaultdict
@@ -54,11 +55,14 @@ def opened_by(engine: CacheClipEngine, chunks: list[str]) -> dict[str, set[str]]
     engine.precompute(chunks)
     engine.generate(prompt, params)
     engine.prefixes.clear()  # the question would continue its own KV
+    gc.collect()  # what earlier engines leave behind would be counted while it is freed
+    gc.disable()
     sys.setprofile(profile)
     try:
         engine.generate(prompt, params)
     finally:
         sys.setprofile(None)
+        gc.enable()
     return found
 
 

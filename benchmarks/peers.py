@@ -215,7 +215,7 @@ class Vllm(System):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its waiting process would keep a core busy
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm import LLM, SamplingParams
 
@@ -261,7 +261,7 @@ class KVBoost(System):
         torch.set_num_threads(settings["threads"])
         self._tokenizer = AutoTokenizer.from_pretrained(settings["model"])
         model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"]))
-        self._engine = Engine(model.eval(), self._tokenizer, max_cache_bytes=2**30, device="cpu")
+        self._engine = Engine(model.eval(), self._tokenizer, max_cache_bytes=2**29, device="cpu")
 
     def precompute(self, texts: Sequence[str]) -> None:
         for text in texts:

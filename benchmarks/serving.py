@@ -13,7 +13,8 @@ starts the server, and asks it over HTTP. Methods take turns, so that a slow min
 had before; plain prefill is asked of the same server (method ``full``). ``throughput``: answers a minute while requests
 arrive as a Poisson process, faster than they are answered, and a bounded number of them runs at once. Prompts take
 random chunks in random order, so that vLLM's own prefix cache helps where it can; plain prefill is asked of a vLLM
-without this package.
+without this package. ``turns``: seconds to the first text of each of five turns of a chat, by ``full``, whose later
+turns vLLM's prefix cache serves, by the method, and by ``epic``, whose KV later turns continue.
 
 ``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
 included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
@@ -54,8 +55,9 @@ from cacheclip_rag.answering.profiling import QUESTION
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.store import ChunkStore
 
-PARTS = ("ttft", "throughput", "poisoning", "failures", "soak", "equality")
+PARTS = ("ttft", "turns", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
+TURNS = (QUESTION, "And why is that?", "Who was it?", "When did it happen?", "Say it in one sentence.")
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
 _OURS = "from cacheclip_rag.cli import main; main()"
 _SHORT = {"logprobs": True, "top_logprobs": 2, "max_tokens": 8}
@@ -373,6 +375,30 @@ async def measure_ttft(scene: Scene, ours: Server, twin: Server | None) -> dict[
     }
 
 
+async def measure_turns(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args, found = scene.args, dict[str, list[list[Said]]]()
+    async with ours.client() as client:
+        for way in dict.fromkeys((FULL, args.method, "epic")):  # the first answer makes threads and buffers
+            await streamed(client, scene.body(scene.new_order(), None if way == FULL else way, max_tokens=2))
+        for _ in range(args.rounds):
+            for way in dict.fromkeys((FULL, args.method, "epic")):
+                body = scene.body(scene.new_order(), None if way == FULL else way, max_tokens=24)
+                chat = []
+                for question in TURNS:
+                    if chat:
+                        answer = {"role": "assistant", "content": chat[-1].text}
+                        body["messages"] += [answer, {"role": "user", "content": question}]
+                    chat.append(await streamed(client, body))
+                found.setdefault(way, []).append(chat)
+    turns = {way: list(zip(*chats, strict=True)) for way, chats in found.items()}
+    return {
+        "prompt_tokens": [turn[0].prompt_tokens for turn in turns[FULL]],
+        "median_s": {way: [statistics.median(s.ttft_s for s in turn) for turn in each] for way, each in turns.items()},
+        "cached_tokens": {way: [turn[0].cached_tokens for turn in each] for way, each in turns.items()},
+        "outcomes": {way: [turn[0].outcome for turn in each] for way, each in turns.items()},
+    }
+
+
 async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     """``full`` is a vLLM without this package."""
     assert twin is not None
@@ -605,6 +631,7 @@ def first_difference(engine: CacheClipEngine, prompt: Any, ids: Sequence[int]) -
 
 MEASURES = {
     "ttft": measure_ttft,
+    "turns": measure_turns,
     "throughput": measure_throughput,
     "poisoning": measure_poisoning,
     "failures": measure_failures,

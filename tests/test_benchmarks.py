@@ -95,7 +95,9 @@ def questions(tmp_path: Path) -> str:
 
 def test_choices(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     module = load("choices", monkeypatch)
-    assert [module.kendall([3, 2, 1], other) for other in ([9, 5, 1], [1, 5, 9], [5, 9, 1])] == [1, -1, 1 / 3]
+    taus = [module.kendall([3, 2, 1], other) for other in ([9, 5, 1], [1, 5, 9], [5, 9, 1], [2, 2, 2])]
+    assert taus == pytest.approx([1, -1, 1 / 3, 0])
+    assert module.kendall([3, 3, 1], [3, 3, 1]) == pytest.approx(1.0), "ties"
     arguments = ["--dataset", questions, "--ratio", "1.0", "--log", str(tmp_path / "log")]
     found = run("choices", *arguments)
     for item in found:

@@ -40,7 +40,6 @@ SETTINGS: dict[str, str] = {
 """Settings of :class:`~cacheclip_rag.config.EngineConfig`, by name; values that are gone as ``name=value``."""
 
 OPTIONS: dict[str, str] = {
-    "calibrate": "calibrate is gone: use finetune, which tests what it finds.",
     "train-context": "train-context is gone: chunk_context is passages or prefix.",
     "--upgrade": "--upgrade is gone: ingest the documents into a new store, with another chunk_context.",
     "--rank": "--rank is gone: finetune chooses heads and weights only.",

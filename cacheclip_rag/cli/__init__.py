@@ -65,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate.evaluate,
     "explain-miss": explain.explain_miss,
     "finetune": training.finetune,
+    "calibrate": training.finetune,  # the name that scripts of earlier versions have
     "profile": profile.profile,
 }
 for _name, _command in _COMMANDS.items():

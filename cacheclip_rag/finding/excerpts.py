@@ -239,8 +239,7 @@ class ExcerptIndex:
             for number in numbers.tolist():
                 text = _unpacked(written.get(number), min(_LONGEST_TEXT, room)) if number in written else ""
                 room -= len(text)
-                own, letters = skeleton(text)
-                there = _short_runs(own)
+                there = _short_runs(skeleton(text)[0])
                 fits = np.flatnonzero(free & np.isin(stretch, there))
                 if text in known or not len(fits):
                     continue
@@ -252,9 +251,8 @@ class ExcerptIndex:
                 known.add(text)
                 first, last = fits[0], fits[-1] + _SHORT
                 free[max(0, first - _SHORT + 1) : last] = False
-                # where no letter was added or left out, tokens stay
-                same = int(letters[np.flatnonzero(there == stretch[first])[0]])
-                more.append(TextMatch(begin + int(places[first]), begin + int(places[last - 1]) + 1, text, same))
+                # behind its end: tokens that happen to be alike were computed behind other words
+                more.append(TextMatch(begin + int(places[first]), begin + int(places[last - 1]) + 1, text, len(text)))
         return sorted([*found, *more], key=lambda match: match.start)
 
     def _parts(
@@ -411,8 +409,8 @@ class _TextComparison:
 
     def with_altered(self, found: list[TextMatch], least: int) -> list[TextMatch]:
         """What was found, and texts, by number up to ``least``, of which half or more stands elsewhere in short pieces:
-        with a mark or a name in each line, or with words set off. Hardly a token of these can be reused; they are told
-        to be counted."""
+        with a mark or a name in each line, or with words set off. Hardly a token of these can be reused; they are
+        counted."""
         ours = self._compared
         free = np.ones(len(ours), dtype=bool)
         for match in found:

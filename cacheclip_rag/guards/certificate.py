@@ -350,8 +350,10 @@ def identity_of(
         transformers=transformers.__version__,
         torch=torch.__version__,
         cacheclip_rag=__version__,
-        # without the method's plan ahead, an engine with the weights fuses, and another backend only decodes
-        backend=primary.runtime.backend if method.plans_ahead and not method.min_confidence else "",
+        # an engine with the weights fuses for another process that only decodes, unless the method plans ahead for it
+        backend=primary.runtime.backend
+        if not primary.runtime.reads_kv or (method.plans_ahead and not method.min_confidence)
+        else "",
     )
 
 
@@ -462,7 +464,8 @@ def _warn_once(what: object, message: str) -> None:
 def _command(config: EngineConfig, method: Method, backend: str, max_differ: float | None = None) -> str:
     """Command that makes the missing certificate: a shell command with the lines of its settings file, or Python if the
     method is not a preset."""
-    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if backend else _CERTIFY
+    in_vllm = backend.startswith("vllm")
+    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if in_vllm else _CERTIFY
     own = preset(method.name) if method.name in PRESET_NAMES else None
     as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
     if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
@@ -472,7 +475,7 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
     context = method.chunk_context or config.chunk_context
     from_preset = method.context is not None and as_preset == own
     options: dict[str, Any] = {
-        "backend": "vllm" if backend else None,
+        "backend": "vllm" if in_vllm else None,
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,

@@ -204,8 +204,10 @@ def cleaned(text: str) -> DocumentText:
 class _Page(HTMLParser):
     """What a browser shows of a page, as Markdown as far as headings, lists and tables go."""
 
-    _UNSEEN = frozenset("annotation iframe noscript object script select style template title".split())
-    _VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+    _OTHERS = frozenset("audio canvas embed frame iframe object video".split())
+    """Elements that show something else than their text."""
+    _UNSEEN = _OTHERS | set("annotation noscript script select style template title".split())
+    _VOID = frozenset("area base br col embed frame hr img input link meta source track wbr".split())
     _BLOCKS = frozenset("article blockquote div dl form main ol p pre section table ul".split())
     _ENDED_BY_ITSELF = frozenset("dd dt li option p td th tr".split())
     """The end of such an element may be left out before another one."""
@@ -214,7 +216,7 @@ class _Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.pieces: list[str] = []
         self.title = ""
-        self.pictures = self.hidden = 0
+        self.pictures = self.hidden = self.others = 0
         self._open: list[tuple[str, bool]] = []
         """Elements that are open, and whether each is hidden itself."""
         self._names = Counter[str]()
@@ -231,6 +233,7 @@ class _Page(HTMLParser):
         style = re.sub(r"\s", "", given.get("style", "")).lower()
         hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
         hidden = hidden or given.get("aria-hidden") == "true"
+        self.others += tag in self._OTHERS and not (hidden or self._unseen)
         if tag not in self._VOID:
             above = self._open[-1][0] if self._open else ""
             if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
@@ -297,6 +300,8 @@ def html_text(source: str) -> DocumentText:
     notes = []
     if page.pictures:
         notes.append(f"{page.pictures} picture(s) are not read; the text has what the page says in their place.")
+    if page.others:
+        notes.append(f"{page.others} embedded page(s), recording(s) or drawing(s) are not read.")
     if page.hidden:
         notes.append(f"{page.hidden} hidden part(s) were left out.")
     if not text and page.title:

@@ -58,7 +58,7 @@ class ToolCall:
 
 def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The definitions as a list. A definition may lack the outer ``{"type": "function", "function": …}``. Raises
-    ConfigurationError: a definition lacks a name, or has a name that is more than a word, or parameters that are no
+    ConfigurationError: a definition lacks a name, has a name that is more than a word, or parameters that are no
     object."""
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise ConfigurationError(f"tools must be a list of definitions, got {type(tools).__name__}.")
@@ -66,6 +66,8 @@ def check_tools(tools: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for tool in tools:
         if not isinstance(tool, Mapping):
             raise ConfigurationError(f"a tool must be a dict in OpenAI's function format, got {type(tool).__name__}.")
+        if "function" not in tool and tool.get("type", "function") != "function" and "name" not in tool:
+            raise ConfigurationError(f"a tool of type {tool['type']!r} cannot be called here: give functions.")
         whole = dict(tool) if isinstance(tool.get("function"), Mapping) else {"function": dict(tool)}
         checked.append({"type": "function", **whole})
         name, parameters = whole["function"].get("name"), whole["function"].get("parameters")

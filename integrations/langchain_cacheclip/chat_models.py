@@ -12,7 +12,15 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.documents import Document
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
-from langchain_core.messages import LC_AUTO_PREFIX, AIMessage, AIMessageChunk, BaseMessage, ToolMessage
+from langchain_core.messages import (
+    LC_AUTO_PREFIX,
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    ToolMessage,
+)
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
     from cacheclip_rag import Answer, Event
     from cacheclip_rag.prompt.tools import ToolCall
 
-_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 
 _PASSED_OVER = {
     *("reasoning", "thinking", "redacted_thinking", "tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use"),
@@ -307,6 +315,8 @@ def _calling(message: BaseMessage) -> dict[str, Any]:
     answers."""
     if isinstance(message, ToolMessage):
         return {"tool_call_id": as_name(message.tool_call_id), "name": as_name(message.name or "")}
+    if isinstance(message, FunctionMessage):
+        return {"name": as_name(message.name)}
     if not isinstance(message, AIMessage):
         return {}
     named = past_calls(
@@ -332,8 +342,8 @@ def _reasoning(message: AIMessage) -> str:
 
 def _role(message: BaseMessage) -> str:
     kind = message.type.removesuffix("MessageChunk").lower()
-    if kind == "chat" and getattr(message, "role", None) in _ROLES.values():
-        return str(message.role)  # type: ignore[attr-defined]
+    if isinstance(message, ChatMessage) and message.role in (*_ROLES.values(), "developer"):
+        return "system" if message.role == "developer" else message.role
     if kind not in _ROLES:
         raise ConfigurationError(
             f"ChatCacheClip takes system, human, AI and tool messages, got a {message.type!r} message. Give its "

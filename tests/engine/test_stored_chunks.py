@@ -68,13 +68,12 @@ REWRITTEN: dict[str, tuple[str, str]] = {
 
 class TestMisses:
     @pytest.mark.parametrize("name", REWRITTEN)
-    def test_a_rewritten_text_is_found_or_counted(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
+    def test_a_rewritten_text_counts_as_missed(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
         text, shown = REWRITTEN[name]
         others = [each for each in (MARKED, GERMAN, GREEK) if without_marks(each)[:3] != without_marks(text)[:3]]
         engine.precompute([text, chunks[0], *others])
         stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
-        assert (stats.hits + stats.misses, stats.hits > 0) == (2, True)
-        assert stats.misses == 0 or stats.missed_tokens == len(engine.primary.tokenize(text))
+        assert (stats.hits, stats.misses, stats.missed_tokens) == (1, 1, len(engine.primary.tokenize(text)))
         engine.release([text])
         stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
         assert (stats.hits, stats.misses) == (1, 0), "nothing of the text is left"

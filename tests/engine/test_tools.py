@@ -48,7 +48,7 @@ class TestSchema:
         check(answer.text)
         assert answer.finish_reason == "stop" and answer.token_ids[-1] in engine.primary.eos_ids
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(2))
     def test_sampled(self, engine: CacheClipEngine, seed: int) -> None:
         params = SamplingParams(max_tokens=400, temperature=1.0, top_p=0.9, seed=seed, json_schema=SCHEMA)
         answer = engine.generate("Who lived there?", params)

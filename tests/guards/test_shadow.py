@@ -294,6 +294,25 @@ class TestPromise:
         assert values["promise_checks_total"] == 1 and values["promise_differing_total"] == (least == 0.0)
         assert values["gated_total"] == 2 * least and values.get("shadow_checks_total", 0) == 2 * (least == 0.0)
 
+    @pytest.mark.parametrize("agreement", [0.9, 1.0, None])
+    def test_one_token_makes_an_answer_differ(
+        self,
+        make: Callable[..., CacheClipEngine],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        agreement: float | None,
+    ) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+        monkeypatch.setattr(ShadowChecker, "_compare", lambda *_: (0.0, agreement))
+        engine = make(shadow_rate=1.0)
+        gates = (PromisedGate(0.2, 0.0, 0, 0.09, 0.3),)
+        certificate_for(engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+        engine.generate(rag_prompt(CHUNKS), PARAMS, method="cacheclip")
+        assert engine.wait_for_observers(30)
+        values = engine.metrics.snapshot()
+        assert values.get("promise_checks_total", 0) == (agreement is not None)
+        assert values.get("promise_differing_total", 0) == (agreement == 0.9)
+
     @pytest.mark.parametrize("most", [0.02, 0.1, 0.3])
     def test_false_alarms_are_few_and_true_ones_come(self, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
         """However long one looks; and a wrong limit is seen."""

@@ -392,6 +392,25 @@ class TestHtml:
         assert "if a:\n    b" in text
         assert "1 picture(s)" in " ".join(text.notes) and "2 hidden part(s)" in " ".join(text.notes)
 
+    @pytest.mark.parametrize(
+        "shown",
+        [
+            "<iframe src='a.html'>no</iframe>",
+            "<iframe srcdoc='&lt;p&gt;in it&lt;/p&gt;'></iframe>",
+            "<object data='a.pdf'>no</object>",
+            "<embed src='a.pdf'>",
+            "<video src=a controls>no</video>",
+            "<audio src=a>no</audio>",
+            "<canvas>no</canvas>",
+            "<object data='a'><embed src='a'>no</object>",
+        ],
+    )
+    def test_what_is_embedded_is_noted(self, tmp_path: Path, shown: str) -> None:
+        text = read(tmp_path, "a.html", f"<p>The boiler.</p>{shown}<p>Its valve.")
+        assert text == "The boiler.\n\nIts valve." and "1 embedded page(s)" in " ".join(text.notes)
+        hidden = read(tmp_path, "a.html", f"<p>The boiler.</p><div hidden>{shown}</div>")
+        assert "embedded" not in " ".join(hidden.notes)
+
     def test_a_page_that_a_script_draws_is_noted(self, tmp_path: Path) -> None:
         text = read(
             tmp_path, "a.html", "<html><head><title>App</title></head><body><script>draw()</script></body></html>"

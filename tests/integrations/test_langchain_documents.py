@@ -168,15 +168,6 @@ class TestChain:
         llm.invoke("Who lit the lamp?", question="the lamp")
         assert seen.questions == [question, None, "the lamp"]
 
-    def test_within_a_retrieval_chain(self, llm: ChatCacheClip, documents: list[Document], question: str) -> None:
-        chain = create_retrieval_chain(
-            WordRetriever(documents=documents), create_cacheclip_documents_chain(llm, RAG_PROMPT)
-        )
-        recorder = Recorder()
-        for _ in range(2):
-            answer = chain.invoke({"input": question}, {"callbacks": [recorder]})
-        assert answer["answer"].strip() and found(recorder) == [(0, 2), (2, 0)]
-
     def test_a_prompt_without_the_variable(self, llm: ChatCacheClip) -> None:
         with pytest.raises(ConfigurationError, match="needs the variable 'facts' .* got \\['context', 'input'\\]"):
             create_cacheclip_documents_chain(llm, RAG_PROMPT, document_variable_name="facts")
@@ -384,19 +375,6 @@ class TestTextModel:
         reused = [info["gen_ai.usage.cache_read.input_tokens"] for info in infos]
         assert reused == [info["cacheclip"]["reused_tokens"] for info in infos] and all(reused)
         assert usage["prompt_tokens_details"] == {"cached_tokens": sum(reused)}
-
-    async def test_a_batch_reports_the_tokens_of_all_prompts(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
-        prompts = [f"{chunks[0]}\n\nWhat?", "Who?", f"{chunks[1]} {chunks[2]}\n\nWho of them?"]
-        for result in (text_llm.generate(prompts), await text_llm.agenerate(prompts)):
-            stats = [each[0].generation_info["cacheclip"] for each in result.generations]
-            assert len({each["prompt_tokens"] for each in stats}) == 3
-            usage = result.llm_output["token_usage"]
-            prompt, completion = (sum(each[name] for each in stats) for name in ("prompt_tokens", "generated_tokens"))
-            assert {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")} == {
-                "prompt_tokens": prompt,
-                "completion_tokens": completion,
-                "total_tokens": prompt + completion,
-            }
 
     def test_options_and_fields(self, text_llm: CacheClipLLM, chunks: list[str]) -> None:
         prompt = f"{chunks[0]}\n\nWhat?"

@@ -25,7 +25,7 @@ from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.indexing import IndexingResult, InMemoryRecordManager, index
+from langchain_core.indexing import IndexingResult, index
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
@@ -280,15 +280,6 @@ class TestOrder:
         await CacheClipDocumentTransformer(llm).atransform_documents(given)
         assert stored(llm, documents) == [True, False, False, False] and "giant" in caplog.text
         assert llm.engine.release(sources=["giant"]) == 0
-
-    def test_a_document_too_long_is_indexed(self, llm: ChatCacheClip, documents: list[Document]) -> None:
-        store, manager = over_memory(llm), InMemoryRecordManager("test")
-        manager.create_schema()
-        giant = Document(TOO_LONG, metadata={"source": "giant"})
-        assert index([*documents[:2], giant], manager, store, **OPTIONS)["num_added"] == 3
-        assert sorted(each.page_content for each in store.similarity_search("anything")) == sorted(
-            each.page_content for each in [*documents[:2], giant]
-        )
 
     async def test_an_older_text_stays_until_the_new_one_is_there(
         self,

@@ -16,7 +16,6 @@ import pytest
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms import types
-from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.ingestion import IngestionPipeline
@@ -25,11 +24,10 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
-from llama_index.core.schema import MetadataMode, TextNode, TransformComponent
+from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ModelError
+from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from tests.integrations.fakes import Gate, fake_models, join_workers, watched
@@ -135,15 +133,6 @@ async def test_stock_query_engine_four_ways(
     assert texts == [texts[0]] * 4
     assert [stats["hits"] for stats in answers.stats] == [2, 2, 2, 2]
     assert all(stats["misses"] == 0 and stats["reused_tokens"] > 0 for stats in answers.stats)
-
-
-@pytest.mark.parametrize(("mode", "calls", "hits"), [("compact", 1, 3), ("refine", 3, 1), ("accumulate", 3, 1)])
-def test_response_modes(
-    index: VectorStoreIndex, llm: CacheClipLLM, question: str, answers: Answers, mode: str, calls: int, hits: int
-) -> None:
-    engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode)
-    assert ask(engine, question).strip()
-    assert [(stats["hits"], stats["misses"]) for stats in answers.stats] == [(hits, 0)] * calls
 
 
 def test_query_engine_of_a_completion_model(
@@ -517,22 +506,6 @@ async def test_unknown_call_option_lists_the_known_ones(llm: CacheClipLLM) -> No
         await llm.astream_chat(MESSAGES, num_beams=5)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"recompute_ratio": 1.5},
-        {"method": "magic"},
-        {"dtype": "int3"},
-        {"modelname": "x"},
-        {"engine_kwargs": {"windw": 3}},
-        {"engine_kwargs": {"store": "elsewhere"}},
-    ],
-)
-def test_wrong_fields_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
-        CacheClipLLM(**fields)
-
-
 def test_messages_that_are_not_text_are_refused(llm: CacheClipLLM) -> None:
     picture = ImageBlock(image=b"0")
     for blocks in ([picture], [TextBlock(text="What is this?"), picture]):
@@ -548,18 +521,7 @@ def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:
     assert answer.message.content == llm.complete(PROMPT).text
 
 
-def test_errors_of_the_engine_pass_through(llm: CacheClipLLM) -> None:
-    with pytest.raises(CacheClipError, match="fit the model"):
-        llm.complete("word " * 5000)
-
-
 # -- construction ---------------------------------------------------------------------------------------------------
-
-
-def test_mro() -> None:
-    assert BaseLLM.__name__ in [cls.__name__ for cls in CacheClipLLM.__mro__]
-    assert TransformComponent.__name__ in [cls.__name__ for cls in CacheClipTransform.__mro__]
-    assert CacheClipLLM.class_name() == "CacheClipLLM"
 
 
 def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str], tmp_path: Path) -> None:
@@ -574,28 +536,6 @@ def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str],
     assert CacheClipLLM(primary="nobody/unheard-of").metadata.context_window > 0
     with pytest.raises(ModelError):
         llm.complete(PROMPT)
-
-
-def test_from_engine_uses_that_engine(chunks: list[str]) -> None:
-    primary = fake_models()["primary"]
-    engine = CacheClipEngine(primary=primary, auxiliary=None, method="direct", recompute_ratio=0.3, memory_bytes=5)
-    llm = CacheClipLLM.from_engine(engine, max_tokens=3, stop=["##"])
-    assert llm.engine is engine
-    assert (llm.method, llm.recompute_ratio, llm.auxiliary) == ("direct", 0.3, None)
-    assert llm.engine_kwargs == {"memory_bytes": 5}
-    assert llm.metadata.num_output == 3
-    transform = CacheClipTransform.from_llm(llm)
-    transform([TextNode(text=chunks[0])])
-    assert engine.is_stored(chunks[0])
-    assert llm.model_copy(update={"method": "full"}).engine is engine
-    assert llm.model_copy(update={"namespace": "other"}).engine is not engine
-
-
-def test_equal_settings_share_an_engine(llm: CacheClipLLM) -> None:
-    other = CacheClipLLM(**{name: getattr(llm, name) for name in ("primary", "auxiliary", "store")})
-    assert other.engine is llm.engine
-    assert other.model_copy(update={"method": "full", "recompute_ratio": 1.0}).engine is llm.engine
-    assert other.model_copy(update={"namespace": "bob"}).engine is not llm.engine
 
 
 def test_serialisation_round_trip(llm: CacheClipLLM) -> None:

@@ -49,40 +49,6 @@ def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
 
 
 class TestEngines:
-    @pytest.mark.parametrize("mode", ["context", "condense_plus_context", "condense_question"])
-    async def test_chat_engines(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Seen,
-        mode: str,
-    ) -> None:
-        engine = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=2)
-        assert str(engine.chat(question)) == engine.chat_history[-1].content
-        assert str(await engine.achat(question)) == engine.chat_history[-1].content
-        assert "".join(engine.stream_chat(question).response_gen) == engine.chat_history[-1].content
-        response = await engine.astream_chat(question)
-        assert [token async for token in response.async_response_gen()]
-        answers = [event for event in seen.fusions if event.hits]
-        assert [event.hits for event in answers] == [2, 2, 2, 2] and all(event.misses == 0 for event in answers)
-
-    def test_from_args_with_our_synthesizer(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        question: str,
-        seen: Seen,
-    ) -> None:
-        engine = RetrieverQueryEngine.from_args(
-            index.as_retriever(similarity_top_k=3),
-            llm=llm,
-            response_synthesizer=CacheClipSynthesizer(llm=llm),
-            node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=0.0)],
-        )
-        assert len(engine.query(question).source_nodes) == 3
-        assert [(event.hits, len(event.node_ids)) for event in seen.fusions] == [(3, 3)]
-
     @pytest.mark.parametrize("stock", [True, False])
     async def test_the_statistics_are_in_the_metadata(
         self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, stock: bool
@@ -374,37 +340,7 @@ class TestWhatTheModelReads:
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
 
-def eight(chunks: list[str]) -> list[str]:
-    """Questions about words here and there."""
-    return [f"What does it say of {word}?" for word in " ".join(chunks).split()[3:80:10]]
-
-
 class TestAtOnce:
-    def test_eight_requests_are_answered_as_one_by_one(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        chunks: list[str],
-    ) -> None:
-        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-        questions = eight(chunks)
-        expected = [str(engine.query(question)) for question in questions]
-        assert len(set(expected)) > 2
-        with ThreadPoolExecutor(8) as pool:
-            assert [str(answer) for answer in pool.map(engine.query, questions)] == expected
-
-    async def test_eight_at_once_in_one_event_loop(
-        self,
-        index: VectorStoreIndex,
-        llm: CacheClipLLM,
-        chunks: list[str],
-    ) -> None:
-        engine = index.as_query_engine(llm=llm, similarity_top_k=2)
-        questions = eight(chunks)
-        expected = [str(await engine.aquery(question)) for question in questions]
-        found = await asyncio.gather(*(engine.aquery(question) for question in questions))
-        assert [str(answer) for answer in found] == expected
-
     async def test_the_event_loop_goes_on(
         self, index: VectorStoreIndex, llm: CacheClipLLM, chunks: list[str], question: str
     ) -> None:

@@ -14,8 +14,10 @@ from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
+from tests.guards.test_certificate import certificate_for
 
 MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, LangChainLLM]
 PROMPT = "Where did the keeper live?"
@@ -105,6 +107,24 @@ def test_every_setting_of_the_engine_has_the_same_name(kind: Any) -> None:
         kind(auxiliary_codec="int8")
     with pytest.raises(ConfigurationError, match=r"unknown field auxilary\. Did you mean 'auxiliary'\?"):
         kind(auxilary="smollm2-135m")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_gate_may_be_the_certificates(
+    kind: Any, tiny_models: dict[str, str], chunks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ratio and gate are the promised ones; without a promise, the error says how to get one."""
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    llm = kind(**models, method="cacheclip", min_confidence="auto", max_tokens=2)
+    prompt = "\n\n".join([*chunks, PROMPT])
+    with pytest.raises(CertificateError, match="expects a promise in the certificate.*--max-differ"):
+        ask(llm, prompt)
+    gates = (PromisedGate(0.35, 0.0, 0, 0.09, 0.35),)
+    certificate_for(llm.engine, guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None)).save()
+    llm.engine.precompute(chunks)
+    said = ask(llm, prompt)
+    assert (said["method"], said["nominal_ratio"], said["gated"]) == ("cacheclip", 0.35, False)
 
 
 @pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])

@@ -59,13 +59,21 @@ class TestOneAnswer:
         assert set(plan.keys) == {engine.chunk_caches()[0].key(text) for text in CHUNKS}
 
 
-def test_several_at_a_time_are_the_same(engine: CacheClipEngine) -> None:
+def test_several_at_a_time_are_the_same(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And they are decoded together."""
+    sizes, compute = list[int](), Context.decode_many
+
+    def decode_many(self: Context, parts: Any, *, logits_of: int) -> Any:
+        sizes.append(len(parts) if logits_of else 0)
+        return compute(self, parts, logits_of=logits_of)
+
+    monkeypatch.setattr(Context, "decode_many", decode_many)
     prompts = ["\n\n".join([*CHUNKS[n:], *CHUNKS[:n], QUESTION]) for n in range(4)]
     alone = [engine.generate(prompt, PARAMS).token_ids for prompt in prompts]
     with ThreadPoolExecutor(4) as threads:
         together = list(threads.map(lambda prompt: engine.generate(prompt, PARAMS).token_ids, prompts))
     # cells lie elsewhere then, so that sums are rounded otherwise: the first tokens are equal
-    assert [ids[:4] for ids in together] == [ids[:4] for ids in alone]
+    assert [ids[:4] for ids in together] == [ids[:4] for ids in alone] and max(sizes) > 1
 
 
 def test_it_is_no_auxiliary(make: MakeEngine) -> None:
@@ -109,6 +117,14 @@ class TestEarlierPrompts:
         assert again.stats.cached_prefix_tokens > 100 and not full.stats.cached_prefix_tokens
         assert float((again.logits - full.logits).abs().max()) < 0.1
 
+    def test_idle_time_completes_the_kv(self, engine: CacheClipEngine) -> None:
+        engine.generate(PROMPT, PARAMS, method="direct", finish="idle")
+        assert engine.wait_for_observers()
+        prompt = "\n\n".join([*CHUNKS, "Where does the ferry leave?"])
+        found, full = (engine.prefill(prompt, method=engine.make_method(name)) for name in ("direct", "full"))
+        assert found.is_exact and found.stats.cached_prefix_tokens > 100
+        assert float((found.logits - full.logits).abs().max()) < 0.1
+
     def test_a_follow_up_continues_the_kv(self, engine: CacheClipEngine) -> None:
         first = engine.generate(PROMPT, PARAMS)
         stats = engine.generate(f"{PROMPT} And why is that so?", PARAMS).stats
@@ -120,6 +136,19 @@ class TestEarlierPrompts:
         assert float((engine.prefill(PROMPT, method=everything).logits - full.logits).abs().max()) < 0.1
 
     @pytest.mark.parametrize("planted", [False, True])
+    def test_approximate_kv_is_in_no_exact_cache(self, make: MakeEngine, planted: bool) -> None:
+        """Planted: it is put into the prefix cache. The comparison must find it."""
+        engine = make(method="direct")
+        engine.precompute(CHUNKS)
+        for question in ("Who?", "Where?", "And then?"):
+            engine.generate("\n\n".join([*CHUNKS, question]), PARAMS)
+        if planted:
+            fused = engine.prefill(PROMPT, method=engine.make_method("direct"))
+            engine.prefixes.insert(fused.layout.token_ids, fused.cache)
+        found, full = (engine.prefill(PROMPT, method=engine.make_method(name)) for name in ("prefix", "full"))
+        assert (float((found.logits - full.logits).abs().max()) < 0.1) is not planted
+
+    @pytest.mark.parametrize("planted", [False, True])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
     def test_no_prompt_computes_more_than_plain_prefill(
         self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
@@ -127,15 +156,15 @@ class TestEarlierPrompts:
         """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
         if planted:
             monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
-        rows, decode = list[int](), Context.decode
+        rows, decode = list[int](), Context.decode_many
 
-        def counted(self: Any, cells: Any, ids: Any, **options: Any) -> Any:
-            rows.append(len(ids))
-            return decode(self, cells, ids, **options)
+        def counted(self: Any, parts: Any, **options: Any) -> Any:
+            rows.extend(len(ids) for _, ids in parts)
+            return decode(self, parts, **options)
 
         engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
         engine.precompute(CHUNKS)
-        monkeypatch.setattr(Context, "decode", counted)
+        monkeypatch.setattr(Context, "decode_many", counted)
         for _ in range(8):
             chosen = generator.sample(CHUNKS, generator.randint(1, 4))
             for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):

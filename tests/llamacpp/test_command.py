@@ -6,8 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.fusion import in_order
+from cacheclip_rag.lab.evaluation.exactness import DIRECT, check_exactness
+from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
+from cacheclip_rag.runtime.llamacpp.model import PlacedKV
 from tests.cli.test_cli import cacheclip, embedding_models
-from tests.conftest import CHUNKS
+from tests.conftest import CHUNKS, QUESTION
+from tests.llamacpp.conftest import MakeEngine
 
 __all__ = ["cacheclip", "embedding_models"]
 
@@ -27,7 +36,7 @@ def test_the_command(cacheclip: Any, files: dict[str, Path], minilm: str, tmp_pa
     assert cacheclip("store", "verify", *store, "--json").code == 0
 
 
-def test_eval_compares_methods_and_certify_says_why_not(cacheclip: Any, files: dict[str, Path], tmp_path: Path) -> None:
+def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path: Path) -> None:
     chunks = [{"title": "a", "text": text} for text in CHUNKS]
     records = [
         {"id": name, "task": "qa", "question": f"Who is {name}?", "answers": ["Ada"], "chunks": chunks, "meta": {}}
@@ -40,5 +49,28 @@ def test_eval_compares_methods_and_certify_says_why_not(cacheclip: Any, files: d
     assert found.code == 0, found.err
     kl = {name: each["first_token_kl"] for name, each in found.json["methods"].items()}
     assert kl["epic@1"] < 0.001 < kl["direct"]
-    refused = cacheclip("certify", *models, "--method", "epic")
-    assert refused.code != 0 and "expected a transformers model" in refused.err and "cacheclip eval" in refused.err
+
+
+def test_a_certificate(cacheclip: Any, files: dict[str, Path]) -> None:
+    """It is of llama.cpp, and covers an engine on this file."""
+    models = ("--primary", files["llama"], "--auxiliary", "none")
+    made = cacheclip("certify", *models, "--method", "epic", "--quick", "--json")
+    assert made.code in (0, 1), made.err
+    found = made.json
+    assert found["identity"]["backend"].startswith("llama.cpp")
+    assert found["exactness"]["passed"] and found["exactness"]["checks"]["ratio_1"]["passed"]
+    assert found["exactness"]["not_measured"] and 0 < found["exactness"]["noise_floor"]["logits"] < 0.5
+    engine = CacheClipEngine(primary=str(files["llama"]), auxiliary=None, method="epic")
+    assert engine.parts.certificates.identity(engine.make_method()).digest() in made.json["path"]
+
+
+def test_the_checks_see_that_kv_is_missing(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = make(chunk_context="prefix"), EvaluationPrompt(tuple(CHUNKS[:2]), QUESTION, None)
+    engine.precompute(prompt.chunks, method=DIRECT)
+    assert check_exactness(engine, prompt)["passed"]
+
+    def shorter(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> PlacedKV:
+        return PlacedKV(data, num_tokens, first + 8, count - 8, at + 8)
+
+    monkeypatch.setattr(in_order, "PlacedKV", shorter)
+    assert not check_exactness(engine, prompt)["checks"]["first_chunk"]["passed"]

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
+from cacheclip_rag.runtime.llamacpp.weights import GgufWeights
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.conftest import MakeEngine
-from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW
+from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW, write_header
 
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
 TOLERANCE = 0.1
@@ -140,17 +141,17 @@ class RandomTokens(Method):
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        ([(0, 70)], [1]),
+        ([(104, 174)], [1]),
         ([(0, 9), (20, 29), (30, 39)], [3]),
-        ([(0, 60), (70, 80), (90, 99)], [2, 1]),
-        ([(0, 9), (20, 90), (91, 95)], [1, 1, 1]),
+        ([(0, 40), (55, 80), (104, 144), (155, 180), (190, 199)], [2, 3]),
+        ([(0, 9), (110, 190), (191, 195)], [1, 1, 1]),
         ([(0, 9), (100, 103), (110, 113)], [2, 1]),
         ([(n, n + 1) for n in range(0, 60, 2)], [20, 10]),
     ],
     ids=["long", "short", "enough", "long between", "stored nowhere", "many"],
 )
 def test_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[int]) -> None:
-    groups = list(model.grouped(runs, [(0, 50), (52, 100), (103, 200)], most=20))
+    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 200)], most=20)
     assert [len(group) for group in groups] == expected and sum(groups, []) == runs
 
 
@@ -178,12 +179,14 @@ class TestMethods:
         gated = replace(preset("direct"), min_confidence=1.0)
         assert engine.generate(PROMPT, method=gated, max_tokens=8).token_ids == full.token_ids
 
-    def test_a_revised_answer_is_full_prefills(self, make: MakeEngine) -> None:
+    @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
+    def test_ways_to_finish(self, make: MakeEngine, finish: str) -> None:
         engine = make()
         engine.precompute(CHUNKS)
-        full = engine.generate(PROMPT, method="full", max_tokens=12)
-        revised = engine.generate(PROMPT, method="direct", finish="revise", max_tokens=12)
-        assert revised.token_ids == full.token_ids and revised.stats.verified_tokens is not None
+        full, direct = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("full", "direct"))
+        answer = engine.generate(PROMPT, method="direct", finish=finish, max_tokens=12)
+        assert answer.token_ids == (full if finish == "revise" else direct) and full != direct
+        assert (answer.stats.verified_tokens is None) == (finish == "none")
 
 
 class TestStored:
@@ -252,6 +255,44 @@ class TestContext:
         for _ in range(100):
             runtime.prefill(ids, len(ids))
         assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "why"),
+    [
+        ("mamba", {}, "recurrent"),
+        ("falcon-h1", {}, "recurrent"),
+        ("qwen2vl", {}, "M-RoPE"),
+        ("gpt2", {}, "another way than by rotation"),
+        ("bert", {"attention__causal": False}, "attends to later tokens"),
+        ("t5", {}, "no decoder"),
+        ("llada", {}, "all tokens at once"),
+        ("llama4", {}, "chunks of positions"),
+        ("phi3", {"rope__scaling__attn_factor": 1.2}, "LongRoPE"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_whose_kv_cannot_be_moved(
+    files: dict[str, Path], tmp_path: Path, architecture: str, fields: dict[str, float], why: str
+) -> None:
+    file = write_header(tmp_path, architecture, files["llama"].parent / "model", **fields)
+    weights = GgufWeights(file, architecture, vocabulary_only=True)
+    with pytest.raises(UnsupportedModelError, match=why):
+        weights.check_supported()
+    GgufWeights(files["llama"], "llama", vocabulary_only=True).check_supported()
+
+
+def test_more_chunks_than_sequences(make: MakeEngine) -> None:
+    engine = make()
+    chunks = [f"Boat {number} sails to island {number * 7}." for number in range(70)]
+    engine.precompute(chunks)
+    prompt = "\n\n".join([*chunks, QUESTION])
+    assert engine.generate(prompt, method="direct", max_tokens=1).stats.hits == 70
+    assert (
+        difference(engine, prompt, engine.make_method("epic", 1.0))
+        < TOLERANCE
+        < difference(engine, prompt, preset("direct"))
+    )
 
 
 def test_without_the_library_the_command_is_named(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

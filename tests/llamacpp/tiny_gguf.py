@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_model, tiny_spec
 
-__all__ = ["ARCHITECTURES", "write_gguf"]
+__all__ = ["ARCHITECTURES", "write_gguf", "write_header"]
 
 WINDOW = 24
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -89,6 +89,19 @@ def write_gguf(folder: Path, architecture: str, source: Path | None = None) -> P
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_header(folder: Path, architecture: str, source: Path, **fields: float) -> Path:
+    """Write a file of any architecture that has a vocabulary, and no weights."""
+    writer = gguf.GGUFWriter(folder / f"{architecture}.gguf", architecture)
+    for name, value in fields.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_float32
+        add(f"{architecture}.{name.replace('__', '.')}", value)
+    _add_tokenizer(writer, source)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return folder / f"{architecture}.gguf"
 
 
 def _add_tokenizer(writer: Any, source: Path) -> None:

@@ -50,18 +50,6 @@ class TestCacheClip:
             budget = round(0.2 * len(span.tokens))
             assert torch.equal(*(Windows(8).take([scores], budget)[0] for scores in (ours, theirs)))
 
-    def test_the_masses_of_a_chunk_are_bounded(self, case_of: Any) -> None:
-        """A question token hands out one, whoever else it looks at."""
-        case = case_of("llama")
-        auxiliary = case.engine.parts.auxiliary_caches
-        runtime = auxiliary.runtime
-        kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
-        question = runtime.tokenize("What is the magic number?").ids
-        for pooled in (False, True):
-            options = {"pooled": pooled, "layers": range(runtime.num_layers)}
-            for scores in score_chunks(runtime, auxiliary.prefix, kv, question, **options):
-                assert bool((scores >= 0).all()) and float(scores.sum()) <= 1 + 1e-5
-
     @plain
     def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
         looks = ({"layers": "last"}, {"layers": "last", "pooled": True}, {"layers": "0"})

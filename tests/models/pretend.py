@@ -7,14 +7,13 @@ numbers that are read, copies to the CPU, and results whose shape depends on num
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
@@ -118,9 +117,10 @@ class _Mode(TorchDispatchMode):
         """Do on the CPU what the device would do."""
         if function is aten._fused_sdp_choice.default:
             return 0  # PyTorch's plain formula: it consists of operations that any device has
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        leaves = [*_leaves(args), *_leaves(kwargs)]
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         mine = [each for each in tensors if isinstance(each, Pretended)]
-        devices = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.device)]
+        devices = [each for each in leaves if isinstance(each, torch.device)]
         on_device = any(each.type == CUDA.type for each in devices) if devices else bool(mine)
         if mine:
             self._check(function, args, tensors)
@@ -129,10 +129,10 @@ class _Mode(TorchDispatchMode):
             self._count_copies(function, args)
         if function is aten._local_scalar_dense.default or function is aten.equal.default:
             on_device = False
-        found = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        found = function(*_mapped(_inner, args), **_mapped(_inner, kwargs))
         if function._schema.is_mutable:
             return kwargs.get("out", args[0])
-        return tree_map(_wrapped, found) if on_device else found
+        return _mapped(_wrapped, found) if on_device else found
 
     def without_guard(self, function: Any, target: Any, *args: Any) -> Any:
         """Do one of :data:`_GUARDED`."""
@@ -150,25 +150,25 @@ class _Mode(TorchDispatchMode):
                 self.copies["copy_"] += 1
             _inner(target).copy_(_inner(args[0]))
             return target
-        for each in tree_flatten(args)[0]:
+        for each in _leaves(args):
             if isinstance(each, Pretended) is isinstance(target, Pretended) or not isinstance(each, torch.Tensor):
                 continue
             if isinstance(each, Pretended) or (
                 function is torch.Tensor.__setitem__ and each is args[-1] and each.dim()
             ):
                 raise RuntimeError(f"{function}: tensors on two devices: {each.device} and {target.device}")
-        for each in tree_flatten(args[0])[0]:
+        for each in _leaves(args[0]):
             if isinstance(each, Pretended) and (each.dtype is torch.bool or not each.dim()):
                 self.stops["index by bools or a number"] += 1
         if isinstance(target, Pretended):
             self.copies["index"] += self._from_cpu(args[0])
-        found = function(_inner(target), *tree_map(_inner, args))
+        found = function(_inner(target), *_mapped(_inner, args))
         return _wrapped(found) if isinstance(target, Pretended) else found
 
     @staticmethod
     def _from_cpu(args: Any) -> int:
         """Number of tensors of the CPU in ``args``."""
-        return sum(isinstance(e, torch.Tensor) and not isinstance(e, Pretended) for e in tree_flatten(args)[0])
+        return sum(isinstance(e, torch.Tensor) and not isinstance(e, Pretended) for e in _leaves(args))
 
     def _count_copies(self, function: Any, args: Any) -> None:
         """Operations that bring tensors of the CPU to the device: moves, ``copy_``, and indices of the CPU."""
@@ -205,6 +205,23 @@ class _Mode(TorchDispatchMode):
             index is not None and index.dtype is torch.bool and isinstance(index, Pretended) for index in args[1]
         ):
             self.stops[f"{name} by bools"] += 1
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, list | tuple | dict):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(each)
+    else:
+        yield tree
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Quicker than PyTorch's own, and called for every operation."""
+    if isinstance(tree, dict):
+        return {name: _mapped(change, each) for name, each in tree.items()}
+    if isinstance(tree, list | tuple):
+        return (list if isinstance(tree, list) else tuple)(_mapped(change, each) for each in tree)
+    return change(tree)
 
 
 def _inner(value: Any) -> Any:

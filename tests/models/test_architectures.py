@@ -202,18 +202,6 @@ class TestRopesThatDependOnLength:
         assert len(pins) == 2 and all("up to" in pin for pin in pins)
         assert "up to" not in rope_pin(LlamaConfig())
 
-    def test_longer_prompts_are_answered_plainly(self, tiny_models: dict[str, str], chunks: list[str]) -> None:
-        engine = CacheClipEngine(primary=tiny_models["phi3-longrope"], auxiliary=tiny_models["auxiliary"])
-        engine.precompute(chunks)
-        short = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=2), recompute_ratio=1.0).stats
-        assert short.fallback is None and short.prompt_tokens <= 512
-        texts = chunks * 4
-        long = engine.generate(rag_prompt(texts), SamplingParams(max_tokens=2), recompute_ratio=1.0).stats
-        assert long.prompt_tokens > 512 and long.method == "full"
-        assert "change above 512" in str(long.fallback)
-        again = engine.generate(rag_prompt(chunks[:2]), SamplingParams(max_tokens=2), recompute_ratio=1.0)
-        assert again.stats.fallback is None
-
     def test_the_last_token_that_is_reused_and_the_first_that_is_not(
         self, tiny_models: dict[str, str], chunks: list[str]
     ) -> None:

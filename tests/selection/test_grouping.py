@@ -44,31 +44,9 @@ class TestExamples:
     def test_window_score_keeps_a_span_over_a_window_border_whole(self) -> None:
         assert chosen(Windows().take([hot(*range(5, 13))], 8)) == [list(range(5, 13))]
 
-    def test_window_score_fills_up_around_a_short_span(self) -> None:
-        """Four hot tokens, budget six: the two others come from windows around them, lowest index first."""
-        (mask,) = chosen(Windows().take([hot(10, 11, 12, 13)], 6))
-        assert set(mask) >= {10, 11, 12, 13} and len(mask) == 6
-        assert mask == [6, 7, 10, 11, 12, 13]
-
-    def test_window_score_prefers_a_span_to_a_lone_peak(self) -> None:
-        scores = hot(16, 17, 18, 19, 20, 21)
-        scores[2] = 3.0
-        assert chosen(Windows().take([scores], 6)) == [list(range(16, 22))]
-
     def test_v1_literal_loses_a_span_over_a_window_border(self) -> None:
         """Tokens 5 to 12: three in the first window, five in the second; more than five are needed."""
         assert chosen(AlignedWindows().take([hot(*range(5, 13))], 8)) == [[]]
-
-    def test_v1_literal_keeps_six_of_eight_and_nothing_else(self) -> None:
-        scores = hot(8, 9, 10, 11, 12, 13, 2, 20)
-        assert chosen(AlignedWindows().take([scores], 8)) == [[8, 9, 10, 11, 12, 13]]
-
-    def test_v1_literal_drops_exactly_five(self) -> None:
-        assert chosen(AlignedWindows().take([hot(8, 9, 10, 11, 12)], 5)) == [[]]
-
-    def test_v1_literal_windows_start_anew_at_each_chunk(self) -> None:
-        masks = AlignedWindows().take([hot(length=5), hot(0, 1, 2, 3, 4, 5, length=19)], 6)
-        assert chosen(masks) == [[], [0, 1, 2, 3, 4, 5]]
 
     def test_other_window_and_threshold(self) -> None:
         scores = hot(4, 5, 6)
@@ -80,17 +58,6 @@ class TestExamples:
         assert grouping.take([], 5) == []
         assert chosen(grouping.take([torch.empty(0)], 5)) == [[]]
         assert chosen(grouping.take([hot(1, 2)], 0)) == [[]]
-
-    def test_chunk_of_one_token(self) -> None:
-        assert chosen(Windows().take([torch.tensor([1.0]), torch.tensor([2.0])], 1)) == [[], [0]]
-        assert chosen(AlignedWindows().take([torch.tensor([1.0])], 1)) == [[]]
-
-    def test_ties_go_to_the_lower_index(self) -> None:
-        assert chosen(Windows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(10)), []]
-        assert chosen(AlignedWindows().take([torch.ones(24), torch.ones(24)], 10)) == [list(range(8)), []]
-
-    def test_single_tokens_by_their_own_score(self) -> None:
-        assert chosen(Tokens().take([torch.tensor([0.5, 2.0, 1.0]), torch.tensor([2.0, 0.1])], 3)) == [[1, 2], [0]]
 
     @pytest.mark.parametrize(
         ("cls", "settings"),
@@ -111,11 +78,6 @@ class TestExamples:
 
 class TestProperties:
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130))
-    def test_window_score_fills_its_budget_exactly(self, scores: list[list[int]], budget: int) -> None:
-        assert len(flat(Windows().take(tensors(scores), budget))) == min(budget, sum(map(len, scores)))
-
-    @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings)
     def test_never_above_budget(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
         masks = grouping.take(tensors(scores), budget)
@@ -124,32 +86,12 @@ class TestProperties:
         assert len(flat(masks)) <= budget
 
     @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
-    def test_window_score_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
-        assert flat(Windows().take(tensors(scores), budget)) <= flat(Windows().take(tensors(scores), budget + more))
-
-    @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 60), more=st.integers(0, 60))
-    def test_v1_literal_is_monotone(self, scores: list[list[int]], budget: int, more: int) -> None:
-        assert flat(AlignedWindows().take(tensors(scores), budget)) <= flat(
-            AlignedWindows().take(tensors(scores), budget + more)
-        )
-
-    @FIXED
     @given(scores=all_scores, budget=st.integers(0, 60), grouping=groupings)
     def test_deterministic_and_input_untouched(self, scores: list[list[int]], budget: int, grouping: Grouping) -> None:
         given_tensors = tensors(scores)
         first = grouping.take(given_tensors, budget)
         assert flat(first) == flat(grouping.take(given_tensors, budget))
         assert [t.tolist() for t in given_tensors] == scores
-
-    @FIXED
-    @given(scores=all_scores, budget=st.integers(0, 130))
-    def test_order_of_equal_chunks_decides_nothing_but_ties(self, scores: list[list[int]], budget: int) -> None:
-        """How many tokens are taken does not depend on the order of the chunks."""
-        there = len(flat(Windows().take(tensors(scores), budget)))
-        back = len(flat(Windows().take(tensors(scores[::-1]), budget)))
-        assert there == back
 
     @FIXED
     @given(scores=all_scores, budget=st.integers(0, 130), grouping=groupings, data=st.data())

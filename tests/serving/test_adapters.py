@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -186,14 +185,6 @@ class TestLangChain:
         assert chunks[-1].response_metadata["cacheclip"]["hits"] == len(CHUNKS)
         assert "".join(TextModel(**own).stream(PROMPT)) == whole.content
 
-    async def test_asynchronously(self, own: dict[str, Any]) -> None:
-        llm = ChatCacheClip(**own)
-        whole = llm.invoke(PROMPT).content
-        assert (await llm.ainvoke(PROMPT)).content == whole
-        assert "".join([str(chunk.content) async for chunk in llm.astream(PROMPT)]) == whole
-        several = await asyncio.gather(*(llm.ainvoke(PROMPT) for _ in range(3)))
-        assert [each.content for each in several] == [whole] * 3
-
     def test_messages(self, server: Served, own: dict[str, Any]) -> None:
         call = {"name": "search", "args": {"words": "x"}, "id": "abcdefghi"}
         messages = [
@@ -211,19 +202,6 @@ class TestLangChain:
             [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What?"}], max_tokens=12
         )
         assert said.content == expected.text
-
-    def test_tools(self, own: dict[str, Any]) -> None:
-        llm = ChatCacheClip(**{**own, "max_tokens": 200}).bind_tools([search], tool_choice="any")
-        (call,) = llm.invoke(PROMPT).tool_calls  # type: ignore[attr-defined]
-        assert call["name"] == "search" and set(call["args"]) == {"words"}
-        whole: Any = None
-        for chunk in llm.stream(PROMPT):
-            whole = chunk if whole is None else whole + chunk
-        assert whole.tool_calls[0]["args"] == call["args"]
-
-    def test_structured_output(self, own: dict[str, Any]) -> None:
-        llm = ChatCacheClip(**{**own, "max_tokens": 200}).with_structured_output(Year)
-        assert isinstance(llm.invoke(PROMPT), Year)
 
     def test_a_prompt_that_is_too_long(self, own: dict[str, Any]) -> None:
         with pytest.raises(ContextOverflowError):

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, ServerError
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
@@ -1058,12 +1058,6 @@ class TestAdapters:
         assert {each.name for each in fields(FusionStats)} <= set(stats)
         assert llm.model_name == "tiny"
 
-    def test_a_stream(self, guarded: Served) -> None:
-        llm = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=NORTH)
-        chunks = list(llm.stream(PROMPT))
-        assert "".join(str(chunk.content) for chunk in chunks) == "".join(WORDS)
-        assert chunks[-1].response_metadata["cacheclip"]["hits"] == 2
-
     def test_calls_in_pieces(self, guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         """As vLLM sends them: the name first, the arguments in pieces, and the pieces of two calls in turns."""
         pieces = [
@@ -1090,9 +1084,3 @@ class TestAdapters:
         said = ChatCacheClip(base_url=f"{guarded.address}/v1", api_key=OWN).invoke(PROMPT)
         assert said.tool_calls == [] and said.content == "".join(WORDS)
         assert "'search'" in caplog.text and "max_tokens" in caplog.text
-
-    def test_errors(self, guarded: Served) -> None:
-        with pytest.raises(ServerError, match="API key"):
-            ChatCacheClip(base_url=f"{guarded.address}/v1", api_key="another-key").invoke(PROMPT)
-        with pytest.raises(PromptTooLongError):
-            CacheClipLLM(base_url=f"{guarded.address}/v1", api_key=OWN).complete("word " * 6000)

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,19 @@ def texts(count: int) -> list[str]:
     return [f"Chapter {n}. {LONG}" for n in range(count)]
 
 
+@lru_cache(maxsize=4)
 def plan_of(engine: CacheClipEngine, ratio: float = 0.1) -> Plan:
     return engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", recompute_ratio=ratio)
 
 
 def stats_of(engine: CacheClipEngine, before_s: float, recompute_s: float, **changes: Any) -> FusionStats:
-    stats = engine.generate("Hello", max_tokens=1).stats
     phases = {**dict.fromkeys(PHASES, 0.0), "select": before_s, "recompute": recompute_s}
-    return replace(stats, **{"phases_s": phases, "chunk_tokens": plan_of(engine).chunk_tokens, **changes})
+    return replace(fused(engine), **{"phases_s": phases, **changes})
+
+
+@lru_cache(maxsize=1)
+def fused(engine: CacheClipEngine) -> FusionStats:
+    return replace(engine.generate("Hello", max_tokens=1).stats, chunk_tokens=plan_of(engine).chunk_tokens)
 
 
 class TestFit:

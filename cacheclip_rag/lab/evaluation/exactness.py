@@ -6,9 +6,9 @@ differ; the limit is twice their difference, measured on the same model and prom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +20,22 @@ from ...engine import CacheClipEngine
 from ...fusion.fuse import choose_rows
 from ...guards.fidelity import greedy, kl_divergence, read_along
 from ...methods import preset
-from ...methods.base import Method
+from ...runtime.base import Runtime
 from ...runtime.transformers.cache import FusedCache, cache_argument
 from ...runtime.transformers.model import ModelRuntime
-from ...selection.views import CacheView
-from ..models import transformers_model
+from ..models import extending_model, transformers_model
 from .prompts import EvaluationPrompt
 
-__all__ = ["DIRECT", "SHIFTS", "Check", "check_exactness", "check_reuse", "noise_floor", "reference_logits"]
+__all__ = [
+    "DIRECT",
+    "EVERYTHING",
+    "SHIFTS",
+    "Check",
+    "check_exactness",
+    "check_reuse",
+    "noise_floor",
+    "reference_logits",
+]
 
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
@@ -36,6 +44,8 @@ SHIFTS = (0, 3, 17)
 """Positions of the first token for the noise floor."""
 DIRECT = replace(preset("direct"), chunk_context="prefix")
 """Direct reuse with chunk context ``prefix``: a chunk right after the shared prefix is exact."""
+EVERYTHING = replace(preset("epic").at(1.0), chunk_context="prefix")
+"""All chunk tokens are computed, which no choice of tokens changes."""
 _UNCHANGED = 1e-5
 """Largest allowed change of KV before a changed token: rounding of differently shaped matrix products."""
 
@@ -51,18 +61,10 @@ class Check:
     """Description of the figure, for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RecomputeAll(Method):
-    """Recomputes all tokens, like every method at ratio 1.0."""
-
-    name: str = field(default="recompute_all", kw_only=True)
-
-    def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.ones(len(span.tokens), dtype=torch.bool) for span in view.spans]
-
-
 def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[str, Any]:
     """All checks on one prompt whose chunks are precomputed: ``{"passed", "noise_floor", "checks": {name: …}}``."""
+    if not engine.primary.reads_kv:
+        return _check_by_itself(engine, prompt)
     runtime = transformers_model(engine.primary)
     full = engine.prefill(prompt.text, method=preset("full"))
     ids = full.layout.ids
@@ -70,7 +72,7 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
     precise = runtime.dtype == torch.float32
     floor = noise_floor(runtime, ids)
     limit = (_LIMIT_DEEP if runtime.num_layers >= _DEEP else _LIMIT) if precise else 2 * floor["logits"]
-    everything = check_reuse(engine.prefill(prompt.text, method=_RecomputeAll(chunk_context="prefix")))
+    everything = check_reuse(engine.prefill(prompt.text, method=EVERYTHING))
     nothing = DIRECT
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
     behind_prefix = check_reuse(engine.prefill(single, method=nothing))
@@ -92,13 +94,54 @@ def check_exactness(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[s
         "no_future": _no_future(engine, prompt),
         "greedy": _same_text(runtime, full, everything, required=precise),
     }
-    passed = all(check.passed for check in checks.values())
+    return _found(floor, ids, checks)
+
+
+def _found(floor: dict[str, float], ids: torch.Tensor, checks: Mapping[str, Check]) -> dict[str, Any]:
     return {
-        "passed": passed,
+        "passed": all(check.passed for check in checks.values()),
         "noise_floor": floor,
         "prompt_tokens": len(ids),
         "checks": {name: asdict(check) for name, check in checks.items()},
     }
+
+
+def _check_by_itself(engine: CacheClipEngine, prompt: EvaluationPrompt) -> dict[str, Any]:
+    """Checks of a runtime whose KV is opaque, against its own full prefill: no other program computes with its
+    weights."""
+    runtime = extending_model(engine.primary)
+    full = engine.prefill(prompt.text, method=preset("full"))
+    everything = check_reuse(engine.prefill(prompt.text, method=EVERYTHING))
+    single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
+    behind_prefix = check_reuse(engine.prefill(single, method=DIRECT))
+    ids = full.layout.ids
+    floor = _floor_of_blocks(runtime, ids)
+    limit, says = 2 * floor["logits"], f"against full prefill by {runtime.backend}"
+    plain = runtime.prefill(behind_prefix.layout.ids, behind_prefix.layout.num_tokens)[1]
+    checks = {
+        "ratio_1": _gap(everything.logits, full.logits, limit, f"logits at ratio 1.0 {says}"),
+        "first_chunk": _gap(
+            behind_prefix.logits,
+            plain,
+            limit,
+            f"logits of one chunk after the shared prefix, nothing recomputed, {says}",
+        ),
+        "greedy": _same_text(runtime, full, everything, required=False),
+    }
+    return {**_found(floor, ids, checks), "not_measured": ["full prefill against transformers", "KV of single tokens"]}
+
+
+def _floor_of_blocks(runtime: Runtime, ids: torch.Tensor) -> dict[str, float]:
+    """Differences between correct computations of the same logits: at once, and read in two blocks. As
+    :func:`noise_floor`."""
+    found = [runtime.prefill(ids, len(ids))[1]]
+    for length in (len(ids) // 3, len(ids) // 2, len(ids) - 1):
+        state, _ = runtime.prefill(ids[:length], len(ids))
+        logits = runtime.extend(state, ids[length:], length)
+        assert logits is not None, "the last token's logits were asked for"
+        found.append(logits)
+    gaps = [float((left - right).abs().max()) for n, left in enumerate(found) for right in found[:n]]
+    return {"logits": max(gaps), "kl": max(float(kl_divergence(found[0], other)) for other in found[1:])}
 
 
 def check_reuse(prefilled: Prefilled) -> Prefilled:
@@ -222,12 +265,11 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     )
 
 
-def _same_text(runtime: ModelRuntime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
+def _same_text(runtime: Runtime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
     """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored.
 
     If reading full prefill's tokens gives the same greedy choice at each token, decoding would give the same tokens.
     """
-    assert isinstance(full.cache, FusedCache) and isinstance(everything.cache, FusedCache)
     ids, _ = greedy(runtime, full.cache, full.logits, _GREEDY_TOKENS, stop=False)
     chosen = read_along(runtime, everything.cache, everything.logits, ids).argmax(-1).tolist()
     equal = sum(left == right for left, right in zip(chosen, ids, strict=True)) / _GREEDY_TOKENS

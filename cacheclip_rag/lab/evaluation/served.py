@@ -34,9 +34,8 @@ from ...vllm.offline import worker_of
 from ...vllm.parameters import request_parameters
 from ...vllm.planner import PlannedPrompt, Planner
 from ...vllm.served import Served
-from ..variants import RANDOM
 from . import certify as common
-from .exactness import DIRECT, SHIFTS, Check
+from .exactness import DIRECT, EVERYTHING, SHIFTS, Check
 from .prompts import EvaluationPrompt
 
 __all__ = ["NOT_MEASURED", "certify_vllm"]
@@ -51,8 +50,6 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_EVERYTHING = replace(RANDOM, chunk_context="prefix")
-"""At ratio 1.0 all chunk tokens are computed, which no choice of tokens changes."""
 _PROCESSOR = "cacheclip_rag.vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
 
@@ -310,7 +307,7 @@ def _check_exactness(session: _VLLMSession, prompt: EvaluationPrompt) -> dict[st
     full = session.ask(prompt, preset("full"), _GREEDY_TOKENS, ends=False)
     floor = _noise_floor(session, full.planned.token_ids)
     limit = _LIMIT if precise else max(_LIMIT, 2 * floor["logits"])
-    everything = session.ask(prompt, _EVERYTHING.at(1.0), _GREEDY_TOKENS, along=full.ids, ends=False)
+    everything = session.ask(prompt, EVERYTHING, _GREEDY_TOKENS, along=full.ids, ends=False)
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
     reused, plain = (session.ask(prompt, method, 1, text=single) for method in (DIRECT, preset("full")))
     equal = float((everything.rows.argmax(-1) == full.rows.argmax(-1)).float().mean())

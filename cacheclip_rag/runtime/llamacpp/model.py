@@ -277,7 +277,7 @@ class LlamaRuntime(ChatText):
 
 def grouped(
     runs: Iterable[tuple[int, int]], stored: Iterable[tuple[int, int]], *, most: int
-) -> Iterator[list[tuple[int, int]]]:
+) -> list[list[tuple[int, int]]]:
     """Runs that are computed in one call: neighbours with less than 64 tokens, until together they have that many.
 
     Args:
@@ -286,17 +286,22 @@ def grouped(
             comes after it.
         most: runs of a call.
     """
-    group, edges = list[tuple[int, int]](), np.array([edge for pair in stored for edge in pair], np.int64)
+    groups, edges = list[list[tuple[int, int]]](), np.array([edge for pair in stored for edge in pair], np.int64)
+    is_open = False  # whether a later run may share the last call
     for run in runs:
         size = run[1] - run[0]
-        if group and size >= _CALL_TOKENS:
-            yield group
-            group = []
-        group.append(run)
+        if is_open and size < _CALL_TOKENS and _rows(groups[-1]) < _CALL_TOKENS and len(groups[-1]) < most:
+            groups[-1].append(run)
+        else:
+            before = is_open
+            groups.append([run])
         new = int((np.searchsorted(edges, np.arange(*run), side="right") % 2 == 0).sum())
-        rows = sum(stop - start for start, stop in group)
-        if rows >= _CALL_TOKENS or new > _SEPARATOR_TOKENS or len(group) == most:
-            yield group
-            group = []
-    if group:
-        yield group
+        is_open = size < _CALL_TOKENS and new <= _SEPARATOR_TOKENS
+    if len(groups) > 1 and before and _rows(groups[-1]) < _CALL_TOKENS and len(groups[-2] + groups[-1]) <= most:
+        last = groups.pop()  # too few for a call of their own
+        groups[-1] += last
+    return groups
+
+
+def _rows(runs: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in runs)

@@ -82,6 +82,8 @@ class GgufWeights:
         api, model = library(), self.pointer
         if not api.llama_model_has_decoder(model) or api.llama_model_has_encoder(model):
             return "it is no decoder of text"
+        if self.meta("{}.attention.causal") == "false":
+            return "it attends to later tokens, as embedding models do"
         if api.llama_model_is_diffusion(model):
             return "it writes all tokens at once"
         if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
