@@ -453,7 +453,7 @@ class TestServed:
                 "full single": self.answer([0], [[1.0, 2.0, 3.0, 4.0]]),
                 "full": full,
                 "direct single": self.answer([0], [[1.0, 2.5, 3.0, 3.75]]),
-                "random": everything,
+                "epic": everything,
             },
             dtype=dtype,
         )
