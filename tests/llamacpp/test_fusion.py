@@ -88,7 +88,7 @@ class TestExactness:
         prompt = chance.choice(["\n\n", " ", "\n- "]).join([*pieces, QUESTION])
         some = RandomTokens(chance.random(), seed)
         with monkeypatch.context() as patch:
-            patch.setattr(model, "_CALL_TOKENS", 0)  # each run has a call
+            patch.setattr(model, "grouped", lambda runs, *_, most: [[run] for run in runs])
             found = logits(engine, prompt, some)
             patch.setattr(in_order, "runs_of", one_by_one)
             assert float((logits(engine, prompt, some) - found).abs().max()) < TOLERANCE
@@ -141,18 +141,21 @@ class RandomTokens(Method):
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        ([(104, 174)], [1]),
-        ([(0, 9), (20, 29), (30, 39)], [3]),
-        ([(0, 40), (55, 80), (104, 144), (155, 180), (190, 199)], [2, 3]),
-        ([(0, 9), (110, 190), (191, 195)], [1, 1, 1]),
-        ([(0, 9), (100, 103), (110, 113)], [2, 1]),
-        ([(n, n + 1) for n in range(0, 60, 2)], [20, 10]),
+        ([(104, 174)], [[64], [6]]),
+        ([(104, 234)], [[128], [2]]),
+        ([(0, 9), (20, 29), (30, 39)], [[9, 9, 9]]),
+        ([(0, 40), (55, 80), (104, 144), (155, 180), (190, 199)], [[40, 24], [1, 40, 23], [2, 9]]),
+        ([(0, 9), (110, 190), (191, 195)], [[9, 55], [25, 4]]),
+        ([(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
+        ([(n, n + 1) for n in range(0, 60, 2)], [[1] * 20, [1] * 10]),
     ],
-    ids=["long", "short", "enough", "long between", "stored nowhere", "many"],
+    ids=["long", "longer", "short", "cut", "long between", "stored nowhere", "many"],
 )
-def test_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[int]) -> None:
-    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 200)], most=20)
-    assert [len(group) for group in groups] == expected and sum(groups, []) == runs
+def test_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
+    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 300)], most=20)
+    assert [[stop - start for start, stop in group] for group in groups] == expected
+    positions = [n for group in groups for run in group for n in range(*run)]
+    assert positions == [n for run in runs for n in range(*run)]
 
 
 class TestMethods:

@@ -278,7 +278,8 @@ class LlamaRuntime(ChatText):
 def grouped(
     runs: Iterable[tuple[int, int]], stored: Iterable[tuple[int, int]], *, most: int
 ) -> list[list[tuple[int, int]]]:
-    """Runs that are computed in one call: neighbours with less than 64 tokens, until together they have that many.
+    """Runs that are computed in one call. Runs are cut so that a call has 64 tokens or a multiple of it: two more would
+    take a third longer.
 
     Args:
         runs: neighbouring positions, ascending.
@@ -287,21 +288,16 @@ def grouped(
         most: runs of a call.
     """
     groups, edges = list[list[tuple[int, int]]](), np.array([edge for pair in stored for edge in pair], np.int64)
-    is_open = False  # whether a later run may share the last call
-    for run in runs:
-        size = run[1] - run[0]
-        if is_open and size < _CALL_TOKENS and _rows(groups[-1]) < _CALL_TOKENS and len(groups[-1]) < most:
-            groups[-1].append(run)
-        else:
-            before = is_open
-            groups.append([run])
-        new = int((np.searchsorted(edges, np.arange(*run), side="right") % 2 == 0).sum())
-        is_open = size < _CALL_TOKENS and new <= _SEPARATOR_TOKENS
-    if len(groups) > 1 and before and _rows(groups[-1]) < _CALL_TOKENS and len(groups[-2] + groups[-1]) <= most:
-        last = groups.pop()  # too few for a call of their own
-        groups[-1] += last
-    return groups
-
-
-def _rows(runs: Iterable[tuple[int, int]]) -> int:
-    return sum(stop - start for start, stop in runs)
+    group, rows = list[tuple[int, int]](), 0
+    for start, stop in runs:
+        new = int((np.searchsorted(edges, np.arange(start, stop), side="right") % 2 == 0).sum())
+        while rows + stop - start >= _CALL_TOKENS:
+            size = _CALL_TOKENS - rows if group else (stop - start) // _CALL_TOKENS * _CALL_TOKENS
+            groups.append([*group, (start, start + size)])
+            start, group, rows = start + size, [], 0
+        if start < stop:
+            group, rows = [*group, (start, stop)], rows + stop - start
+        if group and (new > _SEPARATOR_TOKENS or len(group) == most):
+            groups.append(group)
+            group, rows = [], 0
+    return [*groups, group] if group else groups
