@@ -56,6 +56,7 @@ def test_equal_answers(name: str, tmp_path: Path) -> None:
     with started(made) as fused:
         assert ask(fused, PROMPTS, "full") == made.expected(PROMPTS, "full")
         for method in ("cacheclip", CORRECTED):
+            assert fused.llm.reset_prefix_cache()  # with what full prefill left, plain prefill computes less
             found = outputs(fused, PROMPTS, method)
             assert outcomes(found) == ["fused"] * 4
             assert [tuple(each.outputs[0].token_ids) for each in found] == made.expected(PROMPTS, method)
