@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 from llama_index.core.prompts.default_prompts import DEFAULT_CHOICE_SELECT_PROMPT
+from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.lab.evaluation.records import Record, read_records
+from cacheclip_rag.lab.evaluation.records import Record
 from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.timing import processor_name
@@ -144,18 +144,8 @@ def main() -> None:
     args = parser.parse_args()
     engine = CacheClipEngine(primary=args.primary, auxiliary=args.auxiliary, dtype=args.dtype)
     methods = {"direct": preset("direct"), args.method: engine.make_method(args.method, args.ratio)}
-    lines = args.log.read_text().splitlines() if args.log.exists() else []
-    done = {item["id"]: item for item in map(json.loads, lines)}
-    files = [read_records(path, half=args.half).records for path in args.dataset.split(",")]
-    spread = itertools.chain.from_iterable(itertools.zip_longest(*files))
-    records = [record for record in spread if record is not None and len(record.chunks) > 2][: args.limit]
-    with progress_bar("asking", len(records), "questions") as advance, args.log.open("a") as log:
-        for number, record in enumerate(records, 1):
-            if record.id not in done:
-                done[record.id] = answers(engine, record, methods)
-                print(json.dumps(done[record.id]), file=log, flush=True)
-            advance(number)
-    items = [done[record.id] for record in records]
+    records = spread(args.dataset, half=args.half, limit=args.limit, least_chunks=3)
+    items = ask_each(args.log, records, lambda record: answers(engine, record, methods))
     print(f"{len(items)} questions, {args.dtype}, ratio {args.ratio:g}, {processor_name()}")
     print("\n".join(table(items, ["full", "again", "reordered", *methods])))
     if args.json:

@@ -10,15 +10,14 @@ bootstrap).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
+from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.answering import gold_ids_of
 from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, read_records
@@ -70,18 +69,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True, help="answers, one JSON object a line; read again at start")
     args = parser.parse_args()
     records = read_records(args.dataset, limit=args.limit).records
-    lines = args.log.read_text().splitlines() if args.log.exists() else []
-    done = {item["id"]: item for item in map(json.loads, lines)}
     options = {"primary": args.primary, "auxiliary": args.auxiliary, "prefix_cache_bytes": 0}
     finest = CacheClipEngine(**options, codec="float32")
     engines = {codec: CacheClipEngine(**options, codec=codec) for codec in CODECS}
-    with progress_bar("asking", len(records), "questions") as advance, args.log.open("a") as log:
-        for number, record in enumerate(records, 1):
-            if record.id not in done:
-                done[record.id] = measure(finest, engines, record, args)
-                print(json.dumps(done[record.id]), file=log, flush=True)
-            advance(number)
-    items = [done[record.id] for record in records]
+    by_id = {record.id: record for record in records}
+    items = ask_each(args.log, by_id, lambda record: measure(finest, engines, record, args))
     for method in args.methods.split(","):
         first, *others = CODECS
         base = [item[f"{method} {first}"]["kl"] for item in items]

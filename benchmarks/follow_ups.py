@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from resumed import ask_each
+
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.lab.evaluation.questions import ask
 from cacheclip_rag.lab.evaluation.records import Record, read_records
 from cacheclip_rag.lab.evaluation.scores import METRICS
@@ -125,21 +125,18 @@ def main() -> None:
     models = {"primary": args.primary, "auxiliary": args.auxiliary, "dtype": args.dtype}
     engine = CacheClipEngine(**models, system_prompt=INSTRUCTION, prefix_cache_bytes=2**30)
     method = engine.make_method(args.method, args.ratio)
-    lines = args.log.read_text().splitlines() if args.log.exists() else []
-    done = {item["id"]: item for item in map(json.loads, lines)}
-    planned: list[tuple[str, list[Record]]] = []
+    planned: dict[str, list[Record]] = {}
     for path in args.dataset.split(","):
         read = read_records(path)
         of_file = itertools.islice(conversations(read.records, args.turns), args.limit)
-        planned += [(f"{read.name} {group[0].id}", group) for group in of_file]
-    with progress_bar("asking", len(planned), "conversations") as advance, args.log.open("a") as log:
-        for number, (name, group) in enumerate(planned, 1):
-            if name not in done:
-                done[name] = {"id": name, "ways": answers(engine, group, method)}
-                print(json.dumps(done[name]), file=log, flush=True)
-            advance(number)
+        planned |= {f"{read.name} {group[0].id}": group for group in of_file}
+
+    def asked(name: str) -> dict[str, Any]:
+        return {"id": name, "ways": answers(engine, planned[name], method)}
+
+    items = ask_each(args.log, {name: name for name in planned}, asked, "conversations")
     print(f"{len(planned)} conversations of {args.turns} questions, {args.dtype}, {processor_name()}")
-    print("\n".join(table([done[name]["ways"] for name, _ in planned], args.turns)))
+    print("\n".join(table([item["ways"] for item in items], args.turns)))
 
 
 if __name__ == "__main__":

@@ -27,11 +27,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from resumed import ask_each, spread
+
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.ingest import Embedder
 from cacheclip_rag.lab.evaluation.questions import ask
-from cacheclip_rag.lab.evaluation.records import Record, read_records
+from cacheclip_rag.lab.evaluation.records import Record
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import Method, preset
@@ -158,18 +159,8 @@ def main() -> None:
     rank = by_cross_encoder(args.cross_encoder) if args.cross_encoder else by_embedding(args.ranker)
     models = {"primary": args.primary, "auxiliary": args.auxiliary, "dtype": args.dtype}
     rivals = Rivals(models, args.method, args.ratio, rank, [int(count) for count in args.keep.split(",")])
-    lines = args.log.read_text().splitlines() if args.log.exists() else []
-    done = {item["id"]: item for item in map(json.loads, lines)}
-    files = [read_records(path, half=args.half).records for path in args.dataset.split(",")]
-    spread = itertools.chain.from_iterable(itertools.zip_longest(*files))
-    records = [record for record in spread if record is not None][: args.limit]
-    with progress_bar("asking", len(records), "questions") as advance, args.log.open("a") as log:
-        for number, record in enumerate(records, 1):
-            if record.id not in done:
-                done[record.id] = rivals.answers(record)
-                print(json.dumps(done[record.id]), file=log, flush=True)
-            advance(number)
-    items = [done[record.id] for record in records]
+    records = spread(args.dataset, half=args.half, limit=args.limit)
+    items = ask_each(args.log, records, rivals.answers)
     print(f"{len(items)} questions, {args.dtype}, ratio {args.ratio:g}, {processor_name()}")
     print("\n".join(table(items, args.method)))
     if args.json:
