@@ -2,11 +2,15 @@
 
     python benchmarks/gguf.py DATASET.jsonl.gz
     python benchmarks/gguf.py DATASET.jsonl.gz --primary model.gguf --tokens 1000,4000 --rounds 5 --json gguf.json
+    python benchmarks/gguf.py DATASET.jsonl.gz --exact --primary one.gguf,another.gguf
 
 Two tables. *Closeness*, over the dataset's first questions: KL of the first token to full prefill, and answers that are
 its own word for word. ``full again`` is the floor: llama.cpp rounds otherwise where cells of its cache lie elsewhere.
 *Time*, on chunks of the dataset up to so many tokens: seconds to the first token and to the whole answer. Methods take
 turns in every round, each round on other chunks; the figures are medians, and medians of a round's ratio to ``full``.
+
+``--exact`` has one table: ratio 1.0 beside full prefill, in one call and in spans of 32 tokens, over each question's
+first three chunks. Where greedy answers part, ``tie`` is the largest distance of the two tokens' logits there.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,8 +44,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=20, help="questions for closeness; 0: none")
     parser.add_argument("--ratio", type=float, default=0.2)
+    parser.add_argument("--exact", action="store_true", help="exactness at ratio 1.0, of several primaries")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.exact:
+        found = [row for name in args.primary.split(",") for row in exactness(name, args)]
+        print_table(found)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+        return
     engine = CacheClipEngine(primary=args.primary, auxiliary=args.auxiliary, prefix_cache_bytes=0)
     records = read_records(args.dataset).records
     found = {"closeness": closeness(engine, records[: args.limit], args.ratio), "times": []}
@@ -87,6 +100,63 @@ def closeness(engine: CacheClipEngine, records: Any, ratio: float) -> list[dict[
 def answered(engine: CacheClipEngine, prompt: str, method: Method) -> tuple[torch.Tensor, str]:
     logits = engine.prefill(prompt, method=method).logits
     return logits, engine.generate(prompt, SamplingParams(max_tokens=24), method=method).text
+
+
+def exactness(primary: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    engine = CacheClipEngine(primary=primary, auxiliary=None, method="epic", prefix_cache_bytes=0)
+    runtime: Any = engine.primary
+    full, everything = engine.make_method("full"), engine.make_method("epic", 1.0)
+    ways = {"full again": (full, 0), "ratio 1.0": (everything, 0), "ratio 1.0 in spans": (everything, 32)}
+    seen: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for record in read_records(args.dataset).records[: args.limit]:
+        chunks = [f"{chunk.title}\n{chunk.text}" for chunk in record.chunks[:3]]
+        engine.precompute(chunks)
+        prompt = "\n\n".join([*chunks, f"Answer in a few words. Question: {record.question}"])
+        expected = greedy(engine, prompt, full)
+        for way, (method, size) in ways.items():
+            with in_spans(runtime, size) if size else nullcontext():
+                found = greedy(engine, prompt, method)
+            pairs = zip(expected, found, strict=True)
+            parted = next(((a, b) for a, b in pairs if a.argmax() != b.argmax()), None)
+            tie = None if parted is None else float(parted[0].max() - parted[0][parted[1].argmax()])
+            seen[way].append((divergence(expected[0], found[0]), tie))
+    return [
+        {
+            "primary": primary,
+            "method": way,
+            "prompts": len(pairs),
+            "kl": statistics.fmean(kl for kl, _ in pairs),
+            "kl_max": max(kl for kl, _ in pairs),
+            "same_answer": statistics.fmean(tie is None for _, tie in pairs),
+            "tie": max((tie for _, tie in pairs if tie is not None), default=0.0),
+        }
+        for way, pairs in seen.items()
+    ]
+
+
+def greedy(engine: CacheClipEngine, prompt: str, method: Method, count: int = 16) -> list[torch.Tensor]:
+    """The logits of an answer's tokens."""
+    prefilled = engine.prefill(prompt, method=method)
+    found = [prefilled.logits]
+    while len(found) < count:
+        found.append(engine.primary.decode_step(prefilled.cache, int(found[-1].argmax())))
+    return found
+
+
+@contextmanager
+def in_spans(runtime: Any, size: int) -> Iterator[None]:
+    """Let llama.cpp compute so many tokens of a prompt in each call."""
+    whole, spare = runtime.compute_in_order, runtime._context.spare
+
+    def cut(ids: Any, held: Any, runs: Any, capacity: int) -> Any:
+        spans = [(at, min(at + size, stop)) for start, stop in runs for at in range(start, stop, size)]
+        return whole(ids, held, spans, capacity)
+
+    runtime.compute_in_order, runtime._context.spare = cut, lambda: 0
+    try:
+        yield
+    finally:
+        runtime.compute_in_order, runtime._context.spare = whole, spare
 
 
 def divergence(one: torch.Tensor, other: torch.Tensor) -> float:

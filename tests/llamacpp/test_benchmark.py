@@ -27,3 +27,8 @@ def test_gguf(files: dict[str, Path], auxiliary: Path, tmp_path: Path, monkeypat
     by_method = {row["method"]: row for row in found["closeness"]}
     assert by_method["ratio 1.0"]["kl"] < 1e-3 < by_method["direct"]["kl"]
     assert {row["method"] for row in found["times"]} == {"full", "direct", "epic 0.2", "cacheclip 0.2"}
+    monkeypatch.setattr(sys, "argv", ["gguf", str(dataset), "--exact", *arguments, "--limit", "1"])
+    load("gguf", monkeypatch).main()
+    exact = json.loads(out.read_text())
+    assert [row["method"] for row in exact] == ["full again", "ratio 1.0", "ratio 1.0 in spans"]
+    assert max(row["kl_max"] for row in exact) < 1e-3
