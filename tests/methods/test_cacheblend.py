@@ -11,7 +11,7 @@ import torch
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationFilter, _warn_unaffordable
-from cacheclip_rag.runtime.transformers.attention_plan import Geometry
+from cacheclip_rag.runtime.transformers.attention_pattern import Geometry
 from cacheclip_rag.runtime.transformers.row_filter import RowFilter
 from cacheclip_rag.selection.budget import Budget
 from cacheclip_rag.selection.grouping import Tokens, Windows
