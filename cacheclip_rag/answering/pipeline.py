@@ -22,20 +22,20 @@ from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
 from ..methods.base import Method
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
 from ..plan.planner import least_computed, make_plan
-from ..plan.kv_sources import KVSources
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
-from .calls import read_calls
 from .completion import IdleCompletion
 from .decoding import decode
 from .gate import Gate
 from .options import Request
 from .parts import Parts
-from .prefill import Keeping, Prefilled, prefill_plan
+from .prefill import Prefilled, keep, prefill_plan
 from .sampler import room_for
+from .text import read_calls
 from .turns import turns_of
 from .verification import Verification
 from .writer import ChunkWriter
@@ -220,7 +220,7 @@ def _verification(request: Request, method: Method, kv_sources: KVSources, prefi
         layout.ids,
         capacity=layout.num_tokens + room_for(request.options.params),
         find_match=lambda: kv_sources.prefix_cache.match(known),
-        keeping=Keeping(kv_sources.prefix_cache, runtime.reuse_tokens) if keeps else None,
+        keeping=partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens) if keeps else None,
         is_greedy=is_greedy(request.options.params),
         revises=request.options.finish == "revise",
     )

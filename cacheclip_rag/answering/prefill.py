@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -15,42 +14,40 @@ import torch
 from ..base.clock import PhaseClock
 from ..fusion.answer import FusionStats, Trace
 from ..fusion.fused import Fused
-from ..plan.plan import Plan
 from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan
 from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..runtime.base import State, wait_for
-from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def _kept_if_it_can_be() -> Iterator[None]:
-    """An answer must not fail because its KV cannot be kept, for instance out of memory."""
+Keep = Callable[[Sequence[int], Any], None]
+"""Lets later prompts use the KV that a state has of these tokens, of a prompt and its answer."""
+
+
+def keep(
+    insert: Callable[[Sequence[int], Any], object],
+    ids: Sequence[int],
+    state: Any,
+    *,
+    max_tokens: int | None = None,
+    num_plain: int | None = None,
+) -> None:
+    """Insert KV into a cache. An answer must not fail because its KV cannot be kept, for instance out of memory.
+
+    Args:
+        max_tokens: if there are more ``ids``, nothing is kept: the rotary frequencies may have changed.
+        num_plain: leading tokens whose KV equals plain prefill's; None for all tokens.
+    """
+    if max_tokens is not None and len(ids) > max_tokens:
+        return
     try:
-        yield
+        insert(ids[:num_plain], state)
     except RuntimeError as error:
         logger.warning("the KV of this prompt could not be kept for later prompts: %s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which part of a prompt's KV the prefix cache may keep for later prompts."""
-
-    prefix_cache: PrefixCache
-    max_tokens: int
-    """If prompt and answer have more tokens than this, nothing is kept: the rotary frequencies may have changed."""
-    num_plain: int | None = None
-    """Leading tokens whose KV equals plain prefill's; None for all tokens."""
-
-    def keep(self, ids: Sequence[int], state: Any) -> None:
-        """Insert the exact part of the KV of ``ids`` (prompt and answer) into the prefix cache."""
-        if len(ids) > self.max_tokens:
-            return
-        with _kept_if_it_can_be():
-            self.prefix_cache.insert(ids[: self.num_plain], state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +63,10 @@ class Prefilled:
     missing: tuple[str, ...]
     """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
     half or more of them stands in the prompt."""
-    keeping: Keeping | None = None
-    """None if the prefix cache may keep nothing of this prompt."""
-    continuing: Callable[[Sequence[int], State], None] | None = None
-    """Lets later prompts continue the KV of these tokens; None: it is exact, or the method does not allow it."""
+    keeping: Keep | None = None
+    """Takes exact KV into the prefix cache; None if it may keep nothing of this prompt."""
+    continuing: Keep | None = None
+    """Takes approximate KV, which later prompts continue; None: it is exact, or the method does not allow it."""
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
@@ -78,13 +75,14 @@ class Prefilled:
         """Keep the KV of prompt and answer for later prompts. The answer's last token has no KV in ``cache``."""
         ids = [*self.layout.token_ids, *answer][: cache.get_seq_length()] if self.keeping or self.continuing else []
         if self.keeping is not None:
-            self.keeping.keep(ids, cache)
+            self.keeping(ids, cache)
         if self.continuing is not None and answer:  # once, when the answer is there
-            with _kept_if_it_can_be():
-                self.continuing(ids, cache)
+            self.continuing(ids, cache)
 
 
-def prefill_plan(plan: Plan, kv_sources: KVSources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
+def prefill_plan(
+    plan: Plan, kv_sources: KVSources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False
+) -> Prefilled:
     """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
     also record scores, recomputed tokens and seconds per layer."""
     capacity = plan.layout.num_tokens + answer_tokens
@@ -137,7 +135,7 @@ def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock) -> Prefilled:
     continuing = None
     if not is_exact and fused.stale is not None and kv_sources.shares_prefixes(plan):
         insert = kv_sources.prefix_cache.continued.insert
-        continuing = partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1)
+        continuing = partial(keep, partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1))
     if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax()) if fused.stale.any() else None
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
@@ -155,7 +153,7 @@ def _is_plain(plan: Plan, span: Span, kv_sources: KVSources) -> bool:
     return layout.is_exact(span)
 
 
-def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keeping | None:
+def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keep | None:
     """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
     None if the store holds those tokens already."""
     layout, is_lossy, runtime = plan.layout, kv_sources.primary.is_lossy, kv_sources.primary.runtime
@@ -166,7 +164,7 @@ def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keeping 
     num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, kv_sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
         return None
-    return Keeping(kv_sources.prefix_cache, runtime.reuse_tokens, num_plain)
+    return partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens, num_plain=num_plain)
 
 
 def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) -> Prefilled:
@@ -186,7 +184,8 @@ def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) 
                 wait_for(logits.device)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    keeping = Keeping(kv_sources.prefix_cache, runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
+    insert = kv_sources.prefix_cache.insert
+    keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)
     stats = replace(

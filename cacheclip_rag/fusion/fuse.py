@@ -24,8 +24,8 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
-from ..plan.plan import Plan
 from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan
 from ..prompt.layout import Layout, Span, question_slots, question_text
 from ..runtime.base import wait_for
 from ..runtime.transformers.attention_pattern import Geometry

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..base.clock import PhaseClock
-from ..plan.plan import Plan
 from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan
 from ..runtime.llamacpp.context import Cells
 from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch

@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from ..base.sampling import SamplingParams
     from ..fusion.answer import Answer
-    from ..plan.plan import Plan
     from ..plan.kv_sources import KVSources
+    from ..plan.plan import Plan
 
 __all__ = ["ObservedAnswer", "Observer", "Verified"]
 

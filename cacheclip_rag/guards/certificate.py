@@ -29,8 +29,8 @@ from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import describe
 from ..models.load import concrete
-from ..plan.plan import Plan
 from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan
 from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 from .promise import Guarantee, PromiseWatch

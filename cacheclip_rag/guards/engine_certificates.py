@@ -29,7 +29,9 @@ class Certificates:
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
         kv_sources = self._kv_sources(method)
-        return identity_of(self._config, method, kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context)
+        return identity_of(
+            self._config, method, kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context
+        )
 
     def may_be(self, method: Method) -> Callable[[float], bool] | None:
         """Whether the method's certificate calls a recompute ratio exact or faithful, or promises its gate there; None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .base import Observer
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
     from ..plan.kv_sources import KVSources
+    from ..plan.plan import Plan
 
 __all__ = ["MissWarning"]
 

@@ -9,8 +9,8 @@ from ..finding.common_parts import standing_in
 from ..methods.base import Method
 from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment
-from .plan import ROWS_FOR_EXACT_KV, Plan
 from .kv_sources import KVSources
+from .plan import ROWS_FOR_EXACT_KV, Plan
 
 
 def make_plan(
@@ -27,7 +27,9 @@ def make_plan(
     runtime = kv_sources.primary.runtime
     context = kv_sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
-    layout = lay_out(segments, runtime, kv_sources.primary.tokenize, kv_sources.prefix_caches.prefix_ids, isolated=context.isolated)
+    layout = lay_out(
+        segments, runtime, kv_sources.primary.tokenize, kv_sources.prefix_caches.prefix_ids, isolated=context.isolated
+    )
     layout = replace(layout, exact_after_prefix=not context.isolated and not context.text)
     check_length(layout, runtime.context_tokens)
     looked_for = set(given) - set(layout.altered)

@@ -29,8 +29,8 @@ from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
-    from ..plan.plan import Plan
     from ..plan.kv_sources import KVSources
+    from ..plan.plan import Plan
     from ..prompt.layout import Span
     from ..runtime.base import Message
 

@@ -35,8 +35,8 @@ import numpy as np
 from ..base.errors import ConfigurationError
 from ..base.paths import atomic_path, cache_home
 from ..fusion.answer import FusionStats
-from ..plan.plan import Plan, Prediction, Reading
 from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan, Prediction, Reading
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)

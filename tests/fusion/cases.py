@@ -87,7 +87,9 @@ class Case:
             self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
         return cache
 
-    def run(self, cache: Any, rows: torch.Tensor, plan: AttentionPattern, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, cache: Any, rows: torch.Tensor, plan: AttentionPattern, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         ids = self.layout.ids if ids is None else ids
         logits = self.runtime.run_rows(cache, ids[rows], rows, plan)
         assert logits is not None

@@ -11,8 +11,8 @@ import torch
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import batched_encoding
 from cacheclip_rag.runtime.transformers.attention_pattern import Block
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.batched_encoding import batches_of
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS
 
 TOLERANCE = 2e-4

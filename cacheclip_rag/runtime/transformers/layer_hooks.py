@@ -1,8 +1,8 @@
 """Hooks on the decoder layers of unmodified models: the model's own loop over layers stays in use.
 
-They act only if a pass has a pattern. Before each layer they note the time, let stored KV of this layer be written, hand
-on rotary tables that are there already, and ask the row filter, if the pattern has them. Before the last layer they save
-work: all rows get KV there, but only few need the layer's output.
+They act only if a pass has a pattern. Before each layer they note the time, let stored KV of this layer be written,
+hand on rotary tables that are there already, and ask the row filter, if the pattern has them. Before the last layer
+they save work: all rows get KV there, but only few need the layer's output.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from ...store import KV, join, layer_of
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
 from .attention_pattern import AttentionPattern, AttentionRule, Geometry, PassEnded, Probe, causal_pattern
+from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
-from .batched_encoding import batches_of, encode_batch
 from .prefix_cache import Match
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
