@@ -91,7 +91,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
         correction=method.mean_change,
         model=runtime.fingerprint,
         rope_pin=runtime.rope_pin,
-        namespace=kv_sources.primary.namespace,
+        namespace=kv_sources.primary.store.namespace,
         codec=kv_sources.primary.codec,
     )
 

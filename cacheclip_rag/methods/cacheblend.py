@@ -163,4 +163,5 @@ class DeviationFilter(RowFilter):
         )
         for span, mask in zip(spans, masks, strict=True):
             chosen[span.start : span.stop] = mask
-        return (chosen[self.slots] | ~self.of_chunks).nonzero().flatten()
+        rows: torch.Tensor = (chosen[self.slots] | ~self.of_chunks).nonzero().flatten()
+        return rows
