@@ -31,12 +31,13 @@ from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
 from ..serving.replies import as_json
 from ..serving.schema import read_json
-from .parameters import request_parameters
+from .internals import PROBE_TOKENS, check_probe, probe
+from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
 from .replies import Result, StreamReply, WholeReply, with_code
 from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, read_completion, take_field
 from .settings import ServerSettings
-from .shadow_checks import ShadowChecks
+from .shadow_checks import ShadowChecks, ask_itself
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class CacheClip:
             if message["type"] == "lifespan.startup.complete":
                 try:
                     await asyncio.to_thread(self.planning.start)
+                    if self._settings.is_untried:
+                        await self._check_version(scope)
                 except Exception as error:  # the one who started the server is told
                     logger.exception("the planner cannot start")
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
@@ -109,6 +112,20 @@ class CacheClip:
             await send(message)
 
         await self._app(scope, heard, answered)
+
+    async def _check_version(self, scope: Scope) -> None:
+        """Raise ConfigurationError unless a recomputed prompt has the answer of plain prefill."""
+        config = self._settings.config
+        plan = probe(self.planning.planner(config.namespace).primary, config.namespace)
+        body = {"model": self._settings.name, "prompt": list(plan.token_ids), "max_tokens": PROBE_TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        carried = {"kv_transfer_params": request_parameters(plan, key=self._settings.seal)}
+        asked = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": _COMPLETION}
+        asked |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 80)}
+        asked |= {name: scope[name] for name in ("asgi", "app", "state") if name in scope}
+        answers = [json.loads(await ask_itself(self._app, asked, {**body, **more})) for more in (carried, {})]
+        told = (answers[0].get("kv_transfer_params") or {}).get(PARAMETER, {})
+        check_probe(told.get("outcome"), *(answer["choices"][0]["token_ids"] for answer in answers))
 
     def _tell_ready(self) -> None:
         settings = self._settings

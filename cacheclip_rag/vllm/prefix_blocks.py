@@ -107,6 +107,11 @@ class PrefixBlocks:
         self._salted[request.request_id] = _Salted(plan, first, tuple(hashes), given)
         return True
 
+    def is_exact(self, request: Any) -> bool:
+        """Whether all that the cache holds now of a request is exact KV."""
+        salted = self._salted.get(request.request_id)
+        return salted is None or self.known(request) <= salted.first * self._block_size
+
     def is_better_plain(self, request: Any, num_tokens: int, **room: int) -> bool:
         """Whether exact KV has come since the request arrived, with which plain prefill computes less. If so, the
         request has vLLM's hashes again.

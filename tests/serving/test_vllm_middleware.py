@@ -989,7 +989,7 @@ async def broken(scope: Any, receive: Any, send: Any) -> None:
 
 
 class TestStarting:
-    def life(self, settings: ServerSettings) -> list[dict[str, Any]]:
+    def life(self, settings: ServerSettings, inner: Inner | None = None) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
 
         async def live() -> None:
@@ -1001,7 +1001,8 @@ class TestStarting:
             async def send(message: Any) -> None:
                 sent.append(message)
 
-            await CacheClip(Inner().app, settings)({"type": "lifespan", "app": None, "state": {}}, receive, send)
+            app = (inner or Inner()).app
+            await CacheClip(app, settings)({"type": "lifespan", "app": None, "state": {}}, receive, send)
 
         asyncio.run(live())
         return sent
@@ -1022,6 +1023,27 @@ class TestStarting:
             assert failed["type"] == "lifespan.startup.failed" and words in failed["message"]
         failed = self.life(ServerSettings(replace(config, require_certificate=True), "tiny", seal=SEAL))[0]
         assert "no valid certificate" in failed["message"]
+
+    @pytest.mark.parametrize(
+        ("told", "plain", "starts"),
+        [("fused", WORDS, True), ("plain", WORDS, False), ("fused", WORDS[1:], False)],
+    )
+    def test_a_vllm_that_was_never_tried(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, told: str, plain: list[str], starts: bool
+    ) -> None:
+        """A plan that computes every token has the answer of plain prefill, or the server does not start."""
+        inner = Inner()
+        inner.told, inner.plain = {"outcome": told, "reason": None}, (plain, "length")
+        message = self.life(ServerSettings(config, "tiny", seal=SEAL, is_untried=True), inner)[0]
+        assert message["type"] == f"lifespan.startup.{'complete' if starts else 'failed'}"
+        assert starts or "to have plain prefill's answer" in message["message"]
+        fused, again = inner.bodies
+        assert fused["prompt"] == again["prompt"] and "kv_transfer_params" not in again
+        monkeypatch.setenv(SEAL_VARIABLE, SEAL)
+        given, room = fused["kv_transfer_params"][PARAMETER], {"max_runs": 1, "max_rows": 8}
+        runtime = load_planning(config.primary, dtype=config.dtype)
+        ready = Ready.of(given, fused["prompt"], Settings(Path(str(config.store)), sealed=True), runtime, **room)
+        assert ready.plan is not None and ready.plan.num_rows == len(fused["prompt"])
 
     def test_settings_travel_in_the_environment(self, config: EngineConfig, tmp_path: Path) -> None:
         file = tmp_path / "tenants.json"
