@@ -178,7 +178,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         done, failed = connector_output.finished_recving or (), connector_output.invalid_block_ids
         for request, num_tokens in self._requests.end(done, failed):
-            self._blocks.cut(request, num_tokens)
+            self._blocks.fail(request, num_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``."""

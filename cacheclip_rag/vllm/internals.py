@@ -135,8 +135,8 @@ def _names(found: Any) -> set[str]:
     names = {*dir(found)}
     for each in found.__mro__:
         names |= {*vars(each).get("__annotations__", ())}
-        code = getattr(vars(each).get("__init__"), "__code__", None)
-        names |= {*(() if code is None else code.co_names)}
+        init = vars(each).get("__init__")
+        names |= {*getattr(getattr(inspect.unwrap(init), "__code__", None), "co_names", ())} if init else set()
     return names
 
 

@@ -50,7 +50,9 @@ _OPEN = frozenset({"/health", "/ping"})
 """Paths for load balancers, which need no key."""
 _OF_TENANTS = frozenset({_CHAT, _COMPLETION, "/v1/models"})
 """Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
-_NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
+_NEVER_PLANNED = frozenset({"/v1/responses", "/v1/messages"})
+"""Paths whose prompts vLLM makes of other bodies than those that are read here."""
+_NAMED = (*_OF_TENANTS, *_NEVER_PLANNED, *_OPEN, "/metrics")
 """Paths that are counted apart."""
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
@@ -181,7 +183,19 @@ class CacheClip:
             return await self._app(_as_text(scope), receive, _changing(send, self._with_cards))
         if path in _READERS and scope["method"] == "POST":
             return await self._asked(path, request, caller, scope, receive, send)
+        if path in _NEVER_PLANNED and scope["method"] == "POST":
+            send = self._counting(f"path {path}", send)
         return await self._app(scope, receive, send)
+
+    def _counting(self, reason: str, send: Send) -> Send:
+        """Counts an answer that no plan can be made for."""
+
+        async def counted(message: Message) -> None:
+            if message.get("status") == 200:
+                self.planning.count("plain", reason)
+            await send(message)
+
+        return counted
 
     def _metrics(self) -> bytes:
         counters = self._counters.text(running=self._running, waiting=self.planning.waiting)
