@@ -187,7 +187,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
         "engine.precompute(texts)\n"
         "engine.warm_up()\n"
-        "primary = engine.parts.sources(preset(given['engine']['method'])).primary\n"
+        "primary = engine.parts.kv_sources(preset(given['engine']['method'])).primary\n"
         "print(json.dumps({'texts': texts, 'keys': [primary.key(text) for text in texts]}))\n"
     )
     given = {

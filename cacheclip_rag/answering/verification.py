@@ -22,7 +22,7 @@ from ..guards.base import Verified
 from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.prefix_cache import Match
 from .beside import Beside, Continuation
-from .prefill import Keeping
+from .prefill import Keep
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Verification(Beside):
         *,
         capacity: int,
         find_match: Callable[[], Match],
-        keeping: Keeping | None,
+        keeping: Keep | None,
         is_greedy: bool,
         revises: bool,
     ) -> None:
@@ -163,7 +163,7 @@ class Verification(Beside):
     def _keep(self, answer: Sequence[int]) -> None:
         if self.keeping is not None:
             ids = [*self._ids.tolist(), *answer]
-            self.keeping.keep(ids[: self._state.get_seq_length()], self._state)
+            self.keeping(ids[: self._state.get_seq_length()], self._state)
 
     @contextmanager
     def _survived(self) -> Iterator[None]:

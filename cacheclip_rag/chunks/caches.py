@@ -62,7 +62,7 @@ class ChunkCaches:
         return self._store.chunk_store.tiers.round_up(size)
 
     @property
-    def prefix(self) -> torch.Tensor:
+    def prefix_kv(self) -> torch.Tensor:
         """KV before every chunk, computed or read once: of the shared prefix and of the chunk context,
         :attr:`num_prefix` tokens."""
         if self._prefix is None:
@@ -87,7 +87,7 @@ class ChunkCaches:
         return self._store.namespace
 
     def encode_prefix(self) -> torch.Tensor:
-        """:attr:`prefix`, computed without the store."""
+        """:attr:`prefix_kv`, computed without the store."""
         return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
 
     def _key_of(self, text: str) -> str:
@@ -167,7 +167,7 @@ class ChunkCaches:
         if missing:
             for text in missing:
                 self.check_length(text)
-            prefix = self.prefix if self.prefix.shape[3] else None
+            prefix = self.prefix_kv if self.prefix_kv.shape[3] else None
             encoded: Sequence[torch.Tensor | None]
             failed: EncodingError | None = None
             try:

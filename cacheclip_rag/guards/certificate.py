@@ -29,8 +29,8 @@ from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import describe
 from ..models.load import concrete
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..plan.sources import Sources
 from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 from .promise import Guarantee, PromiseWatch
@@ -364,21 +364,21 @@ class CertificateGuard(Observer):
     def __init__(self, config: EngineConfig, watch: PromiseWatch | None = None) -> None:
         """``watch`` is told what certificates promise."""
         self._config, self._watch = config, watch
-        self._covered: dict[tuple[type, str], weakref.ref[Sources]] = {}
+        self._covered: dict[tuple[type, str], weakref.ref[KVSources]] = {}
         """Checked methods by type and settings, each with the models of the check, whose weights it does not keep."""
 
-    def on_plan(self, plan: Plan, sources: Sources) -> Plan | None:
+    def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:
         if not plan.reused or plan.bypass is not None:
             return None
         method = type(plan.method), repr(plan.method)
         covered = self._covered.get(method)
-        if covered is None or covered() is not sources:
-            context = sources.primary.context
-            identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
+        if covered is None or covered() is not kv_sources:
+            context = kv_sources.primary.context
+            identity = identity_of(self._config, plan.method, kv_sources.prefix_caches, kv_sources.auxiliary, context)
             certificate = check_certificate(self._config, plan.method, identity)
             if self._watch is not None and certificate is not None:
                 self._watch.begin(plan.method, certificate.guarantee)
-            self._covered[method] = weakref.ref(sources)
+            self._covered[method] = weakref.ref(kv_sources)
         if self._config.require_certificate and self._watch is not None and self._watch.is_broken(plan.method):
             return replace(plan, bypass="comparisons with full prefill contradict the promise of the certificate")
         return None

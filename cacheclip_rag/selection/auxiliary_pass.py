@@ -111,7 +111,7 @@ class AuxiliaryPass:
                 with clock.phase_within("read", "select"):
                     kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
-                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix)
+                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix_kv)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         def before_layer(layer: int) -> None:
@@ -121,7 +121,7 @@ class AuxiliaryPass:
         try:
             return score_chunks(
                 runtime,
-                caches.prefix,
+                caches.prefix_kv,
                 chunks(),
                 asked,
                 [len(piece.tokens) for piece in pieces],

@@ -35,8 +35,8 @@ import numpy as np
 from ..base.errors import ConfigurationError
 from ..base.paths import atomic_path, cache_home
 from ..fusion.answer import FusionStats
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan, Prediction, Reading
-from ..plan.sources import Sources
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,12 @@ class Profile:
         """Seconds before the recompute, and of it."""
         return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
 
-    def reading(self, plan: Plan, sources: Sources, known: int) -> Reading:
+    def reading(self, plan: Plan, kv_sources: KVSources, known: int) -> Reading:
         """What reading a plan's chunks takes, from where they are now, after ``known`` leading tokens of the prefix
         cache. Reads no payload. All layers of the auxiliary count, although a head set may need fewer."""
         if not self.media.keys() - {PAGE_CACHE}:
             return NOTHING_TO_READ
-        primary, scorer = sources.primary, sources.auxiliary
+        primary, scorer = kv_sources.primary, kv_sources.auxiliary
         unread = [span for span in plan.reused if span.stop > known]
         scored = {span.whole for span in unread if not plan.layout.is_exact(span)}
         auxiliary_s = self._read_s(scorer.caches.reads_of(scored)) if scorer is not None else {}
