@@ -43,8 +43,7 @@ def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pat
     assert not hostile.exists()
 
 
-@pytest.mark.parametrize("path", ["{}", ":{}", "{}:"], ids=["full", "empty part first", "empty part last"])
-def test_vllm(hostile: Path, tmp_path: Path, path: str) -> None:
+def test_vllm(hostile: Path, tmp_path: Path) -> None:
     server = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
     server.mkdir(parents=True)
     (server / "api_server.py").write_text("import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv)")
@@ -52,7 +51,7 @@ def test_vllm(hostile: Path, tmp_path: Path, path: str) -> None:
         "import os\n"
         "from cacheclip_rag.base.python import python_command\n"
         "from cacheclip_rag.vllm.launch import _MODULE, Command, _become\n"
-        f"os.environ['PYTHONPATH'] = {path.format(tmp_path / 'packages')!r}\n"
+        f"os.environ['PYTHONPATH'] = {f':{tmp_path}/packages:'!r}\n"
         "_become(Command(tuple(python_command('-m', _MODULE, '--seed')), {'A': 'b'}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
