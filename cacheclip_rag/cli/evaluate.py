@@ -28,14 +28,15 @@ def evaluate(
         ),
     ],
     methods: Annotated[
-        str,
+        str | None,
         typer.Option(
+            show_default="full,full-again,full-reordered,direct,anchored,cacheclip; epic for anchored in llama.cpp",
             help="Comma-separated names of presets and variants; 'all' for every preset except "
             "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
             "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
             "'full-reordered' with its chunks in another order."
         ),
-    ] = "full,full-again,full-reordered,direct,anchored,cacheclip",
+    ] = None,
     variants: VariantsOption = None,
     ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, of variants too.")] = "0.2",
     limit: Annotated[
@@ -82,10 +83,12 @@ def evaluate(
         print_tables(tables, *map(escape, notes(summary)))
 
 
-def _runs(config: EngineConfig, methods: str, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
+def _runs(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
     from ..lab.evaluation.lab import every_method, planned_runs
+    from ..models.load import is_gguf
 
-    names = _split(methods)
+    without_scores = "epic" if is_gguf(config.primary) else "anchored"
+    names = _split(methods or f"full,full-again,full-reordered,direct,{without_scores},cacheclip")
     if "all" in names and (without := every_method(config)[1]):
         typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
     return planned_runs(names, [_ratio(value) for value in _split(ratios)], config, variants)

@@ -100,8 +100,8 @@ def check_auxiliary(method: Method, auxiliary: str | None) -> None:
 
 def check_reads(method: Method, runtime: Runtime) -> None:
     """Raise ConfigurationError if the method looks at KV and the runtime cannot show it."""
-    if not runtime.reads_kv and _reads_kv(method):
-        others = [name for name in PRESET_NAMES if not _reads_kv(preset(name))]
+    if not runtime.reads_kv and reads_kv(method):
+        others = [name for name in PRESET_NAMES if not reads_kv(preset(name))]
         raise ConfigurationError(
             f"method {method.name!r} looks at the primary's KV or changes its positions, and that of {runtime.name!r} "
             f"cannot be read ({runtime.backend}). Use another method ({', '.join(others)}), or a checkpoint that "
@@ -109,7 +109,8 @@ def check_reads(method: Method, runtime: Runtime) -> None:
         )
 
 
-def _reads_kv(method: Method) -> bool:
+def reads_kv(method: Method) -> bool:
+    """Whether the method looks at KV of the primary, or moves it."""
     from .base import Method
 
     moves = type(method).positions is not Method.positions

@@ -49,6 +49,28 @@ def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path:
     assert found.code == 0, found.err
     kl = {name: each["first_token_kl"] for name, each in found.json["methods"].items()}
     assert kl["epic@1"] < 0.001 < kl["direct"]
+    refused = cacheclip("eval", *models, *arguments[:2], "--methods", "full,anchored", "--json")
+    assert refused.code == 2 and "looks at the primary's KV" in refused.err and "answers" not in refused.err
+
+
+@pytest.mark.parametrize("methods", [(), ("--methods", "all")], ids=["default", "all"])
+def test_eval_runs_what_can_run(
+    cacheclip: Any, files: dict[str, Path], auxiliary: Path, tmp_path: Path, methods: tuple[str, ...]
+) -> None:
+    record = {"id": "a", "task": "qa", "question": "Who?", "answers": ["Ada"], "chunks": [{"title": "a", "text": "A"}]}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record))
+    models = ("--primary", files["llama"], "--auxiliary", auxiliary)
+    found = cacheclip("eval", *models, "--dataset", tmp_path / "records.jsonl", *methods, "--json")
+    assert found.code == 0, found.err
+    assert {"full", "direct", "epic@0.2", "cacheclip@0.2"} < set(found.json["methods"])
+
+
+def test_bench_measures(cacheclip: Any, files: dict[str, Path], auxiliary: Path) -> None:
+    models = ("--primary", files["llama"], "--auxiliary", auxiliary)
+    sizes = ("--context-tokens", "256", "--chunk-tokens", "64", "--runs", "1")
+    found = cacheclip("bench", *models, *sizes, "--json")
+    assert found.code == 0, found.err
+    assert list(found.json["methods"]) == ["full", "direct", "epic"]
 
 
 def test_a_certificate(cacheclip: Any, files: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,34 @@ class TestContext:
             runtime.prefill(ids, len(ids))
         assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
 
+    def test_it_takes_as_many_threads_as_torch(self, make: MakeEngine) -> None:
+        runtime, before = make().primary, torch.get_num_threads()
+        try:
+            for threads in (2, 1):
+                torch.set_num_threads(threads)
+                runtime.prefill(torch.tensor([5, 6, 7]), 3)
+                assert library.library().llama_n_threads(runtime._context._pointer) == threads  # type: ignore[attr-defined]
+        finally:
+            torch.set_num_threads(before)
+
+    def test_it_grows_while_tokens_are_recomputed(self, make: MakeEngine) -> None:
+        """Stored KV whose tokens were recomputed is gone by then, and what is left moves with its positions."""
+        runtime = make().primary
+        ids = runtime.tokenize(PROMPT).ids[:300]
+        runs = [(0, 40), (100, 164), (200, 210), (240, 250), (299, 300)]
+        found = []
+        for grows in (False, True):
+            held = runtime.prefill(torch.tensor(ids[::-1]), 300)[0].cells
+            held.runs, context = [(0, 300)], held.context
+            target = context.new(300)
+            context.compute_apart(target, held, ids, runs[:1])
+            context.compute_apart(target, held, ids, runs[1:2])
+            if grows:
+                context._grow(context._num_cells + 1024)
+            context.compute_apart(target, held, ids, runs[2:4])
+            found.append(context.compute_apart(target, held, ids, runs[4:], logits_of=1))
+        assert float((found[0] - found[1]).abs().max()) < TOLERANCE
+
 
 @pytest.mark.parametrize(
     ("architecture", "fields", "why"),
@@ -301,10 +330,16 @@ def test_more_chunks_than_sequences(make: MakeEngine) -> None:
     )
 
 
-def test_without_the_library_the_command_is_named(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", ["none", "too old"])
+def test_without_the_library_the_command_is_named(
+    files: dict[str, Path], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unload_models()
     library.library.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
+    if found == "none":
+        monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    else:
+        monkeypatch.delattr("llama_cpp.llama_cpp.llama_memory_seq_add")
     try:
         with pytest.raises(MissingExtraError, match=r"pip install.*\[llama-cpp\]"):
             CacheClipEngine(primary=str(files["qwen2"]), auxiliary=None, method="full").generate("Who?")

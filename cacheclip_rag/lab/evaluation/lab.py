@@ -24,10 +24,10 @@ from ...base.progress import progress_bar
 from ...chunks.context import CONTEXTS
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...methods import PRESET_NAMES, check_auxiliary, preset
+from ...methods import PRESET_NAMES, check_auxiliary, check_reads, preset, reads_kv
 from ...methods.base import Method
 from ...methods.settings import describe
-from ...models.load import concrete
+from ...models.load import concrete, is_gguf
 from ...prompt.segments import Chunk, Segment
 from ...selection.heads import load_named
 from ..variants import AGAIN, REORDERED
@@ -65,10 +65,12 @@ class PlannedRun:
 
 
 def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
-    """Names that ``all`` means (every preset except those for specially trained checkpoints), and names that are left
-    out because they need an auxiliary model and none is set."""
+    """Names that ``all`` means (every preset except those for specially trained checkpoints, or that cannot run on the
+    primary), and names that are left out because they need an auxiliary model and none is set."""
     made = {name: preset(name) for name in PRESET_NAMES}
     every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
+    if is_gguf(config.primary):
+        every = [name for name in every if not reads_kv(made[name])]
     without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
     return [name for name in every if name not in without], without
 
@@ -138,6 +140,8 @@ class Lab:
         needs_auxiliary = any(planned.method.needs_auxiliary for planned in self.runs)
         config = replace(concrete(self.config), store=None, shadow_rate=0.0, require_certificate=False)
         engine = CacheClipEngine(config if needs_auxiliary else replace(config, auxiliary=None))
+        for planned in self.runs:
+            check_reads(planned.method, engine.primary)
         wanted = {(record.id, planned.run.label) for record in self.records for planned in self.runs}
         with open_journal(self.folder, self._settings(engine), self.records) as journal:
             self.date = journal.settings["date"]
