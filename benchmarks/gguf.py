@@ -48,8 +48,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.exact:
-        found = [row for name in args.primary.split(",") for row in exactness(name, args)]
-        print_table(found)
+        found = []
+        for name in args.primary.split(","):
+            found += exactness(name, args)
+            print_table(found[-3:])
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
         return
