@@ -34,7 +34,7 @@ def evaluate(
             help="Comma-separated names of presets and variants; 'all' for every preset except "
             "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
             "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
-            "'full-reordered' with its chunks in another order."
+            "'full-reordered' with its chunks in another order.",
         ),
     ] = None,
     variants: VariantsOption = None,
