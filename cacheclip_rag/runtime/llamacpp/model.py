@@ -33,8 +33,8 @@ _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
 _LEAST_CALLS = 6
-"""Larger calls cost less, but a run sees the others of its call as stored. So they grow only where that leaves as many
-of them as this."""
+"""Larger calls cost less, because each border of what two threads share of a call's attention costs a part of a tile.
+But a run sees the others of its call as stored. So calls grow only where that leaves as many of them as this."""
 _SEPARATOR_TOKENS = 2
 """Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
