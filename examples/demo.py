@@ -199,7 +199,8 @@ def print_table(engine: CacheClipEngine, outcomes: list[Outcome]) -> None:
     outcomes = outcomes[::2]
     print(f"Measuring {len(outcomes)} of these prompts with each method, ordinary prefill among them ...", flush=True)
     one_token = SamplingParams(max_tokens=1)
-    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], "anchored": [], "cacheclip": []}
+    without_auxiliary = "epic" if engine.config.primary.endswith(".gguf") else "anchored"
+    rows: dict[str, list[dict[str, Any]]] = {"full": [], "direct": [], without_auxiliary: [], "cacheclip": []}
     for number, (messages, _, _) in enumerate(outcomes, 1):
         print(f"  prompt {number} of {len(outcomes)}", flush=True)
         for method, stats in rows.items():

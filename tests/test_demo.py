@@ -22,8 +22,9 @@ def test_every_text_of_the_corpus_has_its_licence_stated() -> None:
     assert all(f"`{name}`" in stated for name in texts)
 
 
+@pytest.mark.parametrize(("primary", "without_auxiliary"), [("big", "anchored"), ("big.gguf", "epic")])
 def test_each_prompt_is_compared_with_its_own_prefill(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    primary: str, without_auxiliary: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Longer prompts are no spread, and a run that was disturbed shows."""
     for name in ("library.Library", "embedding.Embedder"):
@@ -33,7 +34,7 @@ def test_each_prompt_is_compared_with_its_own_prefill(
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     get_dispatcher().event_handlers.remove(demo.last_chat)  # it would see the chats of other tests
-    times = {"full": [10, 20, 40], "direct": [1, 2, 4], "anchored": [5, 5, 10], "cacheclip": [2, 20, 8]}
+    times = {"full": [10, 20, 40], "direct": [1, 2, 4], without_auxiliary: [5, 5, 10], "cacheclip": [2, 20, 8]}
 
     def generate(messages: Any, params: Any, *, method: str) -> Any:
         counts = {"effective_ratio": 0.2, "reused_tokens": 100, "recomputed_tokens": 20}
@@ -41,7 +42,7 @@ def test_each_prompt_is_compared_with_its_own_prefill(
         return SimpleNamespace(stats=SimpleNamespace(to_dict=lambda: stats))
 
     engine = SimpleNamespace(
-        config=SimpleNamespace(primary="big", auxiliary="small"),
+        config=SimpleNamespace(primary=primary, auxiliary="small"),
         prefixes=SimpleNamespace(clear=lambda: None),
         generate=generate,
     )
