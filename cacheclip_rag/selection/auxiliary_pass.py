@@ -19,8 +19,8 @@ from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .heads import HeadSet
 from .packed_chunks import score_chunks
-from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
+from .scorers.base import pick_layers
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.auxiliary_pass import map_scores
 from cacheclip_rag.selection.grouping import Windows
 from cacheclip_rag.selection.packed_chunks import score_chunks
-from cacheclip_rag.selection.question import pick_layers
 from cacheclip_rag.selection.scorers import QueryAttention
+from cacheclip_rag.selection.scorers.base import pick_layers
 from cacheclip_rag.testing.methods import Observed
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_engine

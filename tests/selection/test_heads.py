@@ -62,7 +62,7 @@ def scores(scored: Scored, heads: Any, *numbers: int, **options: Any) -> list[to
 class TestScores:
     def test_every_head_of_the_last_layer_is_the_untuned_model(self, scored: Scored) -> None:
         runtime = scored.runtime
-        uniform = HeadSet.of_layers(SHA, "last", runtime.num_layers, runtime.model.config.num_attention_heads)
+        uniform = HeadSet.of_last_layer(SHA, runtime.num_layers, runtime.model.config.num_attention_heads)
         for ours, untuned in zip(scores(scored, uniform), scores(scored, None, pooled=True), strict=True):
             torch.testing.assert_close(ours, untuned, atol=1e-6, rtol=0)
 

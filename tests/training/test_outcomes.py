@@ -117,7 +117,7 @@ class TestDownstream:
         engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 2, chunk_words=20)
         runtime: Any = engine.auxiliary
-        last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
+        last = HeadSet.of_last_layer(weights_digest(runtime.fingerprint), runtime.num_layers, 4)
         planted = replace(last, heads=(PLANTED,), weights=torch.ones(1))
         found = downstream(
             engine,

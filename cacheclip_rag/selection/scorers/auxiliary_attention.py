@@ -15,9 +15,8 @@ import torch
 from ...base.checks import check_flag, check_whole_number
 from ...base.errors import ConfigurationError
 from ..heads import check_head_set_name
-from ..question import pick_layers
 from ..views import PromptView
-from .base import PromptScorer
+from .base import PromptScorer, pick_layers
 
 
 @dataclass(frozen=True, slots=True)
