@@ -248,9 +248,9 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
         own = ["-c", _OURS, "serve", "--backend", "vllm", *store, "--dtype", args.dtype]
         command = [*own, "--method", args.method, "--port", str(port), "--", *flags]
     else:
-        model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
+        model = [str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
         flags.append("--enable-prompt-tokens-details")
-        command = ["-m", "vllm.entrypoints.cli.main", "serve", *model, "--port", str(port), *flags]
+        command = ["-m", "cacheclip_rag.vllm.serve", "serve", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{'ours' if reusing else 'plain'}.log"

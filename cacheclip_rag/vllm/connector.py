@@ -34,7 +34,7 @@ from .once import WarnOnce
 from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings
 from .prefix_blocks import PrefixBlocks
 from .rows import RowRunner
-from .scheduling import Load, RequestLoads, check_engine, check_request, untested
+from .scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
 from .worker import model_runner
 
 logger = init_logger("vllm.cacheclip")
@@ -94,6 +94,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config, FullAttentionSpec)
         if role == KVConnectorRole.SCHEDULER and (never := untested(vllm_config)):
             logger.warning("reuse was never tested with: %s", "; ".join(never))
+        if role == KVConnectorRole.SCHEDULER and (cost := windows_cost(vllm_config)):
+            logger.warning("%s", cost)
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")

@@ -105,8 +105,11 @@ INTERNALS: tuple[Internal, ...] = (
     *_of("entrypoints.llm", LLM="llm_engine generate collective_rpc"),
     *_of("outputs", RequestOutput="kv_transfer_params num_cached_tokens prompt_token_ids"),
     *_of("v1.sample.logits_processor", AdapterLogitsProcessor="new_req_logits_processor is_argmax_invariant"),
-    # launch.py
-    *_of("entrypoints.cli.main", main=""),
+    # serve.py
+    *_of("entrypoints.cli.serve", ServeSubcommand="subparser_init validate cmd"),
+    *_of("entrypoints.serve.utils.api_utils", cli_env_setup=""),
+    *_of("logger", configure_logging_from_args="args", init_logger="name"),
+    *_of("utils.argparse_utils", FlexibleArgumentParser="add_subparsers parse_args"),
 )
 """The layers' own (``kv_cache``, ``impl.do_kv_cache_update``) are looked for when a worker registers its caches."""
 

@@ -31,8 +31,7 @@ from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-_VLLM = ("-m", "vllm.entrypoints.cli.main", "serve")
-"""The command ``vllm``, which may not be in the path."""
+_VLLM = ("-m", "cacheclip_rag.vllm.serve", "serve")
 _MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20
 """Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a

@@ -178,6 +178,21 @@ def untested(vllm_config: Any) -> list[str]:
     return [name for name, is_on in on.items() if is_on]
 
 
+def windows_cost(vllm_config: Any) -> str | None:
+    """What it costs that vLLM's hybrid KV cache manager is off beside a connector of one group of caches; None: this
+    model has no layers with a window."""
+    config, longest = vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len
+    kinds, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
+    count = sum(kind == "sliding_attention" for kind in kinds)
+    if not count or not window or window >= longest:
+        return None
+    times = len(kinds) * longest / ((len(kinds) - count) * longest + count * window)
+    return (
+        f"vLLM's hybrid KV cache manager is off beside this connector: {count} of {len(kinds)} layers have a window of "
+        f"{window} tokens, and keep all. A prompt of {longest} tokens takes {times:.1f} times the cache"
+    )
+
+
 def check_request(request: Any) -> None:
     """Raise ValueError for a request whose KV must be vLLM's own."""
     params = request.sampling_params
