@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 
 OPEN_WEBUI = """### Task:
-Respond to the user query using the provided context, incorporating inline citations in the format [id] **only when the \
-<source> tag includes an explicit id attribute** (e.g., <source id="1">).
+Respond to the user query using the provided context, incorporating inline citations in the format [id] **only when \
+the <source> tag includes an explicit id attribute** (e.g., <source id="1">).
 
 <context>
 {context}

@@ -2,8 +2,8 @@
 
 vLLM documents its interface for connectors as experimental, and nothing else here is documented. A series of versions
 that is not in :data:`TRIED` starts with a warning if everything in :data:`INTERNALS` is there, and if a tiny prompt
-whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the start
-is refused, with what is missing.
+whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the
+start is refused, with what is missing.
 """
 
 from __future__ import annotations
@@ -189,6 +189,6 @@ def check_probe(outcome: str | None, fused: list[int], plain: list[int]) -> None
         return
     distribution, version = installed()
     raise ConfigurationError(
-        f"expected a recomputed prompt to have plain prefill's answer {plain} in vLLM {version}, which was never tried, "
+        f"expected a recomputed prompt to have plain prefill's answer {plain} in vLLM {version}, never tried before, "
         f"got {fused} (outcome {outcome}). Install a tried one: pip install '{distribution}=={TRIED[-1]}.*'"
     )

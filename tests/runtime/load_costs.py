@@ -61,7 +61,8 @@ def measure(args: argparse.Namespace, codec: str, folder: Path) -> dict[str, Any
     keys = [f"{number:064x}" for number in range(count)]
     store = ChunkStore.open(folder)
     for key in keys:
-        TenantStore(store, "default").put(key, torch.randn(args.layers, 2, HEADS, args.chunk_tokens, WIDTH).bfloat16(), codec)
+        kv = torch.randn(args.layers, 2, HEADS, args.chunk_tokens, WIDTH).bfloat16()
+        TenantStore(store, "default").put(key, kv, codec)
     store.close()
     tokens = count * args.chunk_tokens
     pieces = tuple(StoredPiece(n * args.chunk_tokens, key, 0, args.chunk_tokens) for n, key in enumerate(keys))

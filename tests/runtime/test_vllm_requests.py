@@ -14,12 +14,12 @@ from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
 from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.store import ChunkStore, StoreReader
 from cacheclip_rag.vllm.offline import engine_options
 from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_rag.vllm.passes import passes
 from cacheclip_rag.vllm.planner import Planner
 from cacheclip_rag.vllm.served import Served
-from cacheclip_rag.store import ChunkStore, StoreReader
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOM = {"max_runs": 99, "max_rows": 999}
@@ -76,7 +76,6 @@ class TestSettings:
     def test_refused(self, given: dict[str, Any], what: str) -> None:
         with pytest.raises(ConfigurationError, match=what):
             Settings.of(given)
-
 
     def test_a_reader_of_another_store(self) -> None:
         """Workers read from what the operator names; it gets the store as it is written."""

@@ -126,7 +126,6 @@ class TestEngine:
         assert what in found and not untested(engine()[0])
         assert not untested(engine("cache_config", cache_dtype="fp8_e4m3")[0])
 
-
     @pytest.mark.parametrize(
         ("kinds", "window", "times"),
         [
