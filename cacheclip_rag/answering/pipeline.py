@@ -30,14 +30,13 @@ from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
 from .completion import IdleCompletion
 from .decoding import decode
-from .gate import Gate
 from .options import Request
 from .parts import Parts
 from .prefill import Prefilled, keep, prefill_plan
 from .sampler import room_for
 from .text import read_calls
 from .turns import turns_of
-from .verification import Verification
+from .verification import Gate, Verification
 from .writer import ChunkWriter
 
 

@@ -199,7 +199,7 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
             f"with chunk_context={context_name(engine.context_of())!r}. Use the same setting, or precompute the text "
             "again."
         )
-    if engine.parts.primary_caches(engine.context_of()).is_known(chunk):
+    if engine.store.holds_text(chunk):
         return "other_settings", (
             f"the text's KV is stored, but not for primary model {primary.name!r} with these settings: it was "
             "precomputed for another model, system prompt, dtype or codec. Use the same settings, or precompute the "

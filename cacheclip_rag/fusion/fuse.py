@@ -91,7 +91,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
         correction=method.mean_change,
         model=runtime.fingerprint,
         rope_pin=runtime.rope_pin,
-        namespace=kv_sources.primary.namespace,
+        namespace=kv_sources.primary.store.namespace,
         codec=kv_sources.primary.codec,
     )
 
@@ -301,18 +301,8 @@ class _FusedPass(_Choice):
         chosen = chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = trace_of(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
+        stale = None if cache.geometry is not None else stale_tokens(plan, rows, self.stale)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
-
-    def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
-        stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
-        for span in spans:
-            stale[span.start : span.stop] = True
-        if self.stale is not None:
-            stale[: len(self.stale)] = self.stale
-        stale[rows.numpy()] = False
-        return stale
 
     def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -348,6 +338,18 @@ def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
     found: list[int] = numbers[inside].tolist()
     return found
+
+
+def stale_tokens(plan: Plan, rows: torch.Tensor, known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """``(num_tokens,)`` bool: tokens that keep a chunk's KV as it was stored, after ``rows`` were computed. ``known``:
+    the same of continued KV."""
+    stale = np.zeros(plan.layout.num_tokens, np.bool_)
+    for span in plan.reused:
+        stale[span.start : span.stop] = not plan.layout.is_exact(span)
+    if known is not None:
+        stale[: len(known)] = known
+    stale[rows.numpy()] = False
+    return stale
 
 
 def trace_of(

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from ..base.clock import PhaseClock
 from ..plan.kv_sources import KVSources
@@ -21,7 +18,7 @@ from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
-from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
+from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens, trace_of
 from .fused import Fused
 from .wire import runs_of
 
@@ -72,7 +69,7 @@ def _fused(
         len(computed),
         float(len(computed)),
         int(rows[0]),
-        _stale(kept, computed, known),
+        stale_tokens(kept, rows, known),
         match.turns,
         trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
@@ -115,14 +112,3 @@ def _placed(
         span for span in plan.reused if layout.is_cached(span) or (span.start in by_piece and span.start not in gone)
     ]
     return replace(plan.reusing(readable), layout=layout), held
-
-
-def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored; ``known`` is the same of continued KV."""
-    stale = np.zeros(plan.layout.num_tokens, np.bool_)
-    for span in plan.reused:
-        stale[span.start : span.stop] = not plan.layout.is_exact(span)
-    if known is not None:
-        stale[: len(known)] = known
-    stale[list(computed)] = False
-    return stale

@@ -6,7 +6,6 @@ It is a file in the cache folder. Its digest detects damage, not forgery, so pro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shlex
@@ -20,7 +19,8 @@ import torch
 import transformers
 
 from ..base.errors import CertificateError
-from ..base.paths import atomic_path, cache_home
+from ..base.keys import json_digest
+from ..base.paths import atomic_path, cache_home, write_json
 from ..base.version import __version__
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
@@ -92,7 +92,7 @@ class Identity:
     def digest(self) -> str:
         # an empty backend does not count, so that certificates without one stay what they were
         fields = {name: value for name, value in asdict(self).items() if name != "backend" or value}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return json_digest(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +242,10 @@ class Certificate:
 
     def _write(self) -> Path:
         content = self.to_dict()
-        content["sha256"] = _digest(content)
+        content["sha256"] = json_digest(content)
         path = self.path
         try:
-            with atomic_path(path) as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
+            write_json(path, content)
         except OSError as error:
             raise _not_writable(error) from error
         return path
@@ -505,7 +504,7 @@ def _read(path: Path) -> Certificate | None:
     try:
         content = json.loads(path.read_text())
         recorded = content.pop("sha256")
-        if recorded != _digest(content):
+        if recorded != json_digest(content):
             raise ValueError("digest")
         return Certificate.from_dict(content)
     except FileNotFoundError:
@@ -513,10 +512,6 @@ def _read(path: Path) -> Certificate | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("not a certificate: %s (%s)", path, error)
         return None
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _folder() -> Path:

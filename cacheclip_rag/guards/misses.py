@@ -41,7 +41,7 @@ class MissWarning(Observer):
             return
         if not _seems_to_hold_chunks(plan):
             return
-        if not kv_sources.primary.has_texts:
+        if not kv_sources.primary.store.has_texts:
             self._say_that_nothing_is_stored(plan)
             return
         self._warned = True

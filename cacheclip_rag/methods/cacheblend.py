@@ -148,7 +148,7 @@ class DeviationFilter(RowFilter):
         """Values of the rows in the cache, ``(num_kv_heads, num_rows, head_dim)``; zeros if unfilled."""
         of_layer = self.cache.layers[layer]
         known = int((self.slots < of_layer.length).sum())  # slots increase, so these are the first ones
-        stored = of_layer.values[0]
+        stored: torch.Tensor = of_layer.values[0]
         rows = stored.new_zeros(stored.shape[0], len(self.slots), stored.shape[2])
         rows[:, :known] = stored.index_select(1, self.slots[:known].to(of_layer.device))
         return rows
@@ -156,11 +156,12 @@ class DeviationFilter(RowFilter):
     def _chosen(self) -> torch.Tensor:
         """Rows that run after the check layer."""
         spans, num_tokens = self.view.spans, self.view.layout.num_tokens
-        scores, among, chosen = torch.zeros(num_tokens), *torch.zeros(2, num_tokens, dtype=torch.bool)
+        scores, (among, chosen) = torch.zeros(num_tokens), torch.zeros(2, num_tokens, dtype=torch.bool)
         scores[self.slots], among[self.slots] = self.deviation, self.of_chunks
         masks = self.method.budget.choose(
             self.view, split_by_span(scores, spans), self.count, split_by_span(among, spans)
         )
         for span, mask in zip(spans, masks, strict=True):
             chosen[span.start : span.stop] = mask
-        return (chosen[self.slots] | ~self.of_chunks).nonzero().flatten()
+        rows: torch.Tensor = (chosen[self.slots] | ~self.of_chunks).nonzero().flatten()
+        return rows

@@ -45,7 +45,7 @@ def make_plan(
         return replace(plan, fallback=obstacle, obstructed=True)
     found = kv_sources.held(layout.chunks)
     missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
-    plan = replace(plan, unusable=sum(map(kv_sources.primary.is_known, missing)))
+    plan = replace(plan, unusable=sum(map(kv_sources.primary.store.holds_text, missing)))
     if not found:
         return replace(plan, fallback=_nothing_found(plan, kv_sources))
     keys = tuple(kv_sources.primary.key(span.whole) for span in found)

@@ -123,6 +123,8 @@ class Runtime(ABC):
     """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
+    template_variables: frozenset[str] = frozenset()
+    """Variables that the chat template reads, such as ``enable_thinking``."""
     context_tokens: int
     reuse_tokens: int
     """Longest prompt for which reuse is exact, in tokens. Longer prompts are answered by plain prefill."""

@@ -90,7 +90,16 @@ class AuxiliaryPass:
         for span in spans:
             start, stop = edges.get(span.whole, (span.at, 0))
             edges[span.whole] = min(start, span.at), max(stop, span.at + len(span.segment.text))
-        return {text: _Piece.of(text, self.caches.tokenize(text), *ends) for text, ends in edges.items()}
+        found = {}
+        for text, (start, stop) in edges.items():
+            tokens = self.caches.tokenize(text)
+            first, last = 0, len(tokens)
+            if (start, stop) != (0, len(text)):  # those that share a character with it
+                offsets = tokens.columns[1]
+                inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
+                first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (first, last)
+            found[text] = _Piece(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
+        return found
 
     def _scores(
         self,
@@ -146,16 +155,6 @@ class _Piece:
     """Offsets are those in the whole text."""
     first: int
     """Number of the first token."""
-
-    @classmethod
-    def of(cls, text: str, tokens: TokenizedText, start: int, stop: int) -> _Piece:
-        """The tokens that share a character with ``[start, stop)``."""
-        offsets = tokens.columns[1]
-        inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
-        first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, len(tokens))
-        if (start, stop) == (0, len(text)):
-            first, last = 0, len(tokens)
-        return cls(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
 
 
 def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:

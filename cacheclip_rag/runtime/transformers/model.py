@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -99,61 +99,6 @@ def _is_offloaded(model: torch.nn.Module) -> bool:
     return any(getattr(hook, "offload", False) for hook in each)
 
 
-class Passes:
-    """Lets forward passes of one model run in parallel, except passes that need the model exclusively.
-
-    Passes that change the model are exclusive: they set another attention function, or rotary frequencies that depend
-    on the length. All passes of a model with offloaded weights are exclusive. The lock is not reentrant.
-    """
-
-    def __init__(self, *, one_at_a_time: bool) -> None:
-        self._one_at_a_time = one_at_a_time
-        self._changed = threading.Condition()
-        self._running = 0
-        self._is_exclusive = False
-        """Whether the running pass is exclusive."""
-        self._waiting = 0
-        """Threads that wait for an exclusive pass. No other pass may start before them: on a busy server they would
-        wait forever."""
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold the lock for a pass that may run beside others."""
-        if self._one_at_a_time:
-            with self.exclusive():
-                yield
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._is_exclusive)
-            self._running += 1
-        try:
-            yield
-        finally:
-            self._end()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the lock for a pass beside which no other pass runs."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: not self._running)
-                self._running, self._is_exclusive = 1, True
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._running -= 1
-            self._is_exclusive = False
-            self._changed.notify_all()
-
-
 class ModelRuntime(TextModel):
     """One loaded causal language model: tokenise, encode chunks, fill caches, run rows, decode.
 
@@ -192,9 +137,11 @@ class ModelRuntime(TextModel):
         self._layer_kinds = self._find_layer_kinds(config)
         install_layer_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
-        # this kind of rotary module changes its frequencies in place with the length of each pass
         self._offloaded = _is_offloaded(model)
-        self.passes = Passes(one_at_a_time=self.pinned_rope or self._offloaded)
+        # a pinned rotary module changes its frequencies in place with the length of each pass
+        one_at_a_time = self.pinned_rope or self._offloaded
+        self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
+        """Held during a pass."""
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
@@ -229,7 +176,7 @@ class ModelRuntime(TextModel):
     def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
         int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
-        with self.passes.shared():
+        with self.pass_lock:
             by_kind = {kind: self._tables(kind, positions) for kind in set(self._layer_kinds) if kind is not None}
         shared: dict[tuple[str, torch.device], Tables] = {}
         tables: list[Tables | None] = []
@@ -261,7 +208,7 @@ class ModelRuntime(TextModel):
         """Dtype in which the model's rotary module gives tables to its layers. Not all cast them to the model's."""
         kind = next(kind for kind in self._layer_kinds if kind is not None)
         position = torch.zeros(1, dtype=torch.int64, device=next(self.model.base_model.rotary_emb.buffers()).device)
-        with self.passes.shared():
+        with self.pass_lock:
             return self._tables(kind, position, self.dtype)[0].dtype
 
     def _tables(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
@@ -369,7 +316,7 @@ class ModelRuntime(TextModel):
     @torch.inference_mode()
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FusedCache, torch.Tensor]:
         cache = self.new_cache(capacity)
-        with self.passes.shared():
+        with self.pass_lock:
             output = self.model(
                 input_ids=ids[None].to(self.device),
                 use_cache=True,
@@ -431,7 +378,7 @@ class ModelRuntime(TextModel):
             **cache_argument(self.model, cache),
         }
         try:
-            with self.passes.shared():
+            with self.pass_lock:
                 if not head:
                     self.model.base_model(**arguments)
                     return None
@@ -482,7 +429,7 @@ class ModelRuntime(TextModel):
             assert logits is not None
             return logits
         position = state.position_of(slot)
-        with self.passes.shared():
+        with self.pass_lock:
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
                 position_ids=torch.tensor([[position]], device=self.device),
@@ -502,7 +449,7 @@ class ModelRuntime(TextModel):
         positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
         layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]
         try:
-            with self.passes.shared():
+            with self.pass_lock:
                 output = self.model(
                     input_ids=torch.tensor([list(token_ids)], device=self.device),
                     position_ids=torch.tensor([positions], device=self.device),
