@@ -54,7 +54,7 @@ PRESET_NAMES = (
 )
 
 DEFAULT_METHOD = "auto"
-"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
+"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp and vLLM
 (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
