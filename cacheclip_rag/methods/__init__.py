@@ -54,8 +54,8 @@ PRESET_NAMES = (
 )
 
 DEFAULT_METHOD = "auto"
-"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp and vLLM
-(:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
+"""The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
+and vLLM (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
 def preset(name: str) -> Method:
