@@ -16,6 +16,9 @@ random chunks in random order, so that vLLM's own prefix cache helps where it ca
 without this package. ``turns``: seconds to the first text of each of five turns of a chat, by ``full``, whose later
 turns vLLM's prefix cache serves, by the method, and by ``epic``, whose KV later turns continue.
 
+``steps``: seconds between the tokens of a running stream, while eight prompts arrive at once, each with chunks in an
+order of its own: by ``full``, and by the method.
+
 ``poisoning``: plain requests among others that reuse the chunks of the same prompts get the bytes, log-probabilities
 included, that a vLLM without this package gives. ``failures``: a third of the primary's payloads is damaged while a
 request is answered. Where a load fails, the answer must be plain prefill's; where none does, it must be the answer of
@@ -55,7 +58,7 @@ from cacheclip_rag.answering.profiling import QUESTION
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.store import ChunkStore
 
-PARTS = ("ttft", "turns", "throughput", "poisoning", "failures", "soak", "equality")
+PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
 TURNS = (QUESTION, "And why is that?", "Who was it?", "When did it happen?", "Say it in one sentence.")
 PLAIN_TEXT = "Say in one sentence what a lighthouse is for."
@@ -68,6 +71,9 @@ _LOAD_FAILED = "its KV could not be read"
 """How the connector's reason begins."""
 TIE = 1e-3
 """Tokens whose log-probabilities differ by less are equally likely: float32 rounds otherwise in other kernels."""
+_STREAM_TOKENS, _ALONE = 400, 30
+"""Tokens of a running stream, and those before others arrive."""
+_EDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 _START_S = 600.0
 _TAIL_CHARACTERS = 3000
 _SEQUENCES = 64
@@ -242,9 +248,9 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
         own = ["-c", _OURS, "serve", "--backend", "vllm", *store, "--dtype", args.dtype]
         command = [*own, "--method", args.method, "--port", str(port), "--", *flags]
     else:
-        model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
+        model = [str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
         flags.append("--enable-prompt-tokens-details")
-        command = ["-m", "vllm.entrypoints.cli.main", "serve", *model, "--port", str(port), *flags]
+        command = ["-m", "cacheclip_rag.vllm.serve", "serve", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{'ours' if reusing else 'plain'}.log"
@@ -397,6 +403,37 @@ async def measure_turns(scene: Scene, ours: Server, twin: Server | None) -> dict
         "cached_tokens": {way: [turn[0].cached_tokens for turn in each] for way, each in turns.items()},
         "outcomes": {way: [turn[0].outcome for turn in each] for way, each in turns.items()},
     }
+
+
+async def measure_steps(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
+    args, found = scene.args, dict[str, Any]()
+    async with ours.client() as client:
+        for name in (FULL, args.method):
+            way = None if name == FULL else name
+            await streamed(client, scene.body(scene.new_order(), way, max_tokens=2))  # makes threads and buffers
+            at, arrivals = list[float](), list[asyncio.Task[Said]]()
+            stream = {**scene.body([], max_tokens=_STREAM_TOKENS), "cacheclip": {"method": FULL}}
+            async for event in events(client, stream):
+                if event.get("choices"):
+                    at.append(time.perf_counter())
+                if len(at) == _ALONE:
+                    began = at[-1]
+                    bodies = [scene.body(scene.new_order(), way, max_tokens=1) for _ in range(8)]
+                    arrivals = [asyncio.create_task(streamed(client, body)) for body in bodies]
+                if arrivals and all(task.done() for task in arrivals):
+                    break
+            said = await asyncio.gather(*arrivals)
+            gaps = [after - before for before, after in zip(at, at[1:], strict=False)]
+            beside = sorted(gap for gap, when in zip(gaps, at[1:], strict=True) if when > began)
+            found[name] = {
+                "alone_median_s": statistics.median(gaps[: _ALONE - 1]),
+                "beside_s": {f"up to {edge}": sum(gap <= edge for gap in beside) for edge in _EDGES},
+                "longest_s": beside[-1],
+                "median_s": statistics.median(beside),
+                "first_text_s": sorted(round(each.ttft_s, 3) for each in said),
+                "outcomes": Counter(each.outcome for each in said),
+            }
+    return found
 
 
 async def measure_throughput(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
@@ -632,6 +669,7 @@ def first_difference(engine: CacheClipEngine, prompt: Any, ids: Sequence[int]) -
 MEASURES = {
     "ttft": measure_ttft,
     "turns": measure_turns,
+    "steps": measure_steps,
     "throughput": measure_throughput,
     "poisoning": measure_poisoning,
     "failures": measure_failures,

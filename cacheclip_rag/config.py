@@ -48,7 +48,7 @@ class EngineConfig:
     method: str | Method = DEFAULT_METHOD
     """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, or
     ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``
-    (``epic`` for a GGUF file)."""
+    (``epic`` for a GGUF file, and in vLLM)."""
     recompute_ratio: float | str | None = None
     """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2; ``cacheclip-gated`` has 0.05).
     ``auto`` chooses: the least ratio that a certificate calls faithful (without a certificate, the method's own), more

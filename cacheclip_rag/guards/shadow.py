@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -72,10 +72,10 @@ class ShadowChecker(Observer):
         self._metrics, self._watch = metrics, watch
         self._rate = rate
         self._random = random.Random()
-        self._waiting: deque[ShadowRequest] = deque()
-        self._worker: threading.Thread | None = None
-        """Runs while comparisons are waiting."""
-        self._changed = threading.Condition()
+        self._pending: set[Future[None]] = set()
+        """The comparison that is running, and those that wait for it."""
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
 
     def on_answer(self, answered: ObservedAnswer) -> None:
         """Record every answer that was verified, and offer every other answer that reused KV. An answer below the
@@ -102,40 +102,28 @@ class ShadowChecker(Observer):
         """Compare an answer with probability ``rate``."""
         if self._random.random() >= self._rate:
             return
-        with self._changed:
-            if len(self._waiting) >= _MAX_WAITING:
+        with self._lock:
+            self._pending = {each for each in self._pending if not each.done()}
+            if len(self._pending) > _MAX_WAITING:
                 self._metrics.record_shadow_skipped()
                 logger.info("shadow: skipped, %d comparisons are waiting already", _MAX_WAITING)
                 return
-            self._waiting.append(request)
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._work, name="cacheclip-shadow", daemon=True)
-                self._worker.start()
+            self._executor = self._executor or ThreadPoolExecutor(1, "cacheclip-shadow")
+            self._pending.add(self._executor.submit(self._check, request))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for all comparisons; False after ``timeout_s`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._worker is None, timeout_s)
+        return not wait(self._pending, timeout_s).not_done
 
     def close(self) -> None:
         """Drop waiting comparisons, and return after the running comparison."""
-        with self._changed:
-            for _ in self._waiting:
-                self._metrics.record_shadow_skipped()
-            self._waiting.clear()
-            worker = self._worker
-        if worker is not None:
-            worker.join()
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._waiting:
-                    self._worker = None
-                    self._changed.notify_all()
-                    return
-                request = self._waiting.popleft()
-            self._check(request)
+        with self._lock:
+            executor, self._executor = self._executor, None
+            pending, self._pending = self._pending, set()
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+        for _ in filter(Future.cancelled, pending):
+            self._metrics.record_shadow_skipped()
 
     def _check(self, request: ShadowRequest) -> None:
         try:

@@ -55,7 +55,7 @@ PRESET_NAMES = (
 
 DEFAULT_METHOD = "auto"
 """The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
-(:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
+and vLLM (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
 
 
 def preset(name: str) -> Method:

@@ -16,7 +16,7 @@ def known_context(name: str) -> int | None:
     its config does not say. Opens no connection. Raises OSError, ValueError: the config file cannot be read."""
     if (packaged := packaged_name(name)) and not Path(name).is_dir():
         return PACKAGED_MODELS[packaged].context_tokens
-    file = _config_file(name)
+    file = _file(name, "config.json")
     return _read_context(file) if file else None
 
 
@@ -24,7 +24,7 @@ def is_here(name: str) -> bool:
     """Whether a model's files are on this machine. False for runtimes of other packages."""
     if (packaged := packaged_name(name)) and not Path(name).is_dir():
         return (model_folder(packaged) / "config.json").is_file()
-    return _config_file(name) is not None
+    return _file(name, "config.json") is not None
 
 
 def knows_tools(name: str) -> bool | None:
@@ -44,10 +44,6 @@ def _mentions_tools(file: str) -> bool:
     except (OSError, ValueError):
         return False
     return re.search(r"\btools\b", str(template)) is not None
-
-
-def _config_file(name: str) -> str | None:
-    return _file(name, "config.json")
 
 
 def _file(name: str, file: str) -> str | None:

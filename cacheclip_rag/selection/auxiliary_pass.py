@@ -19,8 +19,8 @@ from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAgain, ReadAhead, part_of
 from .heads import HeadSet
 from .packed_chunks import score_chunks
-from .question import pick_layers
 from .scorers.auxiliary_attention import AuxiliaryAttention
+from .scorers.base import pick_layers
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class AuxiliaryPass:
         layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
         with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, when_read=when_read) as reading:
-            raw = self._scores(chosen, asked, scorer, heads, layers, clock, reading)
+            raw = self._scores(chosen, asked, heads, layers, clock, reading)
             clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
@@ -105,7 +105,6 @@ class AuxiliaryPass:
         self,
         pieces: Sequence[_Piece],
         asked: Sequence[int],
-        scorer: AuxiliaryAttention,
         heads: HeadSet | None,
         layers: Sequence[int],
         clock: PhaseClock,
@@ -136,14 +135,12 @@ class AuxiliaryPass:
                 [len(piece.tokens) for piece in pieces],
                 layers=layers,
                 heads=heads,
-                pooled=scorer.pooled,
-                sinks=scorer.sinks,
                 before_layer=before_layer,
                 after_layer=reading.done,
             )
         except ReadAgain:  # something turned out to be damaged, and is gone
             with reading.again() as another:
-                return self._scores(pieces, asked, scorer, heads, layers, clock, another)
+                return self._scores(pieces, asked, heads, layers, clock, another)
 
 
 @dataclass(frozen=True, slots=True)

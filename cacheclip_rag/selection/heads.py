@@ -21,7 +21,6 @@ from ..base.keys import json_digest
 from ..base.paths import cache_home
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
-from .question import pick_layers
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +57,9 @@ class HeadSet:
         assert self.weights.shape == (len(self.heads),), "each head needs one weight"
 
     @classmethod
-    def of_layers(cls, auxiliary_sha256: str, layers: str, num_layers: int, num_heads: int) -> HeadSet:
-        """Every head of the named layers with equal weights, for a model without a head set."""
-        heads = tuple((layer, head) for layer in pick_layers(layers, num_layers) for head in range(num_heads))
+    def of_last_layer(cls, auxiliary_sha256: str, num_layers: int, num_heads: int) -> HeadSet:
+        """Every head of the last layer with equal weights, for a model without a head set."""
+        heads = tuple((num_layers - 1, head) for head in range(num_heads))
         return cls(auxiliary_sha256, heads, torch.full((len(heads),), 1.0 / len(heads)))
 
     @property

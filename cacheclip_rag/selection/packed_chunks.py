@@ -35,8 +35,6 @@ def score_chunks(
     *,
     layers: Iterable[int] | None = None,
     heads: HeadSet | None = None,
-    pooled: bool = False,
-    sinks: int = 0,
     before_layer: Callable[[int], None] | None = None,
     after_layer: Callable[[int], None] | None = None,
 ) -> list[torch.Tensor]:
@@ -53,23 +51,19 @@ def score_chunks(
         question_ids: token ids of the question, at least one.
         lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
         layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
-        heads: a head set, which is always ``pooled``; default the mean over the heads of each layer.
-        pooled: True: one softmax over the tokens of all chunks, so that scores are comparable between chunks. False:
+        heads: a head set: one softmax over the tokens of all chunks, so that scores are comparable between chunks; its
+            ``sinks`` score 0, but in a chunk without other tokens. Default: the mean over the heads of each layer, with
             one softmax per chunk, over everything that the question sees there.
-        sinks: tokens at the start of each chunk that score 0, because every question attends to them. A head set may
-            ask for more. With ``pooled``, a chunk without other tokens is scored without this rule.
         before_layer: called with each layer's number before the KV of the layer is used.
         after_layer: called with each layer's number when ``chunks`` of that layer are not needed any more.
 
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    if heads is not None:
-        pooled, chosen, sinks = True, frozenset(heads.layers), max(sinks, heads.sinks)
-    else:
-        chosen = frozenset(layers) if layers is not None else frozenset([auxiliary.num_layers - 1])
+    named = [auxiliary.num_layers - 1] if layers is None else layers
+    chosen = frozenset(named if heads is None else heads.layers)
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
-    hidden = packed.sinks(sinks, spare=pooled)
+    hidden = packed.sinks(0 if heads is None else heads.sinks)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
 
@@ -79,19 +73,16 @@ def score_chunks(
             return
         weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
         waiting.clear()
-        of_device = hidden.to(weights.device)
-        if pooled:  # a window may hide every chunk from a row
-            weights = weights.masked_fill_(of_device, float("-inf")).softmax(-1).nan_to_num()
-        else:
-            weights.masked_fill_(of_device, 0.0)
-        if heads is not None:
-            counts = heads.weights_of(layer).to(weights.device)
-            reduced = (weights * counts[:, None, None]).sum(0)
-        else:
+        if heads is None:
             reduced = weights.mean(0) / len(chosen)
+        else:
+            weights = weights.masked_fill_(hidden.to(weights.device), float("-inf")).softmax(-1)
+            counts = heads.weights_of(layer).to(weights.device)
+            # a window may hide every chunk from a row
+            reduced = (weights.nan_to_num() * counts[:, None, None]).sum(0)
         scores.add_(reduced.mean(0).to(scores.device))
 
-    probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=pooled)
+    probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=heads is not None)
     if heads is not None:
         probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
     packed.run(auxiliary, probe, before_layer, after_layer)
@@ -147,10 +138,9 @@ class PackedChunks:
         flat = found.permute(1, 2, 0, 3).flatten(2)
         return flat.index_select(2, torch.from_numpy(where).to(flat.device))
 
-    def sinks(self, count: int, *, spare: bool) -> torch.Tensor:
-        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each; ``spare`` leaves out chunks
-        without others."""
-        firsts = [np.arange(n) < (count if n > count or not spare else 0) for n in self.lengths]
+    def sinks(self, count: int) -> torch.Tensor:
+        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each that has others."""
+        firsts = [np.arange(n) < (count if n > count else 0) for n in self.lengths]
         return torch.from_numpy(np.concatenate(firsts))
 
 

@@ -11,38 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from ..base.errors import ConfigurationError
 from ..runtime.transformers.attention_pattern import Block, Probe
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
-
-
-def pick_layers(spec: str, num_layers: int) -> list[int]:
-    """Layer numbers for a specification.
-
-    Args:
-        spec: ``all``, ``last``, ``upper`` (half), ``middle`` (third), or layer numbers joined by ``+`` (``14+13+17``).
-
-    Raises:
-        ConfigurationError: an invalid specification, or a layer that the model does not have.
-    """
-    try:
-        first, stop = {
-            "all": (0, num_layers),
-            "upper": (num_layers // 2, num_layers),
-            "middle": (num_layers // 3, max(num_layers // 3 + 1, round(2 / 3 * num_layers))),
-            "last": (num_layers - 1, num_layers),
-        }.get(spec, (0, 0))
-        if stop:
-            return list(range(first, stop))
-        layers = sorted({int(part) for part in spec.split("+")})
-    except (AttributeError, TypeError, ValueError):  # not a string, or not numbers
-        layers = []
-    if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
-        raise ConfigurationError(
-            f"layers must be all, last, upper, middle, or numbers below {num_layers} joined by +, got {spec!r}."
-        )
-    return layers
 
 
 @torch.inference_mode()

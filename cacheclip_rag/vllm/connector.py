@@ -3,7 +3,7 @@
 vLLM is not changed. It loads this class by its module path (:func:`~cacheclip_rag.vllm.offline.engine_options`
 gives the settings) and makes one in the scheduler and one in every worker. The scheduler's decides, before a token is
 scheduled, whether a request's KV can be made: a thread reads the plan, and the request waits for it. The workers' makes
-the KV, behind the forward passes of other requests' steps, and no more of it in a step than vLLM would compute there.
+the KV, behind the forward passes of other requests' steps, a pass or two in each.
 Whatever fails on the way is ordinary prefill by vLLM, counted, and logged once per reason.
 
 KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
@@ -34,12 +34,14 @@ from .once import WarnOnce
 from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings
 from .prefix_blocks import PrefixBlocks
 from .rows import RowRunner
-from .scheduling import Load, RequestLoads, check_engine, check_request, untested
+from .scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
 from .worker import model_runner
 
 logger = init_logger("vllm.cacheclip")
 
 
+_ROWS_BESIDE = 256
+"""Most rows that loads compute in a step beside other requests' tokens, unless one pass has more: streams go on."""
 _IDLE_WAIT_S = 0.002
 """For a plan that is being read, while nothing else is computed."""
 
@@ -51,7 +53,7 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     """Those that begin."""
     room: int = 0
-    """Rows that the step has room for beside the tokens that vLLM computes in it."""
+    """Rows that loads may compute in the step."""
     is_idle: bool = False
     """Whether vLLM computes none."""
 
@@ -94,6 +96,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_engine(vllm_config, kv_cache_config, FullAttentionSpec)
         if role == KVConnectorRole.SCHEDULER and (never := untested(vllm_config)):
             logger.warning("reuse was never tested with: %s", "; ".join(never))
+        if role == KVConnectorRole.SCHEDULER and (cost := windows_cost(vllm_config)):
+            logger.warning("%s", cost)
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")
@@ -173,7 +177,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         scheduled = scheduler_output.total_num_scheduled_tokens
         self._is_idle = not scheduled
-        return Loads(self._requests.take(), max(0, self._room["max_rows"] - scheduled), self._is_idle)
+        most = self._room["max_rows"] if self._is_idle else _ROWS_BESIDE
+        return Loads(self._requests.take(), max(0, min(most, self._room["max_rows"] - scheduled)), self._is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         done, failed = connector_output.finished_recving or (), connector_output.invalid_block_ids

@@ -2,8 +2,8 @@
 
 vLLM documents its interface for connectors as experimental, and nothing else here is documented. A series of versions
 that is not in :data:`TRIED` starts with a warning if everything in :data:`INTERNALS` is there, and if a tiny prompt
-whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the start
-is refused, with what is missing.
+whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the
+start is refused, with what is missing.
 """
 
 from __future__ import annotations
@@ -105,8 +105,11 @@ INTERNALS: tuple[Internal, ...] = (
     *_of("entrypoints.llm", LLM="llm_engine generate collective_rpc"),
     *_of("outputs", RequestOutput="kv_transfer_params num_cached_tokens prompt_token_ids"),
     *_of("v1.sample.logits_processor", AdapterLogitsProcessor="new_req_logits_processor is_argmax_invariant"),
-    # launch.py
-    *_of("entrypoints.cli.main", main=""),
+    # serve.py
+    *_of("entrypoints.cli.serve", ServeSubcommand="subparser_init validate cmd"),
+    *_of("entrypoints.serve.utils.api_utils", cli_env_setup=""),
+    *_of("logger", configure_logging_from_args="args", init_logger="name"),
+    *_of("utils.argparse_utils", FlexibleArgumentParser="add_subparsers parse_args"),
 )
 """The layers' own (``kv_cache``, ``impl.do_kv_cache_update``) are looked for when a worker registers its caches."""
 
@@ -186,6 +189,6 @@ def check_probe(outcome: str | None, fused: list[int], plain: list[int]) -> None
         return
     distribution, version = installed()
     raise ConfigurationError(
-        f"expected a recomputed prompt to have plain prefill's answer {plain} in vLLM {version}, which was never tried, "
+        f"expected a recomputed prompt to have plain prefill's answer {plain} in vLLM {version}, never tried before, "
         f"got {fused} (outcome {outcome}). Install a tried one: pip install '{distribution}=={TRIED[-1]}.*'"
     )

@@ -23,16 +23,15 @@ from ..models.load import choose_device, concrete, resolve
 from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
-from .offline import engine_options, worker_of
 from .internals import check_vllm, is_tried
+from .offline import engine_options, worker_of
 from .options import absolute_paths, check_flags, is_on, value_of
 from .parameters import NAMESPACES_VARIABLE
 from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-_VLLM = ("-m", "vllm.entrypoints.cli.main", "serve")
-"""The command ``vllm``, which may not be in the path."""
+_VLLM = ("-m", "cacheclip_rag.vllm.serve", "serve")
 _MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20
 """Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a

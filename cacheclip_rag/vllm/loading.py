@@ -22,7 +22,7 @@ from ..fusion.wire import FusionPlan
 from ..methods.correction import Chunks, offsets
 from ..runtime.transformers.planning import PlanningRuntime
 from ..runtime.transformers.rotary import Tables, changed
-from ..store import KV, StoreReader
+from ..store import KV
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
@@ -210,8 +210,7 @@ class Loader:
         return sum(stop - start for start, stop in one.runs)
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
-        assert self._settings.store is not None, "the scheduler checked the request"
-        reader = StoreReader(self._settings.store, plan.namespace)  # one of the connector's
+        reader = self._settings.open_reader(plan.namespace)  # one of the connector's tenants
         keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 

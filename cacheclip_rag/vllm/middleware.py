@@ -122,7 +122,13 @@ class CacheClip:
         body = {"model": self._settings.name, "prompt": list(plan.token_ids), "max_tokens": PROBE_TOKENS}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         carried = {"kv_transfer_params": request_parameters(plan, key=self._settings.seal)}
-        asked = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": _COMPLETION}
+        asked: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": _COMPLETION,
+        }
         asked |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 80)}
         asked |= {name: scope[name] for name in ("asgi", "app", "state") if name in scope}
         answers = [json.loads(await ask_itself(self._app, asked, {**body, **more})) for more in (carried, {})]

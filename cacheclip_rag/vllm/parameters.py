@@ -17,12 +17,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
+from ..store import StoreReader
 from .passes import passes
 
 PARAMETER = "cacheclip"
@@ -42,7 +44,7 @@ UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
 class Settings:
     """Settings of the connector: ``kv_connector_extra_config``."""
 
-    store: Path | None = None
+    store: Path | str | None = None
     """Folder of the store, for plans; None refuses them."""
     namespaces: frozenset[str] = frozenset({"default"})
     """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
@@ -50,12 +52,23 @@ class Settings:
     """Folder through which the KV of chunks goes that vLLM computes (:mod:`.captures`)."""
     sealed: bool = False
     """Whether plans without a seal are refused."""
+    reader: str = ""
+    """``module:function`` that makes what workers read a tenant's entries with, as :class:`StoreReader` does, of
+    ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder."""
+
+    def open_reader(self, namespace: str) -> StoreReader:
+        """What reads a tenant's entries, in the worker. Raises ValueError: the function cannot be found."""
+        assert self.store is not None, "the scheduler checked the request"
+        if not self.reader:
+            return StoreReader(self.store, namespace)
+        found: StoreReader = resolve_name(self.reader)(str(self.store), namespace)
+        return found
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
         """Tenants that are not given are those of the environment, by default ``default``. Raises ConfigurationError:
         an unknown setting or a wrong value."""
-        known = ("store", "namespaces", "exchange", "sealed")
+        known = ("store", "namespaces", "exchange", "sealed", "reader")
         unknown = sorted(set(given) - set(known))
         if unknown:
             raise ConfigurationError(
@@ -65,7 +78,16 @@ class Settings:
             raise ConfigurationError("kv_connector_extra_config needs store (for plans), exchange (to ingest) or both.")
         store, exchange = (Path(given[name]) if given.get(name) else None for name in ("store", "exchange"))
         namespaces = given["namespaces"] if "namespaces" in given else _namespaces_of_environment()
-        return cls(store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)))
+        reader = str(given.get("reader") or "")
+        if reader:
+            try:
+                store = given["store"]
+                resolve_name(reader)
+            except (KeyError, ValueError, ImportError, AttributeError) as error:
+                raise ConfigurationError(
+                    f"reader must be module:function beside a store, got {reader!r} ({error!r})."
+                ) from error
+        return cls(store, _checked_namespaces(namespaces), exchange, bool(given.get("sealed", False)), reader)
 
 
 def _namespaces_of_environment() -> object:

@@ -214,6 +214,7 @@ class Planner:
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
+        self.parts.store.flush()  # now: nobody evicts what was just used before all else, and it is not read yet
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
 

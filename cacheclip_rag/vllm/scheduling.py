@@ -5,7 +5,7 @@ vLLM's objects come in as arguments, and nothing here imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class RequestLoads:
         """vLLM has found blocks for so many tokens, which are to be loaded. Returns whether it is the request's first
         load: a preempted request asks again."""
         request_id = request.request_id
-        ready, is_first = self._ready[request_id], self._outcomes[request_id]["outcome"] == "cached"
+        ready, is_first = self._ready[request_id], bool(self._outcomes[request_id]["outcome"] == "cached")
         start = ready.num_ready - num_tokens
         load = Load(request_id, tuple(block_ids), start, ready.num_ready, ready.plan, ready.context)
         self._loading[request_id] = load, request
@@ -86,12 +86,12 @@ class RequestLoads:
         found, self._new = self._new, []
         return found
 
-    def end(self, done: Iterable[str], failed: Collection[int]) -> list[tuple[Any, int]]:
+    def end(self, done: Iterable[str], failed: Set[int]) -> list[tuple[Any, int]]:
         """Loads were reported, and some blocks have no KV. Returns the requests whose load failed, and from which token
         on vLLM computes them: vLLM itself has seen to that, and does not ask for them again."""
         found = []
         for request_id, (load, request) in [*self._loading.items()] if failed else ():
-            if failed.isdisjoint(load.failed_blocks(self._block_size)):
+            if not failed & {*load.failed_blocks(self._block_size)}:
                 continue
             self.leave(request_id, "plain", UNREADABLE)
             stats = request.prefill_stats
@@ -176,6 +176,21 @@ def untested(vllm_config: Any) -> list[str]:
         "a device other than a CPU": vllm_config.device_config.device_type != "cpu",
     }
     return [name for name, is_on in on.items() if is_on]
+
+
+def windows_cost(vllm_config: Any) -> str | None:
+    """What it costs that vLLM's hybrid KV cache manager is off beside a connector of one group of caches; None: this
+    model has no layers with a window."""
+    config, longest = vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len
+    kinds, window = getattr(config, "layer_types", None) or (), getattr(config, "sliding_window", None)
+    count = sum(kind == "sliding_attention" for kind in kinds)
+    if not count or not window or window >= longest:
+        return None
+    times = len(kinds) * longest / ((len(kinds) - count) * longest + count * window)
+    return (
+        f"vLLM's hybrid KV cache manager is off beside this connector: {count} of {len(kinds)} layers have a window of "
+        f"{window} tokens, and keep all. A prompt of {longest} tokens takes {times:.1f} times the cache"
+    )
 
 
 def check_request(request: Any) -> None:

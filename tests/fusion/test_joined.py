@@ -154,7 +154,7 @@ class TestScores:
         ids = [[choice.randrange(3, 290) for _ in range(length)] for length in self.LENGTHS]
         return prefix, [runtime.encode(each, prefix) for each in ids], runtime.tokenize(SENTENCES[5]).ids
 
-    @pytest.mark.parametrize("options", [{}, {"sinks": 4}, {"layers": (0, 1)}], ids=str)
+    @pytest.mark.parametrize("options", [{}, {"layers": (0, 1)}], ids=str)
     def test_chunks_of_any_length_as_each_alone(self, primary: str, options: dict[str, Any]) -> None:
         runtime = load_model(primary)
         prefix, kv, question = self.kv(runtime)

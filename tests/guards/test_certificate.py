@@ -146,7 +146,7 @@ class TestFile:
         "changes",
         [
             {"correction": 0.25},
-            {"scorer": {"sinks": 2}},
+            {"scorer": {"layers": "last"}},
             {"scorer": {"type": "QueryAttention"}},
             {"budget": {"chunk_starts": 0.25}},
             {"budget": {"grouping": {"size": 4}}},

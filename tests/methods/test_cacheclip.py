@@ -13,8 +13,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.auxiliary_pass import map_scores
 from cacheclip_rag.selection.grouping import Windows
 from cacheclip_rag.selection.packed_chunks import score_chunks
-from cacheclip_rag.selection.question import pick_layers
 from cacheclip_rag.selection.scorers import QueryAttention
+from cacheclip_rag.selection.scorers.base import pick_layers
 from cacheclip_rag.testing.methods import Observed
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, make_engine
@@ -51,33 +51,18 @@ class TestCacheClip:
             assert torch.equal(*(Windows(8).take([scores], budget)[0] for scores in (ours, theirs)))
 
     @plain
-    def test_layers_and_pooling_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
-        looks = ({"layers": "last"}, {"layers": "last", "pooled": True}, {"layers": "0"})
+    def test_layers_of_the_auxiliary_change_the_choice(self, case: Case) -> None:
+        looks = ({"layers": "last"}, {"layers": "0"})
         chosen = [spied(case, "cacheclip", scorer=settings)[1].masks for settings in looks]
         counts = {sum(int(mask.sum()) for mask in masks) for masks in chosen}
         assert len(counts) == 1
         for n, masks in enumerate(chosen):
             assert not any(same(masks, other) for other in chosen[:n])
 
-    def test_pooled_auxiliary_scores_share_one_softmax(self, case_of: Any) -> None:
-        case = case_of("llama")
-        auxiliary = case.engine.parts.auxiliary_caches
-        runtime = auxiliary.runtime
-        kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
-        question = runtime.tokenize("What is the magic number?").ids
-        pooled = score_chunks(runtime, auxiliary.prefix_kv, kv, question, pooled=True)
-        assert sum(float(s.sum()) for s in pooled) == pytest.approx(1.0, abs=1e-5)
-        apart = score_chunks(runtime, auxiliary.prefix_kv, kv, question)
-        assert all(float(s.sum()) < 1.0 for s in apart)
-        swapped = score_chunks(runtime, auxiliary.prefix_kv, kv[::-1], question, pooled=True)[::-1]
-        assert all(gap(a, b) < 1e-6 for a, b in zip(pooled, swapped, strict=True))
-
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
             ({"layers": "-3"}, "layers must be all, last, upper"),
-            ({"pooled": "maybe"}, "pooled must be True or False"),
-            ({"sinks": -1}, "sinks must be a whole number of tokens"),
             ({"heads": "../x y"}, None),
             ({"heads": ".x"}, "heads must be auto, none, a name"),
             ({"heads": "mine", "layers": "all"}, "heads=mine names a head set, which only layers=tuned uses"),

@@ -13,7 +13,7 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.layout import question_slots
 from cacheclip_rag.runtime.transformers.cache import cache_argument
-from cacheclip_rag.selection.question import pick_layers
+from cacheclip_rag.selection.scorers.base import pick_layers
 from tests.conftest import CHUNKS
 from tests.fusion.cases import Case, gap, reference_model, scatter_cache
 from tests.methods.spying import made, plain, spied

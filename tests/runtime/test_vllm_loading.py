@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +150,17 @@ class TestLoads:
         worker = Worker(made, method)
         worker.load(start)
         worker.check(start)
+
+    def test_entries_of_two_codecs(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
+        """Those in between stay as they were stored before, more precisely."""
+        options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path), "method": "epic"}
+        CacheClipEngine(**options, codec="float32").precompute(CHUNKS[1:2])
+        engine = CacheClipEngine(**options, codec="int8", prefix_cache_bytes=0)
+        engine.precompute(CHUNKS)
+        made = {"engine": engine, "planner": Planner(**options, codec="int8"), "store": tmp_path}
+        worker = Worker({**made, "runtime": load_planning(tiny_models["llama"])}, "corrected")
+        worker.load()
+        worker.check()
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_heads_of_one_of_two_workers(

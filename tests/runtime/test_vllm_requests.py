@@ -14,6 +14,7 @@ from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
 from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.store import ChunkStore, StoreReader
 from cacheclip_rag.vllm.offline import engine_options
 from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_rag.vllm.passes import passes
@@ -68,11 +69,37 @@ class TestSettings:
             ({"store": "x", "namespaces": [""]}, "namespace"),
             ({"store": "x", "namespaces": "a"}, "list of names"),
             ({"store": "x", "namespaces": []}, "a name or more"),
+            ({"store": "x", "reader": "json:nothing"}, "module:function"),
+            ({"exchange": "x", "reader": "json:loads"}, "beside a store"),
         ],
     )
     def test_refused(self, given: dict[str, Any], what: str) -> None:
         with pytest.raises(ConfigurationError, match=what):
             Settings.of(given)
+
+    def test_a_reader_of_another_store(self) -> None:
+        """Workers read from what the operator names; it gets the store as it is written."""
+        settings = Settings.of({"store": "s3://there", "reader": f"{__name__}:opened"})
+        assert settings.open_reader("north") == ("s3://there", "north")
+        assert isinstance(Settings.of({"store": "x"}).open_reader("north"), StoreReader)
+
+
+def opened(*given: str) -> Any:
+    return given
+
+
+def test_what_is_planned_is_not_evicted_first(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    """Another process may need room before the workers have read it."""
+    options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path), "method": "epic"}
+    engine = CacheClipEngine(**options)
+    engine.precompute(CHUNKS)
+    plan = Planner(**options).plan(rag_prompt(CHUNKS[:2])).fusion
+    assert plan is not None
+    other = ChunkStore.open(tmp_path)
+    assert other.set_limit(other.stats().bytes // 2) > 0, "the planned ones are the oldest"
+    reader = Settings(tmp_path).open_reader("default")
+    assert all(reader.get(piece.key, codec=plan.codec) for piece in plan.pieces)
+    other.close()
 
 
 class TestReady:

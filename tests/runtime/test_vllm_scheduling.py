@@ -12,7 +12,7 @@ import torch
 
 from cacheclip_rag.vllm.parameters import PARAMETER, UNREADABLE, Ready
 from cacheclip_rag.vllm.prefix_blocks import salt
-from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested
+from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
 
 ENGINE = {
     "model_config": {
@@ -125,6 +125,22 @@ class TestEngine:
         (found,) = untested(config)
         assert what in found and not untested(engine()[0])
         assert not untested(engine("cache_config", cache_dtype="fp8_e4m3")[0])
+
+    @pytest.mark.parametrize(
+        ("kinds", "window", "times"),
+        [
+            (["sliding_attention", "full_attention"] * 3, 1024, "1.6 times"),
+            (["full_attention"] * 6, 1024, None),
+            (["sliding_attention"] * 6, 8192, None),
+            (None, None, None),
+        ],
+    )
+    def test_what_windows_cost(self, kinds: Any, window: int | None, times: str | None) -> None:
+        """Half of the layers would keep a quarter of 4096 tokens."""
+        text = SimpleNamespace(layer_types=kinds, sliding_window=window)
+        config, _ = engine("model_config", hf_text_config=text, max_model_len=4096)
+        found = windows_cost(config)
+        assert found is None if times is None else times in str(found)
 
 
 class TestRequest:

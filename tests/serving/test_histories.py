@@ -17,7 +17,9 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
 from cacheclip_rag.serving.errors import RequestError
 from cacheclip_rag.serving.schema import ChatBody, parse
+from tests.conftest import CHUNKS
 from tests.integrations.fakes import fake_models, watched
+from tests.serving.applications import Unexpected, play
 from tests.serving.conftest import NAME, Served, running
 
 USER = {"role": "user", "content": "How tall is the mast?"}
@@ -434,3 +436,12 @@ class TestReasoning:
         watched(thinking.engine).says = [SAID]
         body = {"prompt": "How tall?", "max_tokens": 100}
         assert thinking.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == SAID
+
+
+async def test_the_requests_of_applications(served: Served) -> None:
+    """Open WebUI's and LiteLLM's, with documents before the question, titles and tags beside, streams, and a stop."""
+    served.engine.precompute(CHUNKS)
+    found = await play(served.server.address, CHUNKS[:2], max_tokens=4)
+    assert len(found) == 8 and set(found.values()) == {2}, "all of them hold both documents"
+    with pytest.raises(Unexpected, match="GET models"):
+        await play(f"{served.server.address}/elsewhere", CHUNKS[:2])

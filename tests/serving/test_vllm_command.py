@@ -82,7 +82,7 @@ def test_what_is_started(
     done = run(*models, *ours, "--host", "0.0.0.0", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
-    assert arguments[:5] == [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
+    assert arguments[:5] == [sys.executable, "-P", "-m", "cacheclip_rag.vllm.serve", "serve"]
     assert arguments[-len(theirs) :] == theirs
     assert arguments[5] == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")

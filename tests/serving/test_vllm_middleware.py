@@ -1044,7 +1044,7 @@ class TestStarting:
         assert fused["prompt"] == again["prompt"] and "kv_transfer_params" not in again
         monkeypatch.setenv(SEAL_VARIABLE, SEAL)
         given, room = fused["kv_transfer_params"][PARAMETER], {"max_runs": 1, "max_rows": 8}
-        runtime = load_planning(config.primary, dtype=config.dtype)
+        runtime = load_planning(config.primary, dtype="float32")
         ready = Ready.of(given, fused["prompt"], Settings(Path(str(config.store)), sealed=True), runtime, **room)
         assert ready.plan is not None and ready.plan.num_rows == len(fused["prompt"])
 

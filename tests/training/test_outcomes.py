@@ -17,7 +17,6 @@ from cacheclip_rag.lab.training.features import look
 from cacheclip_rag.lab.training.finetune import finetune
 from cacheclip_rag.lab.training.outcomes import answered_rightly, downstream, may_replace, segments_of
 from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS
 from cacheclip_rag.selection.heads import HeadSet
@@ -62,7 +61,7 @@ class TestLook:
         for layer in range(seen.scores.shape[0]):
             for head in range(seen.scores.shape[1]):
                 heads = HeadSet("x", ((layer, head),), torch.ones(1), sinks=2)
-                engines = score_chunks(runtime, caches.prefix_kv, kv, question, heads=heads, sinks=2)
+                engines = score_chunks(runtime, caches.prefix_kv, kv, question, heads=heads)
                 torch.testing.assert_close(torch.cat(engines), seen.scores[layer, head], atol=1e-6, rtol=1e-4)
 
     def test_of_a_long_question_it_sees_what_an_engine_asks_with(self, config: EngineConfig) -> None:
@@ -75,7 +74,8 @@ class TestLook:
         long = replace(sample, question=tail)
         seen = look(caches, long)
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix_kv) for chunk in sample.chunks]
-        engines = score_chunks(runtime, caches.prefix_kv, kv, ids[-MAX_QUESTION_TOKENS:], pooled=True)
+        heads = HeadSet.of_last_layer("x", runtime.num_layers, seen.scores.shape[1])
+        engines = score_chunks(runtime, caches.prefix_kv, kv, ids[-MAX_QUESTION_TOKENS:], heads=heads)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
     def test_evidence_is_marked_in_tokens(self, config: EngineConfig) -> None:
@@ -117,20 +117,10 @@ class TestDownstream:
         engine = CacheClipEngine(config)
         samples = synthetic_samples("test", 2, chunk_words=20)
         runtime: Any = engine.auxiliary
-        last = HeadSet.of_layers(weights_digest(runtime.fingerprint), "last", runtime.num_layers, 4)
+        last = HeadSet.of_last_layer(weights_digest(runtime.fingerprint), runtime.num_layers, 4)
         planted = replace(last, heads=(PLANTED,), weights=torch.ones(1))
-        found = downstream(
-            engine,
-            samples,
-            [
-                last,
-                planted,
-                preset("direct"),
-                vary(preset("cacheclip"), {"scorer": {"pooled": True, "layers": "last"}}),
-            ],
-        )
+        found = downstream(engine, samples, [last, planted, preset("direct")])
         assert engine.head_set is None and not any(engine.is_stored(chunk) for chunk in samples[0].chunks)
-        assert found[0] == found[3], "every head of the last layer is the last layer"
         assert found[0] != found[1] != found[2] and all(one.first_token_kl > 0 for each in found for one in each)
         [exact] = downstream(engine, samples, [preset("epic")], ratio=1.0)
         assert all(one.first_token_kl < 1e-5 and one.answer_kl < 1e-5 for one in exact)

@@ -26,6 +26,7 @@ from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
 from cacheclip_rag.vllm.planner import Planner
+from tests.serving.applications import play
 from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 
 KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"
@@ -185,6 +186,11 @@ class TestEqualAnswers:
         again = served.chat(PROMPTS[0])
         assert again.cacheclip["outcome"] == "cached", "in vLLM's own cache, by the first answer"
         assert tuple(again.choices[0].token_ids) == expected[0]
+
+    async def test_the_requests_of_applications(self, served: Served) -> None:
+        """Open WebUI's and LiteLLM's, which are planned and answered as they expect."""
+        found = await play(served.address, CHUNKS[:2], KEY, max_tokens=4)
+        assert len(found) == 8 and set(found.values()) == {2}
 
     def test_completions(self, served: Served, setting: Setting) -> None:
         segments = Planner(**setting.options).segments(PROMPTS[1], as_it_stands=True)

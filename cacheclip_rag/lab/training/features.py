@@ -58,7 +58,7 @@ def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> Seen:
     kv = [runtime.encode(each.ids, caches.prefix_kv if caches.prefix_ids else None) for each in tokens]
     layers, question = range(runtime.num_layers), question_ids(runtime, sample.question)
     packed = pack_chunks(runtime, caches.prefix_kv, kv, question)
-    hidden = packed.sinks(sinks, spare=True)
+    hidden = packed.sinks(sinks)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 
     def record(layer: int, number: int, logits: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ def _tested(
     methods."""
     runtime = transformers_model(engine.auxiliary)
     sha256, num_heads = weights_digest(runtime.fingerprint), runtime.model.config.num_attention_heads
-    last = replace(HeadSet.of_layers(sha256, "last", runtime.num_layers, num_heads), sinks=SINKS)
+    last = replace(HeadSet.of_last_layer(sha256, runtime.num_layers, num_heads), sinks=SINKS)
     sets: dict[str, HeadSet | Method] = {UNTUNED: last}
     sets |= {name: each for name, each in ((SHIPPED, shipped_set(runtime)), (IN_USE, rival)) if each is not None}
     sets[TUNED] = heads

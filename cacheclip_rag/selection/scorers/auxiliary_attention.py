@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...base.checks import check_flag, check_whole_number
 from ...base.errors import ConfigurationError
 from ..heads import check_head_set_name
-from ..question import pick_layers
 from ..views import PromptView
-from .base import PromptScorer
+from .base import PromptScorer, pick_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +26,6 @@ class AuxiliaryAttention(PromptScorer):
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
     ``last`` (the paper), ``all``, ``upper`` (half), ``middle`` (third), or layer numbers joined
     by ``+``."""
-    pooled: bool = False
-    """True: one softmax over the tokens of all chunks, so that scores are comparable between chunks (head sets always
-    use this). False (the paper): one softmax per chunk."""
-    sinks: int = 0
-    """First tokens of each chunk that score 0, because every question attends to them. A head set may ask for more."""
     heads: str = "auto"
     """Head set for ``tuned``: ``auto`` (the one of these models that ``cacheclip finetune`` wrote, else the one in the
     package), ``none`` (the last layer unchanged), a name (the file ``$CACHECLIP_HOME/heads/NAME.safetensors``), or a
@@ -47,8 +40,6 @@ class AuxiliaryAttention(PromptScorer):
                 f"heads={self.heads} names a head set, which only layers=tuned uses, but layers={self.layers} is set. "
                 "Leave one of the two out."
             )
-        check_flag("pooled", self.pooled)
-        check_whole_number("sinks", self.sinks, of="tokens")
 
     @property
     def needs_auxiliary(self) -> bool:

