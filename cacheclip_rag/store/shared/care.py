@@ -13,7 +13,7 @@ from ..codecs import CODECS, Frame, FrameError, OtherVersionError
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace, key_and_codec
 from .store import GRACE_S, STORE_FILE, read_store_file
-from .table import TextTable
+from .table import Removal, TextTable, schema
 
 _TENANTS = "tenants/"
 _GARBAGE_FILE = "garbage.json"
@@ -74,8 +74,8 @@ class SharedTenant:
 
     objects: list[dict[str, Any]] = field(default_factory=list)
     """Payloads: path, size, last_modified."""
-    known: set[tuple[str, str]] = field(default_factory=set)
-    """Keys and codecs that a row names."""
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Keys and codecs that a row names, and the digest of its text."""
     rows: int = 0
     texts: int = 0
     documents: int = 0
@@ -97,7 +97,7 @@ def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
     found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
     found.documents = len({row["document"] for row in rows} - {""})
-    found.known = {(each["key"], each["codec"]) for row in rows for each in row["kv"]}
+    found.known = {(each["key"], each["codec"]): row["digest"] for row in rows for each in row["kv"]}
     found.objects = [*objects.objects_of(f"{folder}/kv/")]
     return found
 
@@ -158,7 +158,7 @@ def _has_no_text(objects: ObjectBackend, path: str) -> bool:
 
 def verify(url: str) -> dict[str, Any]:
     """Read every payload and compare it with its checksums. A damaged one is deleted, so that it is computed again; one
-    of another version stays. Rows whose payload is gone are counted: they are misses."""
+    of another version stays. Rows no longer name payloads that are gone: nothing would compute them again."""
     objects = _opened(url)
     found: dict[str, Any] = {"payloads": 0, "bytes": 0, "damaged": [], "other_versions": 0, "missing": 0}
     for folder in _tenants(objects):
@@ -180,8 +180,15 @@ def verify(url: str) -> dict[str, Any]:
                 found["other_versions"] += 1
             except FrameError:
                 found["damaged"].append(each["path"])
-        found["missing"] += len(tenant.known - {key_and_codec(each["path"]) for each in tenant.objects})
-    objects.remove(found["damaged"])
+        whole = {key_and_codec(each["path"]) for each in tenant.objects if each["path"] not in found["damaged"]}
+        missing = {name: digest for name, digest in tenant.known.items() if name not in whole}
+        objects.remove([each["path"] for each in tenant.objects if each["path"] in found["damaged"]])
+        found["missing"] += len(missing)
+        if missing:
+            removal = Removal()
+            for name, digest in missing.items():
+                removal.payloads.setdefault(digest, set()).add(name)
+            TextTable(objects.place, folder=folder).commit(schema().empty_table(), removal)
     return found
 
 

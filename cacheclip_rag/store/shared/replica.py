@@ -99,20 +99,32 @@ class SharedCatalog(Catalog):
         table = self._tables[namespace]
         files = set(table.files())
         known = dict(self.database.query("SELECT name, id FROM files WHERE namespace = ?", (namespace,)))
-        added = [len(rows) for name in files - {*known} if (rows := self._take(namespace, table, name)) is not None]
-        return sum(added), self._forget_files(namespace, [known[name] for name in {*known} - files])
+        added = sum([self._take(namespace, table, name) for name in files - {*known}])
+        return added, self._forget_files(namespace, [known[name] for name in {*known} - files])
 
-    def _take(self, namespace: str, table: TextTable, name: str) -> list[dict[str, Any]] | None:
-        """Record a file's rows. Parts of texts are found too."""
-        found = table.read(name)
+    def settle(self, namespace: str, texts: Iterable[SharedText]) -> None:
+        """After a commit of these texts: see what became of them."""
+        with self._polling:
+            self._poll(namespace)
+        digests = {bytes.fromhex(each.digest) for each in texts}
+        gone = {each for each in digests if not self.database.query("SELECT 1 FROM rows WHERE digest = ?", (each,))}
+        sql = "DELETE FROM sources WHERE namespace = ? AND digest = ?"
+        self.database.execute_many((sql, (namespace, each)) for each in gone)
+        self._forget_texts(namespace, gone)
+
+    def _take(self, namespace: str, table: TextTable, name: str) -> int:
+        """Record a file's rows; returns how many no other file has. Parts of texts are found too."""
+        found, count = table.read(name), 0
         if found is None:
-            return None
+            return 0
         rows = [row for row in found.to_pylist() if row["namespace"] == namespace]
         TextIndex(self.database, namespace).add(dict.fromkeys(row["text"] for row in rows))
         with self.database.transaction() as run:
             file = run("INSERT OR REPLACE INTO files (namespace, name) VALUES (?, ?)", (namespace, name)).lastrowid
             for row in rows:
                 digest = bytes.fromhex(row["digest"])
+                same = "SELECT 1 FROM rows WHERE digest = ? AND source = ? AND document = ?"
+                count += run(same, (digest, row["source"], row["document"])).fetchone() is None
                 run("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?)", (file, digest, row["source"], row["document"]))
                 for each in row["kv"]:
                     values = (each["key"], each["codec"], namespace, digest, each["bytes"], each["tokens"], 0.0)
@@ -122,7 +134,7 @@ class SharedCatalog(Catalog):
                     run("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", values)
                 if (place := place_of(row)) is not None:
                     run(WRITE_TEXT, (namespace, *place))
-        return rows
+        return count
 
     def _forget_files(self, namespace: str, files: Sequence[int]) -> int:
         """Forget the rows of files that are gone, unless another file has them."""

@@ -96,6 +96,7 @@ class SharedStore(ChunkStore):
             try:
                 self.keep_young(namespace, [each.digest for each in texts])
                 count += self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
+                self.shared.settle(namespace, texts)
             except (OSError, StoreError) as error:
                 self.shared.put_back(namespace, texts, removed)
                 raise error if isinstance(error, StoreError) else StoreError(f"not committed: {error}") from error

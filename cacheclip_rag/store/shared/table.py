@@ -58,9 +58,11 @@ class Removal:
     """Texts, with all of their rows."""
     names: set[str] = field(default_factory=set)
     """Sources and documents."""
+    payloads: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    """Keys and codecs that are gone, by digest of their text."""
 
     def __bool__(self) -> bool:
-        return bool(self.digests or self.names)
+        return bool(self.digests or self.names or self.payloads)
 
 
 def schema() -> pa.Schema:
@@ -184,7 +186,7 @@ class TextTable:
     def _commit(self, rows: pa.Table, removed: Removal) -> int:
         new = rows.to_pylist()
         versions = {row["document"]: row["version"] for row in new if row["version"]}
-        index, digests = self._indexed(), {row["digest"] for row in new}
+        index, digests = self._indexed(), {row["digest"] for row in new} | {*removed.payloads}
         digests |= {row["digest"] for rows in index.values() for row in rows if _is_removed(row, versions, removed)}
         files = [file for file, rows in index.items() if not digests.isdisjoint(row["digest"] for row in rows)]
         found = [table for file in files if (table := self.read(file)) is not None]
@@ -192,7 +194,9 @@ class TextTable:
         kept = {_identity(row): row for row in before if not _is_removed(row, versions, removed)}
         payloads: dict[str, dict[tuple[str, str], Any]] = {}
         for row in (*(row for row in before if row["digest"] not in removed.digests), *new):
-            payloads.setdefault(row["digest"], {}).update({(each["key"], each["codec"]): each for each in row["kv"]})
+            named = {(each["key"], each["codec"]): each for each in row["kv"]}
+            gone = removed.payloads.get(row["digest"], set())
+            payloads.setdefault(row["digest"], {}).update({name: named[name] for name in {*named} - gone})
         with_row, count = {row["digest"] for row in kept.values()}, 0
         for row in new:
             is_known = row["digest"] in with_row and not row["source"] and not row["document"]
