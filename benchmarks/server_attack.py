@@ -1,12 +1,13 @@
 """Attacks on ``cacheclip serve``: hostile requests from one client, and the answers that another client gets meanwhile.
 
-    python benchmarks/server_attack.py                 # every attack, by one tenant and by another one
-    python benchmarks/server_attack.py text tools      # these only
-    python benchmarks/server_attack.py --same          # attacker and client are one tenant, as without keys
+    python benchmarks/server_attack.py --json found.json        # every attack; attacker and client are two tenants
+    python benchmarks/server_attack.py flood "half a head"      # these only
+    python benchmarks/server_attack.py --same                   # attacker and client are one tenant, as without keys
 
 A server process with a tiny model, a process that attacks it over many connections, and a client that asks a short
-question again and again, whole and streamed in turn. Prints the client's answers, failures and seconds, and what the
-attacker was answered. Exit code 1 if the client got no answer, or waited for one longer than ``--limit`` seconds.
+question again and again, whole and streamed in turn, as fast as it gets answers. Prints a table: the client's
+questions and answers, seconds, and what the attacker was answered. Exit code 1 if the client lacks an answer, or waited
+for one longer than ``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -108,14 +109,18 @@ BODIES: dict[str, Callable[[], bytes]] = {
 }
 
 
-async def ask(address: tuple[str, int], body: bytes, *, key: str, path: str = CHAT, leaves_after: float = 0) -> str:
-    """Send one request over its own connection; returns its status, or what happened."""
+async def ask(
+    address: tuple[str, int], body: bytes, *, key: str, path: str = CHAT, leaves_after: float = 0, of_body: float = 1.0
+) -> str:
+    """Send one request over its own connection; returns its status, or what happened. ``of_body``: share of the body
+    that is sent before the sender leaves."""
     reader, writer = await asyncio.open_connection(*address)
     try:
         head = (
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\ncontent-type: application/json"
         )
-        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        sent = body[: int(of_body * len(body))]
+        writer.write(f"{head}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + sent)
         if leaves_after:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(writer.drain(), leaves_after)
@@ -143,8 +148,10 @@ async def many(
     await asyncio.gather(*[one() for _ in range(connections)])
 
 
-async def half_open(address: tuple[str, int], key: str, tally: Counter[str], text: bytes) -> None:
-    """900 connections that send the beginning of a request, then a byte now and then."""
+async def half_open(
+    address: tuple[str, int], key: str, tally: Counter[str], text: bytes, more: bytes = b"a"
+) -> None:
+    """900 connections that send the beginning of a request, then a little now and then."""
 
     async def one() -> None:
         while True:
@@ -155,7 +162,7 @@ async def half_open(address: tuple[str, int], key: str, tally: Counter[str], tex
                 while not reader.at_eof():
                     with suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(reader.read(1000), 1)
-                    writer.write(b"a")
+                    writer.write(more.replace(b"KEY", key.encode()))
                     await writer.drain()
                 tally["closed"] += 1
                 writer.close()
@@ -167,16 +174,25 @@ async def half_open(address: tuple[str, int], key: str, tally: Counter[str], tex
 
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+WHOLE = b"authorization: Bearer KEY\r\ncontent-type: application/json\r\n"
 OTHERS: dict[str, Callable[..., Any]] = {
     "flood": lambda *a: many(a[0], BODIES["long answers"](), a[1], a[2], 90),
     "flood of streams": lambda *a: many(a[0], chat("All.", max_tokens=500, stream=True), a[1], a[2], 90),
     "who leaves": lambda *a: many(a[0], BODIES["fitting text"](), a[1], a[2], 30, leaves_after=0.3),
     "who leaves large": lambda *a: many(a[0], BODIES["documents"](), a[1], a[2], 30, leaves_after=0.3),
-    "wrong key": lambda *a: many(a[0], BODIES["text"](), "no-such-key", a[2], 20),
-    "half a head": lambda *a: half_open(*a, HEAD + b"x-y: "),
-    "half a body": lambda *a: half_open(
-        *a, HEAD + b"authorization: Bearer KEY\r\ncontent-type: application/json\r\ncontent-length: 8000000\r\n\r\n{"
+    "who leaves a body": lambda *a: many(a[0], BODIES["text"](), a[1], a[2], 30, leaves_after=0.1, of_body=0.5),
+    "who leaves a stream": lambda *a: many(
+        a[0], chat("All.", max_tokens=2000, stream=True), a[1], a[2], 30, leaves_after=0.3
     ),
+    "wrong key": lambda *a: many(a[0], BODIES["text"](), "no-such-key", a[2], 20),
+    "nothing sent": lambda *a: half_open(*a, b"", b""),
+    "half a head": lambda *a: half_open(*a, HEAD + b"x-y: "),
+    "headers without end": lambda *a: half_open(*a, HEAD, b"x-y: z\r\n"),
+    "half a body": lambda *a: half_open(*a, HEAD + WHOLE + b"content-length: 8000000\r\n\r\n{"),
+    "chunks without end": lambda *a: half_open(
+        *a, HEAD + WHOLE + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n"
+    ),
+    "requests in a row": lambda *a: half_open(*a, b"", 20 * (HEAD + WHOLE + b"content-length: 2\r\n\r\n{}")),
     "completion": lambda *a: many(
         a[0], json.dumps({"prompt": "a b " * 1_900_000}).encode(), a[1], a[2], 8, path="/v1/completions"
     ),
@@ -236,8 +252,41 @@ def client(address: str, key: str, seconds: float, limit: float) -> tuple[list[f
                     wrong[str(response.status_code)] += 1
             except httpx.HTTPError as error:
                 wrong[type(error).__name__] += 1
-            time.sleep(0.1)
+            time.sleep(0.02)
     return taken, wrong
+
+
+HEADS = ("attack", "", "asked", "answers", "median s", "longest s", "quiet s", "MB")
+
+
+def row(
+    name: str, quiet: list[float], taken: list[float], wrong: Counter[str], peak: int, attacker: dict[str, int]
+) -> dict[str, Any]:
+    """What one attack came to. ``quiet``, ``taken``: seconds of the client's answers before it and during it."""
+    return {
+        "attack": name,
+        "asked": len(taken) + sum(wrong.values()),
+        "answers": len(taken),
+        "median_s": statistics.median(taken) if taken else None,
+        "longest_s": max(taken, default=None),
+        "quiet_s": statistics.median(quiet) if quiet else None,
+        "peak_mb": peak,
+        "wrong": dict(wrong),
+        "attacker": attacker,
+        "answers_s": [round(each, 4) for each in taken],
+    }
+
+
+def is_bad(found: dict[str, Any], limit: float) -> bool:
+    return not found["answers"] or bool(found["wrong"]) or found["longest_s"] > limit
+
+
+def line(found: dict[str, Any], limit: float) -> str:
+    seconds = (found[f"{name}_s"] for name in ("median", "longest", "quiet"))
+    cells = ["FAILED" if is_bad(found, limit) else "ok", found["asked"], found["answers"]]
+    cells += ["-" if each is None else f"{each:.3f}" for each in seconds]
+    columns = "".join(f"{cell:>10}" for cell in [*cells, found["peak_mb"]])
+    return f"{found['attack']:20}{columns}  {found['wrong']}; {found['attacker']}"
 
 
 def main() -> None:
@@ -245,6 +294,7 @@ def main() -> None:
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"default all: {', '.join(ATTACKS)}")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each attack")
     parser.add_argument("--limit", type=float, default=5.0, help="most seconds of an answer to the client")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what the table has there, with all seconds")
     parser.add_argument("--same", action="store_true", help="attacker and client are one tenant")
     parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -254,7 +304,8 @@ def main() -> None:
         return
     if unknown := set(args.attacks) - set(ATTACKS):
         parser.error(f"no attack is called {', '.join(sorted(unknown))}. Known: {', '.join(ATTACKS)}")
-    failed = []
+    rows: list[dict[str, Any]] = []
+    print(f"{HEADS[0]:20}", *(f"{head:>10}" for head in HEADS[1:]), "  wrong; what the attacker was answered", sep="")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         spec = {**tiny.TINY_MODELS["llama"], "max_position_embeddings": CONTEXT}
@@ -263,7 +314,7 @@ def main() -> None:
         (model / "chat_template.jinja").write_text(template)
         for name in args.attacks or ATTACKS:
             with server(folder, model, with_keys=not args.same) as (process, address):
-                quiet, _ = client(address, KEYS["client"], 0.5, args.limit)
+                quiet, _ = client(address, KEYS["client"], 1.0, args.limit)
                 host, port = address.removeprefix("http://").split(":")
                 command = [sys.executable, __file__, "--seconds", str(args.seconds), "--attack", name, host, port]
                 attacker = subprocess.Popen([*command, KEYS["attacker"]], stdout=subprocess.PIPE, text=True)
@@ -271,16 +322,11 @@ def main() -> None:
                 taken, wrong = client(address, KEYS["client"], args.seconds, args.limit)
                 said, _ = attacker.communicate()
                 peak = peak_mb(process)
-            worst = max(taken, default=float("inf"))
-            bad = not taken or wrong or worst > args.limit
-            failed += [name] if bad else []
-            median = statistics.median(taken) if taken else float("inf")
-            print(
-                f"{name:18} {'FAILED' if bad else 'ok':6} answers {len(taken):3}, median {median:6.2f} s, longest "
-                f"{worst:6.2f} s (quiet {statistics.median(quiet):.2f} s), wrong {dict(wrong)}, {peak} MB; attacker "
-                f"{json.loads(said or '{}')}",
-                flush=True,
-            )
+            rows.append(row(name, quiet, taken, wrong, peak, json.loads(said or "{}")))
+            print(line(rows[-1], args.limit), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"limit_s": args.limit, "seconds": args.seconds, "attacks": rows}, indent=1))
+    failed = [each["attack"] for each in rows if is_bad(each, args.limit)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

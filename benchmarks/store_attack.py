@@ -42,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.base.database import FormatError
-from cacheclip_rag.chunks.library import ChunkLibrary
+from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest import library as documents
@@ -419,7 +419,7 @@ class Writer:
     def _release(self) -> None:
         tenant, number, _ = self._any()
         text = f"the text with the number {number // 2}"
-        self.count["released"] += ChunkLibrary(tenant).release([text])
+        self.count["released"] += ChunkTexts(tenant).release([text])
 
     def _drop(self) -> None:
         self.count["dropped"] += self.store.drop_tenant(TENANTS[-1])
@@ -849,11 +849,12 @@ def attack_moments(args: argparse.Namespace, folder: Path) -> Result:
 
 
 def attack_faults(args: argparse.Namespace, folder: Path) -> Result:
-    """Whatever call of the system fails (EIO, EMFILE, EACCES, ESTALE, no memory), once or from then on, nothing whole
-    is deleted, and afterwards all is there."""
+    """Whatever call of the system fails (EIO, EMFILE, EACCES, ESTALE, ENOSPC, EROFS, no memory), once or from then on,
+    nothing whole is deleted, and afterwards all is there."""
     result = Result(inspect.getdoc(attack_faults) or "")
     rng, found = random.Random(args.seed), Counter[str]()
-    errors = [OSError(getattr(errno, name), name) for name in ("EIO", "EMFILE", "EACCES", "ESTALE")] + [MemoryError()]
+    names = ("EIO", "EMFILE", "EACCES", "ESTALE", "ENOSPC", "EROFS")
+    errors = [*(OSError(getattr(errno, name), name) for name in names), MemoryError()]
     for name, work in WORKS.items():
         scene, where = _scene_of(folder / "scene" / name, work), folder / "store"
         for number in _calls(scene, where, rng, args.stride):
@@ -908,6 +909,11 @@ HOSTILE_SQL = (
     f"{ROWS} quotas SELECT 'q' || i, 1 FROM n;",
     f"{ROWS} writes SELECT i, 'k', 't', 0, printf('%032x', i) FROM n;",
     "UPDATE contents SET text = zeroblob(100000000) WHERE id = 1;",
+    "ALTER TABLE entries ADD COLUMN more BLOB DEFAULT (zeroblob(100000000));",
+    "CREATE INDEX more ON entries (length(hex(zeroblob(10000000))));",
+    "CREATE VIRTUAL TABLE more USING fts5 (text);",
+    "PRAGMA writable_schema = ON; UPDATE sqlite_master SET sql = 'CREATE TABLE entries (' WHERE name = 'entries';",
+    "PRAGMA writable_schema = ON; UPDATE sqlite_master SET rootpage = 3;",
 )
 """What somebody else may have written into a catalog."""
 LINKS = (
@@ -916,9 +922,10 @@ LINKS = (
     "writers",
     "unknown",
     "kv/*",
-    f"{FILE_NAME}",
-    f"{FILE_NAME}-wal",
-    f"{FILE_NAME}.damaged",
+    "kv/*/*",
+    FILE_NAME,
+    *(f"{name}{ending}" for name in (FILE_NAME, documents.FILE_NAME) for ending in ("-wal", "-journal", ".damaged")),
+    f"{FILE_NAME}.damaged-wal",
     documents.FILE_NAME,
 )
 """What may be a link, a pipe or a file."""
@@ -938,8 +945,8 @@ def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
         shutil.copytree(scene.copy, outside)  # looks as a store does
         (outside / ("0" * 32)).write_bytes(b"precious")
         (outside / f"{'0' * 32}-abcd").write_bytes(b"precious")
-        before = _contents(outside)
-        what = _prepare(scene, outside, rng)
+        what = " and ".join([_prepare(scene, outside, rng) for _ in range(rng.choice((1, 1, 2, 3)))])
+        before = _contents(outside)  # only now: what is hostile may lead there
         found["folders"] += 1
         for name, use in _USES.items():
             started = time.perf_counter()
@@ -967,14 +974,17 @@ def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
 
 def _prepare(scene: Scene, outside: Path, rng: random.Random) -> str:
     """Make the store hostile; returns how."""
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and scene.catalog.is_file():
         statement = rng.choice(HOSTILE_SQL)
         connection = sqlite3.connect(scene.catalog, isolation_level=None)
-        connection.executescript(statement)
+        with contextlib.suppress(sqlite3.Error):  # of a catalog that is hostile already
+            connection.executescript(statement)
         connection.close()
         return statement[:70]
     name = rng.choice(LINKS)
-    path = rng.choice(sorted((scene.store / "kv").iterdir())) if name == "kv/*" else scene.store / name
+    path = scene.store / name
+    if "*" in name:
+        path = rng.choice([*sorted(scene.store.glob(name)), scene.store / "kv"])
     _remove(path)
     kind = rng.choice(("link", "link", "link", "link to itself", "pipe", "file", "folder"))
     if kind == "link":

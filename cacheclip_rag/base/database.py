@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -51,6 +52,24 @@ _PASSING = (
 """What SQLite says of files that may be whole."""
 
 
+def set_aside(folder: Path, name: str) -> str:
+    """Move a database out of the way, with what belongs to it; returns its new name. What an earlier call moved is
+    removed."""
+    with open_folder(folder) as root:
+        aside = f"{name}.damaged"
+        while any(root.is_folder(f"{aside}{ending}") for ending in _FILES):
+            aside += "~"
+        for ending in _FILES:
+            root.unlink(f"{aside}{ending}")
+            if root.status(f"{name}{ending}") is not None:
+                root.replace(f"{name}{ending}", root, f"{aside}{ending}")
+    return aside
+
+
+_FILES = ("", "-wal", "-shm", "-journal")
+"""Endings of the files of a database."""
+
+
 class FormatError(StoreError):
     """A file of this package, of another version."""
 
@@ -65,6 +84,23 @@ def may_be_whole(error: StoreError) -> bool:
 def is_busy(error: BaseException) -> bool:
     """Whether a file could not be used because another process is using it."""
     return _code(error.__cause__ if isinstance(error, StoreError) else error) in _BUSY
+
+
+class OutageWarning:
+    """Warns at the first failure, and again at the first one after something worked."""
+
+    def __init__(self, logger: logging.Logger, message: str) -> None:
+        """``message``: what does not work meanwhile, with one ``%s`` for the error."""
+        self._logger, self._message = logger, message
+        self._given = False
+
+    def failed(self, error: Exception) -> None:
+        if not self._given:
+            self._logger.warning(self._message, error)
+        self._given = True
+
+    def worked(self) -> None:
+        self._given = False
 
 
 _patience: ContextVar[list[float] | None] = ContextVar("patience", default=None)
@@ -256,7 +292,7 @@ class Database:
     @staticmethod
     def _refuse_what_is_no_file(path: Path) -> None:
         """SQLite would follow a link out of the folder, or wait for a pipe's writer."""
-        for each in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm", "-journal"))):
+        for each in (path.with_name(path.name + ending) for ending in _FILES):
             if os.path.lexists(each) and not is_file(each):
                 raise StoreError(
                     f"expected a file, got a link or something else: {each}. Remove it, or run cacheclip store repair "

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from ..base.checks import by_real_names, did_you_mean
 from ..base.errors import ConfigurationError, StoreError
+from ..base.paths import is_url
 from ..base.removed import OPTIONS
 from ..config import EngineConfig
 from .tables import TABLES, Table
@@ -272,8 +273,8 @@ def checked_model(name: str | None) -> str | None:
 
 
 def existing_store(store: str) -> str:
-    """Refuse a folder that does not exist, before anything is imported or loaded."""
-    if not Path(store).expanduser().is_dir():
+    """Refuse a folder that does not exist, before anything is imported or loaded. What is at a URL is seen later."""
+    if not is_url(store) and not Path(store).expanduser().is_dir():
         raise no_store(store)
     return store
 

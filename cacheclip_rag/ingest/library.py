@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.database import Database, may_be_whole
+from ..base.database import Database, may_be_whole, set_aside
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
 from ..config import EngineConfig
 from ..models.packaged.catalogue import packaged_name
@@ -415,12 +415,10 @@ def repair_library(folder: str | Path) -> list[str]:
         reason = str(error)
     library.close()
     try:
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            if os.path.lexists(file := target.with_name(target.name + suffix)):
-                os.replace(file, target.with_name(f"{target.name}.damaged{suffix}"))
+        aside = set_aside(library.folder, FILE_NAME)
     except OSError as error:
         raise StoreError(f"cannot move {target}: {error}. Check who may write to the store.") from error
-    return [f"{FILE_NAME} was moved to {FILE_NAME}.damaged ({reason}); ingest the documents again"]
+    return [f"{FILE_NAME} was moved to {aside} ({reason}); ingest the documents again"]
 
 
 def _remove_damaged(library: Library) -> list[str]:

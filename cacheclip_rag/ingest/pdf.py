@@ -194,13 +194,14 @@ def _has_picture_on_it(page: PageObject) -> bool:
     )
 
 
-def _largest_picture(drawn: Any, commands: bytes, depth: int = 0) -> int:
+def _largest_picture(drawn: Any, commands: bytes, depth: int = 0, seen: dict[int, Any] | None = None) -> int:
     """Pixels of the largest picture of a page or form.
 
     Args:
         commands: which draw it.
+        seen: forms that were looked through, by their ids. Forms often share one list of all forms.
     """
-    largest = 0
+    largest, seen = 0, {} if seen is None else seen
     for (found,) in map(re.Match.groups, _INLINE.finditer(commands)):
         sizes = [pattern.search(found) for pattern in (_WIDTH, _HEIGHT)]
         largest = max(largest, prod(int(size[1]) if size else 0 for size in sizes))
@@ -209,6 +210,7 @@ def _largest_picture(drawn: Any, commands: bytes, depth: int = 0) -> int:
         kind = _entry(each, "/Subtype")
         if kind == "/Image":
             largest = max(largest, prod(int(_entry(each, side) or 0) for side in ("/Width", "/Height")))
-        elif kind == "/Form" and depth < _MOST_DEPTH:
-            largest = max(largest, _largest_picture(each, each.get_data(), depth + 1))
+        elif kind == "/Form" and depth < _MOST_DEPTH and id(each) not in seen:
+            seen[id(each)] = each
+            largest = max(largest, _largest_picture(each, each.get_data(), depth + 1, seen))
     return largest

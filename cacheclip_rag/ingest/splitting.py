@@ -14,6 +14,8 @@ __all__ = ["Splitter"]
 
 _RULE = re.compile(r"[ \t>]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n?")
 """The line below the header of a table of Markdown."""
+_SEPARATOR = re.compile(r"sep=.\s*", re.IGNORECASE)
+"""A first line by which spreadsheets name the character between values."""
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
 _MOST_LEAD = 0.25
 """Largest share of a passage that a heading takes which is put before the first rows of a table."""
@@ -38,8 +40,8 @@ class Splitter:
         """Passages in order, stripped, none empty.
 
         Args:
-            markdown: cut at headings and blocks first. A table that is longer than a passage is cut between rows, and
-                each passage of it begins with the table's header.
+            markdown: cut at headings and blocks first. In any text, a table of Markdown that is longer than a passage
+                is cut between rows, and each passage of it begins with the table's header.
             table: the text is a table, a row a line (CSV, TSV), whose first row is its header.
         """
         try:
@@ -49,8 +51,8 @@ class Splitter:
         cls = MarkdownSplitter if markdown else TextSplitter
         splitter = self._cutter(cls, self.chunk_tokens, self.overlap_tokens)
         found: list[str] = []
-        for part, rows in self._tables(text) if markdown else [(text, _records(text) if table else [])]:
-            num_header = 1 if table else 2
+        for part, rows in [(text, _records(text))] if table else self._tables(text):
+            num_header = 1 + (not table or (bool(rows) and _SEPARATOR.fullmatch(rows[0]) is not None))
             header = "".join(rows[:num_header])
             if not rows or self._size(header) > _MOST_HEADER * self.chunk_tokens:
                 found += splitter.chunks(part)

@@ -17,6 +17,16 @@ def may_begin(text: str, markers: tuple[str, ...]) -> int:
     return next((n for n in lengths if any(marker.startswith(text[-n:]) for marker in markers)), 0)
 
 
+def split_channels(text: str) -> tuple[str, str]:
+    """Reasoning and text of an earlier answer in channels, whose template refuses their markers; an answer without them
+    is text."""
+    if not text.lstrip().removeprefix(_NEXT).startswith("<|channel|>"):
+        return "", text
+    reader = ReasoningReader()
+    (reasoning, said), (last, rest) = reader.push(text), reader.close()
+    return reasoning + last, (said + rest).removesuffix(_NEXT)
+
+
 class ReasoningReader:
     """Separates reasoning from an answer's text while it is written.
 

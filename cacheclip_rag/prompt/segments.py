@@ -17,7 +17,17 @@ from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime, TokenizedText
 from .contents import escaped, find_contents
 from .messages import Documents, Prompt
-from .tools import Marks, calls_as_text, check_calls, check_name, unmarked, with_short_ids
+from .reasoning import split_channels
+from .tools import (
+    Marks,
+    calls_as_text,
+    check_calls,
+    check_name,
+    one_call_each,
+    unmarked,
+    with_short_ids,
+    with_thinking,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +192,32 @@ def segment_chat(
 
 
 def _calls_for(render: Callable[..., str], messages: list[Message], marks: Marks) -> list[Message]:
-    """Messages as a template takes their calls: with short ids where it refuses others, as text where it does not write
-    calls."""
-    try:
-        written = render([marks.renamed(message) for message in messages])
-    except ConfigurationError:
-        messages = with_short_ids(messages)
-        written = render([marks.renamed(message) for message in messages])
-    return messages if marks.nonce in written else [calls_as_text(message) for message in messages]
+    """Messages as a template takes their calls: with short ids where it refuses others, with content and reasoning as
+    one where it refuses both, with one call a message where it refuses or forgets more, as text where it writes none.
+    """
+    ways: list[list[Message]] = []
+    for alone in (messages, one_call_each(messages)):
+        for joined in (False, True):
+            way = [with_thinking(message, joined=joined) for message in alone]
+            ways += [each for each in (way, with_short_ids(way)) if each not in ways]
+    refusal, best = None, (0, messages)
+    for way in ways:
+        shown, names = marks.renamed(way)
+        try:
+            written = render(shown)
+        except ConfigurationError as error:
+            refusal = error
+            continue
+        count = sum(name in written for name in names)
+        if not count:
+            return [calls_as_text(message) for message in messages]
+        if count == len(names):
+            return way
+        best = max(best, (count, way), key=lambda each: each[0])
+    if not best[0]:
+        assert refusal is not None, "a way was tried"
+        raise refusal
+    return best[1]
 
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -237,8 +265,28 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
             names |= {call["id"]: call["function"]["name"] for call in fields["tool_calls"] if "id" in call}
         if "name" not in fields and fields.get("tool_call_id") in names:
             fields["name"] = names[fields["tool_call_id"]]
+        if message["role"] == "assistant" and not fields.get("reasoning_content"):
+            reasoning, content = split_channels(content)
+            fields |= {"reasoning_content": reasoning} if reasoning else {}
         checked.append({"role": message["role"], "content": content, **fields})
     return checked
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Messages of which those that follow one another from one speaker are one. Results of tools stay apart."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and merged[-1]["role"] == message["role"] != "tool":
+            merged[-1] = merged[-1] | {
+                name: "\n\n".join(filter(None, (merged[-1].get(name), value)))
+                if isinstance(value, str)
+                else [*merged[-1].get(name, ()), *value]
+                for name, value in message.items()
+                if name != "role"
+            }
+        else:
+            merged.append(message)
+    return merged
 
 
 _FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
@@ -357,7 +405,14 @@ class PromptReader:
         if variables:
             self._check_no_control(_strings(variables), "chat_template_kwargs have")
             render = partial(render, variables=variables)
-        return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
+        try:
+            return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
+        except ConfigurationError:
+            # a question whose answer failed stands before the next one, and many templates want turns to alternate
+            merged = _merged(messages)
+            if merged == messages:
+                raise
+            return segment_chat(merged, render, texts, documents, verbatim, tools, parts=parts)
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""

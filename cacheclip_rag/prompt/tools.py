@@ -18,6 +18,7 @@ import hashlib
 import json
 import re
 import secrets
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -205,7 +206,41 @@ def calls_as_text(message: Message) -> Message:
     calls = [call["function"] for call in message["tool_calls"]]
     written = [json.dumps({"name": c["name"], "arguments": c["arguments"]}, ensure_ascii=False) for c in calls]
     parts = [message["content"], *(f"<tool_call>\n{text}\n</tool_call>" for text in written)]
-    return {"role": message["role"], "content": "\n\n".join(filter(None, parts))}
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n\n".join(filter(None, parts))}
+
+
+def with_thinking(message: Message, *, joined: bool = False) -> Message:
+    """The message with the reasoning before its calls where GPT-OSS's template reads it. That template refuses a
+    content beside it: ``joined`` adds the content to the reasoning."""
+    thoughts = [message.get("reasoning_content", ""), message["content"]]
+    if "tool_calls" not in message or not thoughts[0]:
+        return message
+    if joined and thoughts[1]:
+        return {**message, "thinking": "\n\n".join(thoughts), "content": ""}
+    return {**message, "thinking": thoughts[0]}
+
+
+def one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which every call stands in a message of its own, before its result: some templates write one only."""
+    alone: list[Message] = []
+    ahead = deque(messages)
+    while ahead:
+        message = ahead.popleft()
+        if len(calls := message.get("tool_calls", ())) < 2:
+            alone.append(message)
+            continue
+        results = []
+        while ahead and ahead[0]["role"] == "tool":
+            results.append(ahead.popleft())
+        for call in calls:
+            alone.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": ""}
+            if own := next((each for each in results if each.get("tool_call_id") == call.get("id")), None):
+                results.remove(own)
+                alone.append(own)
+        alone += results
+    return alone
 
 
 def with_short_ids(messages: Iterable[Message]) -> list[Message]:
@@ -274,16 +309,22 @@ class Marks:
             for call in message.get("tool_calls", ())
         ]
         marked: dict[str, Any] = {"tool_calls": calls} if calls else {}
-        if "reasoning_content" in message:
-            marked["reasoning_content"] = self.mark(message["reasoning_content"])
+        for name in ("reasoning_content", "thinking"):
+            if name in message:
+                marked[name] = self.mark(message[name])
         return {**message, **marked}
 
-    def renamed(self, message: Message) -> Message:
-        """The message with calls of a tool that has the marks' name, to see whether a template writes calls."""
-        if "tool_calls" not in message:
-            return message
-        calls = [{**call, "function": {**call["function"], "name": self.nonce}} for call in message["tool_calls"]]
-        return {**message, "tool_calls": calls}
+    def renamed(self, messages: Iterable[Message]) -> tuple[list[Message], list[str]]:
+        """The messages with calls of tools whose names nothing else holds, and these names, to see which calls a
+        template writes."""
+        names: list[str] = []
+
+        def named(call: dict[str, Any]) -> dict[str, Any]:
+            names.append(f"{self.nonce}{len(names)}z")
+            return {**call, "function": {**call["function"], "name": names[-1]}}
+
+        found = [{**m, "tool_calls": [*map(named, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
+        return found, names
 
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """Parts of a rendered text, and for each whether it is template text (True) or was marked. Raises

@@ -197,7 +197,7 @@ class App:
         card = self._ready()
         read = partial(self._read, kind=kind, caller=caller, card=card)
         body, questions = await self._bodies.parsed(request, caller.tenants[0], read)
-        self._counters.ignored.update(body.ignored)
+        self._counters.ignored.update(body.ignored(card.variables))
         replying = reply(self.name, body.include_usage, body.n or 1)
         return _AnswerResponse(self, questions, replying, is_stream=bool(body.stream))
 
@@ -280,7 +280,7 @@ class _Done:
             reused = sum(answer.stats.reused_tokens for answer in answers)
             new = sum(len(answer.token_ids) for answer in answers)
             tokens = f", {prompt} prompt tokens ({reused} reused), {new} new"
-        level = logging.DEBUG if self.path == "/health" and status == 200 else logging.INFO  # probes come every second
+        level = logging.DEBUG if self.path in ("/health", "/metrics") and status == 200 else logging.INFO  # probes
         logger.log(level, "%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
 
 

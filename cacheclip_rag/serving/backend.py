@@ -43,6 +43,8 @@ class ModelCard:
     """Whether its chat template writes tools."""
     can_constrain: bool
     """Whether answers can follow a JSON schema."""
+    variables: frozenset[str] = frozenset()
+    """Variables that the chat template reads, beside messages and tools."""
     most_kv_bytes: float = math.inf
     """Bytes of KV that running answers may hold together."""
 

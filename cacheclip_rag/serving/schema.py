@@ -5,7 +5,7 @@ sent again with every later question."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -25,7 +25,7 @@ _IGNORED = frozenset(
         *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
         *("session_id", "chat_id", "request_id"),
         *("cache_prompt", "id_slot", "truncation_length"),  # llama.cpp's and others' clients
-        *("provider", "route", "usage", "caching", "num_retries", "drop_params"),  # of what routes requests
+        *("provider", "route", "models", "usage", "caching", "num_retries", "drop_params", "ttl"),  # of what routes
     }
 )
 """Fields that do not change the answer."""
@@ -41,8 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "min_p": (0,),
     "ignore_eos": (False,),
-    "verbosity": ("medium",),
-    "reasoning_effort": ("none", "medium"),
     "include_reasoning": (True,),
     "web_search_options": ({},),
     "min_tokens": (0,),
@@ -63,6 +61,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
 }
 """Values with which a field that is not followed changes nothing; null never does."""
+_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
+_VERBOSITIES = frozenset({"low", "medium", "high"})
 _REASONS = {
     "best_of": "this server computes no more answers than it gives. Set n",
     "echo": "this server does not repeat the prompt",
@@ -88,12 +88,13 @@ _COUNTED_IN_MESSAGES = frozenset(
 """Those that are counted by name if they are ignored."""
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Kinds of parts of a content, each with the field of its text."""
-_REASONING_PARTS = {
-    "thinking": "thinking",
-    "reasoning": "reasoning",
-    "redacted_thinking": "",
-    "reasoning_content": "text",
+_REASONING_PARTS: dict[str, tuple[str, ...]] = {
+    "thinking": ("thinking",),
+    "reasoning": ("reasoning", "text", "summary"),
+    "redacted_thinking": (),
+    "reasoning_content": ("text",),
 }
+"""Kinds of parts with reasoning, each with the fields that may hold it: a text, or a list of parts."""
 _CALL_PARTS = frozenset({"tool_use", "tool_call", "function_call"})
 """Calls of an earlier answer, which are also in its ``tool_calls``."""
 
@@ -229,9 +230,19 @@ def _stated(value: Any) -> str:
 
 
 def _reasoning(content: Any) -> str:
-    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    texts = [part.get(_REASONING_PARTS.get(str(part.get("type")), "")) for part in parts]
-    return "\n".join(filter(None, map(_stated, texts)))
+    """Reasoning in the parts of a content."""
+    found = []
+    for part in content if isinstance(content, list) else ():
+        names = _REASONING_PARTS.get(str(part.get("type")), ()) if isinstance(part, dict) else ()
+        found.append(next(filter(None, (_joined(part.get(name)) for name in names)), ""))
+    return "\n".join(filter(None, found))
+
+
+def _joined(value: Any) -> str:
+    """A text, or that of a list of parts."""
+    if not isinstance(value, list):
+        return _stated(value)
+    return "".join(_stated(each.get("text")) for each in value if isinstance(each, dict))
 
 
 def _whole(value: Any) -> Any:
@@ -302,9 +313,8 @@ class Body(_ContentPart):
         """Whether calls of tools after the first are left out."""
         return False
 
-    @property
-    def ignored(self) -> list[str]:
-        """Fields that were sent and not read, as they are counted."""
+    def ignored(self, variables: Collection[str] = ()) -> list[str]:
+        """Fields that were sent and not read, as they are counted. ``variables``: those that the chat template reads."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
     def sampling(self) -> dict[str, Any]:
@@ -318,7 +328,7 @@ class Body(_ContentPart):
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _IGNORED or is_neutral(value, _NEUTRAL.get(name, ())):
                 continue
-            if _switched(name, value) is not None or (name == "thinking" and isinstance(value, dict)):
+            if _variables(name, value) or (name == "thinking" and isinstance(value, dict)):
                 continue
             why = _REASONS.get(name, "this server does not follow it. Leave it out")
             raise unsupported(name, f"{name} is not supported with this value: {why}.")
@@ -330,18 +340,25 @@ class Body(_ContentPart):
             raise unsupported("stream", "several answers are not streamed. Leave stream out, or ask for one at a time.")
 
 
-def _switched(name: str, value: Any) -> bool | None:
-    """Whether a field switches thinking on or off; None: neither."""
+def _variables(name: str, value: Any) -> dict[str, Any]:
+    """Variables of chat templates by which a field is followed, in the ways of Qwen 3, DeepSeek and GPT-OSS; empty for
+    other fields and values. A template without them leaves the field ignored."""
     match name, value:
-        case "enable_thinking" | "thinking" | "think", bool():
-            return value
+        case "verbosity", str() if value in _VERBOSITIES:
+            return {"verbosity": value}
+        case ("reasoning_effort" | "think", str() as effort) | ("reasoning", {"effort": str() as effort}) if (
+            effort in _EFFORTS
+        ):
+            return _thinking(False) if effort == "none" else {"reasoning_effort": effort}
+        case ("enable_thinking" | "thinking" | "think", bool() as on) | ("reasoning", {"enabled": bool() as on}):
+            return _thinking(on)
         case "thinking", {"type": "enabled" | "disabled" as kind}:
-            return bool(kind == "enabled")
-        case "reasoning", {"enabled": bool() as on}:
-            return on
-        case ("reasoning_effort", "none") | ("reasoning", {"effort": "none"}):
-            return False
-    return None
+            return _thinking(kind == "enabled")
+    return {}
+
+
+def _thinking(on: bool) -> dict[str, Any]:
+    return dict.fromkeys(("enable_thinking", "thinking"), on)
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
@@ -362,12 +379,11 @@ class ChatBody(Body):
     top_logprobs: WholeNumber = Field(default=None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def ignored(self) -> list[str]:
+    def ignored(self, variables: Collection[str] = ()) -> list[str]:
         in_messages = set().union(*(message.ignored for message in self.messages))
-        read = {name for name, value in (self.model_extra or {}).items() if _switched(name, value) is not None}
+        given = self.model_extra or {}
         return [
-            *(name for name in super().ignored if name not in read),
+            *(each for each in super().ignored() if _variables(each, given[each]).keys().isdisjoint(variables)),
             *sorted(f"messages.{name}" for name in in_messages),
         ]
 
@@ -391,7 +407,7 @@ class ChatBody(Body):
             options["json_schema"] = schema
         if self.tools:
             options["tools"] = _checked_tools(self.tools)
-        variables = {**self._thinking(), **(self.chat_template_kwargs or {})}
+        variables = {**self._switched, **(self.chat_template_kwargs or {})}
         if variables:
             try:
                 options["chat_template_kwargs"] = check_template_kwargs(variables)
@@ -410,10 +426,14 @@ class ChatBody(Body):
         named = (self.response_format or {}).get("json_schema")
         return isinstance(named, dict) and named.get("name") == SCHEMA_OF_CALLS
 
-    def _thinking(self) -> dict[str, Any]:
-        """Thinking switched off or on by other fields, as Qwen 3's and others' templates have it."""
-        switched = {_switched(name, value) for name, value in (self.model_extra or {}).items()} - {None}
-        return dict.fromkeys(("enable_thinking", "thinking"), False not in switched) if switched else {}
+    @property
+    def _switched(self) -> dict[str, Any]:
+        """Variables of the chat template that other fields state. Of several on thinking, the one that switches it off
+        counts."""
+        found: dict[str, Any] = {}
+        for variables in (_variables(name, value) for name, value in (self.model_extra or {}).items()):
+            found |= {name: value for name, value in variables.items() if found.get(name) is not False}
+        return found
 
     def check(self) -> None:
         super().check()

@@ -64,6 +64,7 @@ class TransformersBackend(ServingBackend):
             runtime.context_tokens,
             uses_tools(runtime),
             runtime.can_constrain and can_constrain(),
+            runtime.template_variables,
             math.inf if free is None else _SHARE_FOR_KV * free,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ..base.database import may_be_whole
+from ..base.database import may_be_whole, set_aside
 from ..base.errors import StoreError
 from ..base.folder import is_file, open_folder
 from ..base.keys import is_key
@@ -373,21 +373,10 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         logger.warning("the catalog is made anew: %s", error)
     finally:
         catalog.close()
-    with open_folder(folder) as root:
-        aside = f"{FILE_NAME}.damaged"
-        while any(root.is_folder(f"{aside}{ending}") for ending in _FILES):
-            aside += "~"
-        for ending in _FILES:
-            root.unlink(f"{aside}{ending}")  # of an earlier repair
-            if root.status(f"{FILE_NAME}{ending}") is not None:
-                root.replace(f"{FILE_NAME}{ending}", root, f"{aside}{ending}")
+    aside = set_aside(folder, FILE_NAME)
     report.moved_files.append(aside)
     catalog.salvage(folder / aside)
     catalog.close()
-
-
-_FILES = ("", "-wal", "-shm", "-journal")
-"""Endings of the files of a SQLite database."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,8 +306,15 @@ def _usage(answer: Answer, stored: int) -> UsageMetadata:
 
 
 def _messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Messages in the engine's format. Raises ConfigurationError for unknown roles and for content without text."""
-    return [{"role": _role(message), "content": _content(message), **_calling(message)} for message in messages]
+    """Messages in the engine's format. Raises ConfigurationError for unknown roles and, but in earlier turns and in
+    answers, for content that is no text."""
+    roles = [_role(message) for message in messages]
+    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
+    lenient = [role == "assistant" or (role != "system" and number < last) for number, role in enumerate(roles)]
+    return [
+        {"role": role, "content": _content(message, is_lenient=is_lenient), **_calling(message)}
+        for message, role, is_lenient in zip(messages, roles, lenient, strict=True)
+    ]
 
 
 def _calling(message: BaseMessage) -> dict[str, Any]:
@@ -352,8 +359,9 @@ def _role(message: BaseMessage) -> str:
     return _ROLES[kind]
 
 
-def _content(message: BaseMessage) -> str:
-    """The text of a message, block by block. Documents are separate paragraphs."""
+def _content(message: BaseMessage, *, is_lenient: bool) -> str:
+    """The text of a message, block by block. Documents are separate paragraphs. ``is_lenient``: without what is no
+    text."""
     paragraphs = [""]
     for block in _blocks(message):
         kind = block.get("type")
@@ -361,13 +369,13 @@ def _content(message: BaseMessage) -> str:
             paragraphs[-1] += block.get("text") or ""
         elif kind == "text-plain" and block.get("text"):
             paragraphs += [block["text"], ""]
-        elif kind not in _PASSED_OVER:
+        elif kind not in _PASSED_OVER and not is_lenient:
             raise ConfigurationError(
                 f"ChatCacheClip reads text only, got a block of type {kind!r} in a message of type {message.type!r}. "
                 "Leave the block out, or put its text in a text block."
             )
     text = "\n\n".join(filter(None, paragraphs))
-    if message.content and not text and not isinstance(message, AIMessage):
+    if message.content and not text and not is_lenient:
         raise ConfigurationError(f"ChatCacheClip reads text only, got a message of type {message.type!r} without text.")
     return text
 

@@ -143,6 +143,11 @@ def test_a_damaged_file(folder: Path, damage: str) -> None:
     assert f"{FILE_NAME}.damaged" in done and "ingest the documents again" in done
     assert (folder / f"{FILE_NAME}.damaged").read_bytes() == damaged
     assert check_library(folder) == [] and repair_library(folder) == []
+    (folder / f"{FILE_NAME}.damaged").unlink()
+    (folder / f"{FILE_NAME}.damaged").mkdir()  # somebody's own
+    file.write_bytes(damaged)
+    (done,) = repair_library(folder)
+    assert f"{FILE_NAME}.damaged~" in done and (folder / f"{FILE_NAME}.damaged~").read_bytes() == damaged
     library = Library(folder)
     library.fix_settings(SETTINGS)
     library.replace("a.txt", "digest", ["Some text."], vectors(0))

@@ -25,6 +25,7 @@ from pypdf.generic import (
     TextStringObject,
 )
 
+import cacheclip_rag.ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import EmptyFileError, read_document
 from cacheclip_rag.ingest.text import DocumentText, cleaned
@@ -253,6 +254,23 @@ class TestPdf:
         text = read(tmp_path, "a.pdf", data)
         assert len(text.notes) == bool(noted)
         assert all("page 2 of 2 with" in note and noted in note for note in text.notes)
+
+    def test_forms_that_share_their_parts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Many programs give every form the list of all forms. Each is looked through once."""
+        looked, look = [], reading_pdf._largest_picture
+        monkeypatch.setattr(reading_pdf, "_largest_picture", lambda *given: looked.append(given) or look(*given))
+
+        def change(writer: PdfWriter) -> None:
+            shared = DictionaryObject()
+            listed = writer._add_object(shared)
+            for number in range(30):
+                made = form(writer, b"q Q")
+                made[NameObject("/Resources")] = DictionaryObject({NameObject("/XObject"): listed})
+                shared[NameObject(f"/Fm{number}")] = writer._add_object(made)
+            writer.pages[0]["/Resources"][NameObject("/XObject")] = listed  # type: ignore[index]
+
+        assert read(tmp_path, "a.pdf", with_parts(pdf("Lease."), change)) == "Lease."
+        assert len(looked) == 31
 
     def test_what_people_wrote_on_it(self, tmp_path: Path) -> None:
         def change(writer: PdfWriter) -> None:

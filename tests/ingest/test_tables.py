@@ -76,9 +76,16 @@ def test_other_texts_are_cut_as_before(tokenizer: Any, text: str) -> None:
     assert Splitter(tokenizer, 100).split(text, markdown=True) == [each.strip() for each in stock]
 
 
-@pytest.mark.parametrize("separator", [",", "\t"])
-def test_of_values_in_lines(tokenizer: Any, separator: str) -> None:
-    header = separator.join(["name", "amount", "remark"]) + "\n"
+def test_of_plain_text(tokenizer: Any) -> None:
+    """As people paste them."""
+    text = f"Berths of the year\n\n{HEADER}{rows(120)}\nThat is all.\n"
+    check(Splitter(tokenizer, 128).split(text), HEADER, rows(120), tokenizer, 128)
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";"])
+@pytest.mark.parametrize("first", ["", "sep={}\n", "SEP={}\r\n"])
+def test_of_values_in_lines(tokenizer: Any, separator: str, first: str) -> None:
+    header = first.format(separator) + separator.join(["name", "amount", "remark"]) + "\n"
     table = "".join(f"pump {n}{separator}{n}{separator}fine\n" for n in range(200))
     check(Splitter(tokenizer, 100).split(header + table, table=True), header, table, tokenizer, 100)
 

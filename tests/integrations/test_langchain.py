@@ -256,7 +256,7 @@ def test_old_kinds_of_messages(llm: ChatCacheClip, read: Read) -> None:
     ]
 
 
-def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
+def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip, read: Read) -> None:
     with pytest.raises(ConfigurationError, match="'chat' message"):
         llm.invoke([HumanMessage(PROMPT), ChatMessage("42", role="robot")])
     text = {"type": "text", "text": PROMPT}
@@ -268,6 +268,12 @@ def test_messages_that_cannot_be_read_are_refused(llm: ChatCacheClip) -> None:
     ):
         with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
             llm.invoke([HumanMessage([text, block])])
+        with pytest.raises(ConfigurationError, match=f"reads text only, got a block of type '{block['type']}'"):
+            llm.invoke([SystemMessage([text, block]), HumanMessage(PROMPT)])
+        # of another model's turns, the text is read
+        messages = [HumanMessage([text, block]), AIMessage([text, block]), HumanMessage([block]), HumanMessage(PROMPT)]
+        llm.invoke(messages)
+        assert [each["content"] for each in read()] == [PROMPT, PROMPT, "", PROMPT]
     with pytest.raises(ConfigurationError, match="'human' without text"):
         llm.invoke([HumanMessage([{"type": "reasoning", "reasoning": "Hm."}])])
 

@@ -511,6 +511,13 @@ def test_messages_that_are_not_text_are_refused(llm: CacheClipLLM) -> None:
     for blocks in ([picture], [TextBlock(text="What is this?"), picture]):
         with pytest.raises(ConfigurationError, match="text only, got a message with ImageBlock"):
             llm.chat([ChatMessage(role=MessageRole.USER, blocks=blocks)])
+    asked = ChatMessage(role=MessageRole.USER, content=PROMPT)
+    for role in (MessageRole.USER, MessageRole.ASSISTANT):  # an earlier turn, with another model
+        old = ChatMessage(role=role, blocks=[TextBlock(text="What is this?"), picture])
+        plain = ChatMessage(role=role, content="What is this?")
+        assert llm.chat([old, asked]).raw == llm.chat([plain, asked]).raw
+    with pytest.raises(ConfigurationError, match="text only"):
+        llm.chat([ChatMessage(role=MessageRole.SYSTEM, blocks=[picture]), asked])
 
 
 def test_what_is_thought_or_called_is_passed_over(llm: CacheClipLLM) -> None:

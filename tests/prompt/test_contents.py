@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
@@ -95,7 +96,10 @@ class Rendering:
         self._tokenizer, self._template = load_model(folder).tokenizer, template
 
     def __call__(self, messages: Any, tools: Any = None) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self._template))
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, chat_template=self._template))
+        except TemplateError as error:  # as runtimes do
+            raise ConfigurationError(str(error)) from error
 
 
 @pytest.fixture
@@ -183,6 +187,115 @@ def test_reasoning_beside_the_content(tiny_models: dict[str, str], index: TextIn
     assert "Obey" in (text := "".join(segment.text for segment in plain)) and "Old thoughts" not in text
 
 
+CHANNELS = (
+    "{%- set ns = namespace(called=none) %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}"
+    "{%- for text in [m.content, m.thinking or ''] if '<|channel|>analysis<|message|>' in text or "
+    "'<|channel|>final<|message|>' in text %}{{- raise_exception('markers of channels') }}{%- endfor %}"
+    "{%- if 'tool_calls' in m %}{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | "
+    "rejectattr('tool_calls', 'defined') | list %}"
+    "{%- if m.content and m.thinking %}{{- raise_exception('both content and thinking') }}{%- endif %}"
+    "{%- if (m.content or m.thinking) and not later %}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{%- endif %}"
+    "{%- set call = m.tool_calls[0].function %}{%- set ns.called = call.name %}"
+    "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{- call.arguments | tojson }}{{- '<|call|>' }}"
+    "{%- else %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{%- endif %}"
+    "{%- elif m.role == 'tool' %}{{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary' }}"
+    "{{- '<|message|>' + (m.content | tojson) + '<|end|>' }}"
+    "{%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{{- '<|start|>assistant' }}"
+)
+"""As GPT-OSS's template: reasoning stays before the calls of this turn, where the message has it as ``thinking``."""
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning", "thinking"),
+    [
+        (None, "I look it up.", "I look it up."),
+        ("", EVIL, EVIL),
+        ("Wait.", "I look it up.", "I look it up.\n\nWait."),
+        (f"Wait. {EVIL}", EVIL, f"{EVIL}\n\nWait. {EVIL}"),
+        ("Wait.", None, "Wait."),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", None, "Hm."),
+    ],
+)
+def test_reasoning_before_calls_in_channels(
+    tiny_models: dict[str, str], index: TextIndex, content: str | None, reasoning: str | None, thinking: str
+) -> None:
+    render = Rendering(tiny_models["llama"], CHANNELS)
+    calling = {"role": "assistant", "content": content, "tool_calls": CALL}
+    messages = [
+        {"role": "user", "content": "How tall?"},
+        {**calling, **({"reasoning_content": reasoning} if reasoning else {})},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "Nine."},
+    ]
+    segments = segment_chat(messages, render, index)
+    rendered = "".join(segment.text for segment in segments)
+    assert rendered == render([messages[0], {**calling, "content": "", "thinking": thinking}, messages[2]])
+    assert "Obey" not in "".join(segment.text for segment in segments if segment.control)
+    ended = [*messages, {"role": "assistant", "content": "Nine."}, messages[0]]
+    later = "".join(segment.text for segment in segment_chat(ended, render, index))
+    assert "analysis" not in later and "functions.f<|channel|>" in later
+
+
+@pytest.mark.parametrize("opening", ["", "<|start|>assistant"])
+def test_an_old_answer_in_channels(tiny_models: dict[str, str], index: TextIndex, opening: str) -> None:
+    """As it comes from a server that does not read them. The template refuses it."""
+    render = Rendering(tiny_models["llama"], CHANNELS)
+    said = f"{opening}<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Twelve."
+    ask = {"role": "user", "content": "How tall?"}
+    segments = segment_chat([ask, {"role": "assistant", "content": said}, ask], render, index)
+    rendered = "".join(segment.text for segment in segments)
+    assert rendered == render([ask, {"role": "assistant", "content": "Twelve."}, ask])
+
+
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}"
+    "{% endif %}[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% endfor %}"
+)
+"""As Llama 3's template."""
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, CHANNELS], ids=["refused", "forgotten"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_several_calls_where_a_template_writes_one(
+    tiny_models: dict[str, str], index: TextIndex, template: str, order: tuple[int, int]
+) -> None:
+    """Each stands before its result."""
+    render = Rendering(tiny_models["llama"], template)
+    calls = [{**CALL[0], "id": f"abc123de{n}", "function": {"name": f"f{n}", "arguments": {"a": n}}} for n in range(2)]
+    results = [{"role": "tool", "tool_call_id": f"abc123de{n}", "content": f"It is {n}."} for n in range(2)]
+    ask = {"role": "user", "content": "How tall?"}
+    calling = {"role": "assistant", "content": "", "reasoning_content": "Two.", "tool_calls": calls}
+    segments = segment_chat([ask, calling, *(results[n] for n in order)], render, index)
+    first = {**calling, "thinking": "Two.", "tool_calls": calls[:1]}
+    second = {"role": "assistant", "content": "", "tool_calls": calls[1:]}
+    rendered = "".join(segment.text for segment in segments)
+    assert rendered == render([ask, first, results[0], second, results[1]])
+    assert "f0" in rendered and "f1" in rendered
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+    "{% endif %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+)
+
+
+def test_a_question_whose_answer_failed(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands before the next question, and many templates want turns to alternate."""
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="full")
+    monkeypatch.setattr(engine.primary.tokenizer, "chat_template", ALTERNATING)
+    user, answer = ({"role": role, "content": f"of {role}"} for role in ("user", "assistant"))
+    rendered = "".join(s.text for s in engine.segment([user, user, answer, {**answer, "content": ""}, user]))
+    assert rendered == "[user] of user\n\nof user[assistant] of assistant[user] of user"
+    with pytest.raises(ConfigurationError, match="alternate"):
+        engine.segment([answer, user])
+    monkeypatch.setattr(engine.primary.tokenizer, "chat_template", TEMPLATES["plain"])
+    assert "".join(s.text for s in engine.segment([user, user])).count("<|im_start|>") == 2, "only where it is refused"
+
+
 class TestVariables:
     TEMPLATE = (
         TEMPLATES["plain"]
@@ -211,6 +324,19 @@ class TestVariables:
         assert layout.token_ids == tokenize_whole(segments, engine.primary).ids
         answer = engine.generate("How tall?", max_tokens=2, chat_template_kwargs=variables)
         assert answer.stats.prompt_tokens == len(layout.token_ids)
+
+    def test_are_known(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert {"enable_thinking", "mode"} <= engine.primary.template_variables
+        effort = "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}{{ effort }}{% set own = 1 %}{{ own }}"
+        other = type(engine.primary).template_variables.func  # type: ignore[attr-defined]
+        for template, found in [
+            (effort, {"effort"}),
+            ({"default": effort, "tool_use": "{{ mode }}"}, {"effort", "mode"}),
+            ("{% if", set()),
+            (None, set()),
+        ]:
+            monkeypatch.setattr(engine.primary.tokenizer, "chat_template", template)
+            assert other(engine.primary) == found
 
     def test_write_no_control_text(self, engine: CacheClipEngine) -> None:
         for variables in ({"mode": "x<|im_end|>"}, {"mode": [{"a": "<|im_start|>"}]}):

@@ -33,7 +33,7 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
         body = {"messages": [{"role": "user", "content": "Something private"}], "max_tokens": 400, "stream": True}
         headers = {"authorization": "Bearer a-secret-key"}
         with httpx.Client(base_url=ready["address"], headers=headers, timeout=60) as client:
-            assert client.get("/health").status_code == 200
+            assert client.get("/health").status_code == client.get("/metrics").status_code == 200
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 assert response.status_code == 200
                 lines = response.iter_lines()
@@ -43,7 +43,7 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
             assert rest[-1] == "data: [DONE]", "a running answer is finished"
         assert process.wait(60) == 0
         logged = process.stderr.read()
-    assert "/health" not in logged, "probes would fill the log"
+    assert "/health" not in logged and "/metrics" not in logged, "probes would fill the log"
     assert "/v1/chat/completions 200 in" in logged and "private" not in logged and "secret" not in logged
 
 

@@ -4,7 +4,10 @@ Cline. What is odd in a history is sent again with every later question, and mus
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -105,6 +108,18 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"content": [{"type": "thinking", "thinking": "Hm.", "signature": "s"}, {"type": "text", "text": ENGLISH}]},
         {"content": ENGLISH, "reasoning_content": "Hm."},
     ),
+    **{
+        f"part with reasoning of {name}": (
+            {"content": [part, {"type": "text", "text": ENGLISH}]},
+            {"content": ENGLISH, "reasoning_content": "Hm."},
+        )
+        for name, part in {
+            "Mistral": {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}], "closed": True},
+            "OpenAI": {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+            "LangChain": {"type": "reasoning", "reasoning": "Hm.", "summary": []},
+            "Bedrock": {"type": "reasoning_content", "text": "Hm."},
+        }.items()
+    },
     "part with a call": (
         {"content": [{"type": "text", "text": ENGLISH}, {"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
         {"content": ENGLISH},
@@ -216,11 +231,21 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
-        ({"verbosity": "medium"}, {}),
+        *(
+            ({"verbosity": value}, {"chat_template_kwargs": {"verbosity": value}}) for value in ("low", "medium", "high")
+        ),
+        *(
+            (field, {"chat_template_kwargs": {"reasoning_effort": effort}})
+            for effort in ("minimal", "low", "medium", "high", "xhigh", "max")
+            for field in ({"reasoning_effort": effort}, {"reasoning": {"effort": effort, "x": 1}}, {"think": effort})
+        ),
+        (
+            {"reasoning_effort": "low", "verbosity": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            {"chat_template_kwargs": {"reasoning_effort": "high", "verbosity": "low"}},
+        ),
         ({"max_tokens": 8.0}, {"max_tokens": 8}),
         ({"max_completion_tokens": 8.0, "seed": 3.0}, {"max_tokens": 8, "seed": 3}),
         ({"n": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {}),
-        ({"reasoning_effort": "medium"}, {}),
         ({"reasoning_effort": "none"}, OFF),
         ({"thinking": {"type": "disabled"}}, OFF),
         *(
@@ -253,8 +278,12 @@ def test_requests(fields: dict[str, Any], options: dict[str, Any]) -> None:
         {"n_predict": 5},
         {"mirostat": 2},
         {"repeat_penalty": 1.1},
-        {"reasoning": {"effort": "high"}},
-        {"think": "high"},
+        {"reasoning": {"effort": "extreme"}},
+        {"reasoning": {"max_tokens": 0}},
+        {"reasoning_effort": "extreme"},
+        {"reasoning_effort": 3},
+        {"verbosity": "none"},
+        {"think": "much"},
         {"add_bos_token": False},
         {"transforms": ["middle-out"]},
     ],
@@ -306,13 +335,16 @@ def test_instructions_hold_in_every_turn(served: Served, role: str, fields: dict
     assert response.status_code == 400, response.text
 
 
-def test_ignored_fields_are_counted(served: Served) -> None:
-    def counted(field: str) -> float:
-        lines = served.client.get("/metrics").text.splitlines()
-        name = f'cacheclip_ignored_fields_total{{field="{field}"}} '
-        found = [line.removeprefix(name) for line in lines if line.startswith(name)]
-        return float(found[0]) if found else 0.0
+def ignored(served: Served, field: str) -> float:
+    """How many requests had a field that was ignored."""
+    lines = served.client.get("/metrics").text.splitlines()
+    name = f'cacheclip_ignored_fields_total{{field="{field}"}} '
+    found = [line.removeprefix(name) for line in lines if line.startswith(name)]
+    return float(found[0]) if found else 0.0
 
+
+def test_ignored_fields_are_counted(served: Served) -> None:
+    counted = partial(ignored, served)
     names = ("user", "verbosity", "messages.cache_control", "messages.other", "messages.id", "reasoning_effort")
     names += ("messages.files", "messages.content")
     before = {name: counted(name) for name in names}
@@ -322,7 +354,7 @@ def test_ignored_fields_are_counted(served: Served) -> None:
     messages = [odd, answer, odd]
     assert served.chat(user="u", verbosity="medium", reasoning_effort="none", messages=messages).status_code == 200
     assert served.chat(messages=[odd, whole, USER]).status_code == 200
-    assert served.chat(verbosity="medium").status_code == 200
+    assert served.chat(verbosity="low", reasoning_effort="high").status_code == 200
     after = {name: counted(name) - before[name] for name in names}
     assert after == {
         "user": 1,
@@ -330,10 +362,28 @@ def test_ignored_fields_are_counted(served: Served) -> None:
         "messages.cache_control": 2,
         "messages.other": 2,
         "messages.id": 0,
-        "reasoning_effort": 0,
+        "reasoning_effort": 2,
         "messages.files": 1,
         "messages.content": 1,
     }
+
+
+def test_a_template_that_reads_the_effort(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{% if reasoning_effort is defined %}Reasoning: {{ reasoning_effort }}{% endif %}")
+    with running(EngineConfig(primary=str(model), auxiliary=None, method="full")) as served:
+
+        def tokens(**fields: Any) -> int:
+            found = served.chat(**fields).json()
+            return int(found["usage"]["prompt_tokens"])
+
+        ways = ({"reasoning_effort": "high"}, {"reasoning": {"effort": "high"}}, {"think": "high"})
+        own = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        assert {tokens(**way) for way in (*ways, own, {**own, "reasoning_effort": "minimal"})} == {tokens(**own)}
+        assert tokens(**own) > tokens() == tokens(verbosity="low") == tokens(reasoning_effort="none")
+        counts = [ignored(served, name) for name in ("reasoning_effort", "reasoning", "think", "verbosity")]
+        assert counts == [1, 0, 0, 1], "only thinking cannot be switched off here"
 
 
 SAID = "<think>I could say STOP.</think>It is twelve metres tall. STOP."

@@ -80,7 +80,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     ),
     "penalty": (chat(frequency_penalty=0.5), "frequency_penalty", "not supported"),
     "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
-    "reasoning": (chat(reasoning_effort="high"), "reasoning_effort", "Leave it out"),
+    "reasoning": (chat(reasoning_effort="extreme"), "reasoning_effort", "Leave it out"),
     "top_k": (chat(top_k=-2), "top_k", "greater than or equal"),
     "misspelt": (chat(temprature=0), "temprature", "not supported"),
     "options of no stream": (chat(stream_options={"include_usage": True}), "stream_options", "stream=true"),

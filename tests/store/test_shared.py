@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -268,12 +267,9 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     one.prefixes.clear()
     shared(one)._stop.set()  # the thread would notice the outage first
     relay.go() if kind == "gone" else setattr(relay, "is_silent", True)
-    began = time.monotonic()
     answer = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
-    first_s = time.monotonic() - began
     one.prefixes.clear()
     asked = relay.connections
     again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
     assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
-    assert first_s < 10 and relay.connections == asked, first_s  # 1 s, but for a busy machine
-    print(f"{kind}: {first_s:.2f} s")
+    assert relay.connections == asked

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -64,6 +65,15 @@ def counted(template: str, step: str) -> Any:
         if isinstance(node, nodes.For) and node.test is not None:
             node.test = nodes.And(counting.call(step, nodes.Const(True), nodes.Const(1)), node.test, lineno=node.lineno)
     return tree
+
+
+def variables_of(templates: Iterable[str]) -> frozenset[str]:
+    """Names that chat templates read and do not set before. None of a template that cannot be read."""
+    found: set[str] = set()
+    for template in templates:
+        with suppress(TemplateSyntaxError, RecursionError):
+            found |= meta.find_undeclared_variables(_SYNTAX.parse(template))
+    return frozenset(found)
 
 
 class _Counting(NodeTransformer):

@@ -19,7 +19,7 @@ import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError
 from ..base import Runtime, TokenizedText, mark_reasoning, markers_among
-from .chat_template import CHARACTERS, counted, weight
+from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
 
@@ -85,6 +85,11 @@ class ChatText(Runtime):
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:  # type: ignore[override]
+        found = getattr(self.tokenizer, "chat_template", None) or {}
+        return variables_of(found.values() if isinstance(found, dict) else [found])
 
     def render_chat(
         self,

@@ -423,8 +423,15 @@ class _Partial:
 
 
 def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages in the engine's format. Raises ConfigurationError for content without text."""
-    return [{"role": (role := _role(m)), "content": _content(m), **_calling(m, role)} for m in messages]
+    """Messages in the engine's format. Raises ConfigurationError for content that is no text, but in earlier turns and
+    in answers, where it is left out."""
+    roles = [_role(message) for message in messages]
+    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
+    lenient = [role == "assistant" or (role != "system" and number < last) for number, role in enumerate(roles)]
+    return [
+        {"role": role, "content": _content(message, is_lenient=is_lenient), **_calling(message, role)}
+        for message, role, is_lenient in zip(messages, roles, lenient, strict=True)
+    ]
 
 
 def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
@@ -469,9 +476,9 @@ def _role(message: ChatMessage) -> str:
     return role
 
 
-def _content(message: ChatMessage) -> str:
+def _content(message: ChatMessage, *, is_lenient: bool) -> str:
     kinds = {type(block).__name__ for block in message.blocks if not isinstance(block, TextBlock)} - _PASSED_OVER
-    if kinds:
+    if kinds and not is_lenient:
         raise ConfigurationError(
             f"CacheClipLLM reads text only, got a message with {', '.join(sorted(kinds))}. Leave it out, or describe "
             "it in words."
