@@ -35,6 +35,7 @@ __all__ = [
     "CommandSettings",
     "checked_model",
     "engine_options",
+    "existing_folder",
     "existing_store",
     "no_store",
     "read_settings",
@@ -274,7 +275,17 @@ def checked_model(name: str | None) -> str | None:
 
 def existing_store(store: str) -> str:
     """Refuse a folder that does not exist, before anything is imported or loaded. What is at a URL is seen later."""
-    if not is_url(store) and not Path(store).expanduser().is_dir():
+    return store if is_url(store) else existing_folder(store)
+
+
+def existing_folder(store: str) -> str:
+    """Refuse what is no folder that exists, for commands that need one."""
+    if is_url(store):
+        raise ConfigurationError(
+            f"expected a store folder, got {store!r}: this command works on a folder of this machine. For a shared "
+            "store there are cacheclip ingest, serve, and store create, stats, gc, verify and compact."
+        )
+    if not Path(store).expanduser().is_dir():
         raise no_store(store)
     return store
 

@@ -12,10 +12,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ...base.database import Database
+from ...base.database import Database, OutageWarning
 from ...base.errors import ConfigurationError, StoreError
 from ...base.keys import is_key, text_digest
-from ...base.outage import OutageWarning
 from ...finding.texts import SCHEMA as TEXTS_SCHEMA
 from ...finding.texts import WRITE as WRITE_TEXT
 from ...finding.texts import TextIndex
