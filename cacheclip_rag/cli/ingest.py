@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 def ingest(
     context: typer.Context,
     settings: CommandSettings,
-    paths: Annotated[list[str], typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs for a shared store.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs for a shared store."),
+    ],
     embedding: Annotated[
         str | None,
         typer.Option(
@@ -49,7 +52,8 @@ def ingest(
     ] = False,
     backend: BackendOption = "transformers",
     engine: Annotated[
-        str | None, typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local")
+        str | None,
+        typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local"),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that encode, with --engine ray.")] = 1,
     as_json: JsonOption = False,

@@ -43,7 +43,9 @@ def compact(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     from ..store.shared import care
 
     if not is_url(store):
-        raise ConfigurationError(f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc.")
+        raise ConfigurationError(
+            f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc."
+        )
     _show({"store": store, **care.compact(store)}, as_json)
 
 

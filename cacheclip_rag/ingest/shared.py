@@ -57,7 +57,9 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
     """
     pa, store = need("pyarrow"), engine.store.chunk_store
     if not isinstance(store, SharedStore):
-        raise ConfigurationError(f"expected an engine with a shared store, such as s3://bucket/prefix, got {engine.config.store!r}.")
+        raise ConfigurationError(
+            f"expected an engine with a shared store, such as s3://bucket/prefix, got {engine.config.store!r}."
+        )
     store.commits = False
     given = table.to_pylist()
     texts: dict[str, list[tuple[str, str]]] = {}
@@ -166,7 +168,8 @@ def ingest_shared(
     kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
     tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
     found = {
-        path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32] for path, version in _documents(paths).items()
+        path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32]
+        for path, version in _documents(paths).items()
     }
     commit = Commit(url)
     table = commit.table(config.namespace)
@@ -196,16 +199,24 @@ def fix_settings(url: str, settings: LibrarySettings) -> None:
     if known is None:
         objects = ObjectBackend(SharedPlace(url))
         try:
-            objects._ask("put", _SETTINGS_FILE, json.dumps(asdict(settings)).encode(), mode="create", use_multipart=False)
+            objects._ask(
+                "put", _SETTINGS_FILE, json.dumps(asdict(settings)).encode(), mode="create", use_multipart=False
+            )
             return
         except FileExistsError:
             known = read_settings(url)
         except OSError as error:
             raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
     mine, theirs = asdict(settings), asdict(known or settings)
-    differences = [f"{n} {theirs[n]!r}, not {mine[n]!r}" for n in mine if mine[n] != theirs[n] and n not in ("namespace", "embedding")]
+    differences = [
+        f"{n} {theirs[n]!r}, not {mine[n]!r}"
+        for n in mine
+        if mine[n] != theirs[n] and n not in ("namespace", "embedding")
+    ]
     if differences:
-        raise ConfigurationError(f"the store {url} was made with {'; '.join(differences)}. Leave these options out, or create another store.")
+        raise ConfigurationError(
+            f"the store {url} was made with {'; '.join(differences)}. Leave these options out, or create another store."
+        )
 
 
 def read_settings(url: str) -> LibrarySettings | None:

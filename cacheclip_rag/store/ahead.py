@@ -220,7 +220,7 @@ class ReadAhead:
         if at_once > 1:
             in_order(self._reads(keys), at_once, lambda: not self._stop.is_set())
             for key in [] if self._stop.is_set() else self._failed:
-                self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
+                self._read_whole(key)
             return
         if not self._store.reads_parts:
             reads = self._store.get_each(keys, shapes=self._shapes)
@@ -255,7 +255,7 @@ class ReadAhead:
         """Reads that may be under way together, those of first layers first."""
         if not self._store.reads_parts:
             for key in keys:
-                yield lambda key=key: self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
+                yield partial(self._read_whole, key)
             return
         pieces = list[tuple[int, int, str, StoredKV, int]]()
         for number, (key, begun) in enumerate(zip(keys, self._store.begin_each(keys, self._shapes), strict=True)):
@@ -271,6 +271,9 @@ class ReadAhead:
         for first, _, key, stored, stop in sorted(pieces, key=lambda piece: piece[:2]):
             self._pace(first)
             yield partial(self._read_piece, key, stored, first, stop)
+
+    def _read_whole(self, key: str) -> None:
+        self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
 
     def _read_piece(self, key: str, stored: StoredKV, first: int, stop: int) -> None:
         if key in self._failed or self._stop.is_set():

@@ -19,7 +19,6 @@ import torch
 
 from .codecs import CODECS, KV, LayerKV, StoredKV
 
-
 _ALL_HEADS = slice(None)
 
 

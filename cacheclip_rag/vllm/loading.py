@@ -211,7 +211,7 @@ class Loader:
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
         assert self._settings.store is not None, "the scheduler checked the request"
-        reader = StoreReader(self._settings.store, plan.namespace)  # one of the connector's
+        reader = StoreReader(self._settings.store, plan.namespace, plan.codec)  # one of the connector's
         keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 

@@ -32,7 +32,9 @@ from cacheclip_rag.store.shared.table import TextTable  # noqa: E402
 @pytest.fixture
 def config(tiny_models: dict[str, str], bucket: str) -> EngineConfig:  # noqa: F811
     create(bucket)
-    return EngineConfig(primary=tiny_models["llama"], auxiliary=None, method="anchored", store=bucket, device="cpu", dtype="float32")
+    return EngineConfig(
+        primary=tiny_models["llama"], auxiliary=None, method="anchored", store=bucket, device="cpu", dtype="float32"
+    )
 
 
 @pytest.fixture
@@ -80,7 +82,10 @@ class TestStages:
         commit(encode(table(("a", CHUNKS[2], "2"))))
         assert commit.table("default")._open().version() == before + 1
         commit(encode(table(("a", CHUNKS[3], "2"))))  # the rest of it
-        assert {name: sorted(found) for name, found in texts_of(config).items()} == {"a": sorted(CHUNKS[2:]), "b": [CHUNKS[1]]}
+        assert {name: sorted(found) for name, found in texts_of(config).items()} == {
+            "a": sorted(CHUNKS[2:]),
+            "b": [CHUNKS[1]],
+        }
         encode.engine.close()
 
     def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
@@ -179,7 +184,13 @@ def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> It
         set_environment(patch, s3_address, folder)
         patch.setenv("PYTHONPATH", os.pathsep.join((str(root), str(root / "integrations"))))
         patch.setenv("DYING_FLAG", str(folder / "died"))
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80_000_000, logging_level="ERROR")
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=80_000_000,
+            logging_level="ERROR",
+        )
     yield folder
     ray.shutdown()
 

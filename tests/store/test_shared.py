@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.store import Backend
+from cacheclip_rag.store import Backend, FrameError, StoreReader
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
 from cacheclip_rag.store.shared.place import SharedPlace, object_name, tenant_folder
@@ -95,9 +95,11 @@ class TestMachines:
         other = machine()
         assert other.precompute(CHUNKS) == 0
         assert hits(other) == len(CHUNKS)
-        expected = [one.store.get(key) for key in one.store.keys()]
+        expected = [one.store.get(key) for key in sorted(one.store.keys())]
         found = [other.store.get(each.frame.key) for each in expected if each is not None]
-        assert [torch.equal(a.tensor(), b.tensor()) for a, b in zip(expected, found, strict=True) if a and b] == [True] * len(expected)
+        assert [torch.equal(a.tensor(), b.tensor()) for a, b in zip(expected, found, strict=True) if a and b] == [
+            True
+        ] * len(expected)
 
     def test_new_texts_are_seen_after_a_poll_and_parts_of_them_too(self, machine: Machine) -> None:
         one, other = machine(), machine()
@@ -122,7 +124,9 @@ class TestMachines:
         shared(one).poll()
         assert hits(one) == len(CHUNKS)
 
-    def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(self, machine: Machine, store_url: str) -> None:
+    def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(
+        self, machine: Machine, store_url: str
+    ) -> None:
         one, other = machine(), machine(memory_bytes=1 << 24)
         one.precompute(CHUNKS)
         shared(other).poll()
@@ -147,6 +151,11 @@ class TestMachines:
         assert one.precompute(CHUNKS) == other.precompute(CHUNKS) == len(CHUNKS)
         folders = {each["path"].split("/")[1] for each in shared(one).objects.objects_of("tenants/")}
         assert len(folders) == 2 and stats(store_url)["texts"] == 2 * len(CHUNKS)
+        assert one.release(CHUNKS[:1]) == 1 and shared(other).poll() == (0, 0)
+        assert not one.store.holds_text(CHUNKS[0]) and other.store.holds_text(CHUNKS[0])
+        shared(one).poll()
+        assert one.library.index.find(CHUNKS[0], parts=False) == []
+        one.precompute(CHUNKS)
         asked: list[str] = []
         ask = ObjectBackend._ask
 
@@ -158,14 +167,20 @@ class TestMachines:
             patch.setattr(ObjectBackend, "_ask", watched)
             third = machine(namespace="one")
             assert hits(third, documents=CHUNKS) == len(CHUNKS)
-        assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {tenant_folder("one")[8:]}
+        assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {
+            tenant_folder("one")[8:]
+        }
 
 
 class TestPayloadsNeverChange:
     def test_another_codec_writes_beside(self, machine: Machine, store_url: str) -> None:
         coarse, fine = machine(codec="int8"), machine(codec="float32")
         coarse.precompute(CHUNKS)
-        before = {each["path"]: each["e_tag"] for each in shared(coarse).objects.objects_of("tenants/") if "int8" in each["path"]}
+        before = {
+            each["path"]: each["e_tag"]
+            for each in shared(coarse).objects.objects_of("tenants/")
+            if "int8" in each["path"]
+        }
         assert fine.precompute(CHUNKS) == len(CHUNKS)
         after = {each["path"]: each["e_tag"] for each in shared(coarse).objects.objects_of("tenants/")}
         assert before and before.items() <= after.items() and len(before) == len(CHUNKS)
@@ -176,7 +191,9 @@ class TestPayloadsNeverChange:
             assert hits(engine) == len(CHUNKS) and engine.precompute(CHUNKS) == 0
         assert gc(store_url, grace_s=0)["deleted"] == 0
 
-    def test_damaged_is_a_miss_and_stays_until_it_is_verified(self, machine: Machine, store_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_damaged_is_a_miss_and_stays_until_it_is_verified(
+        self, machine: Machine, store_url: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         one = machine(on_miss="ignore")
         one.precompute(CHUNKS)
         objects, key = shared(one).objects, one.chunk_caches()[0].key(CHUNKS[0])
@@ -273,3 +290,15 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
     assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
     assert relay.connections == asked
+
+
+def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Machine, store_url: str) -> None:
+    """Each from its tenant's folder, in the codec that it wants."""
+    coarse, fine = machine(codec="int8"), machine(codec="float32")
+    for engine in (coarse, fine):
+        engine.precompute(CHUNKS[:1])
+    key = fine.chunk_caches()[0].key(CHUNKS[0])
+    for codec in ("int8", "float32"):
+        assert StoreReader(store_url, "default", codec).get(key, codec=codec).codec == codec
+    with pytest.raises(FrameError, match="is not in s3://"):
+        StoreReader(store_url, "another", "int8").get(key, codec="int8")

@@ -1,4 +1,4 @@
-"""Makes a shared store, and cleans, checks and counts it. Run it where deleting is allowed; servers need no such role."""
+"""Makes a shared store, and cleans, checks and counts it, where deleting is allowed; servers need no such role."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
             another one has written.
     """
     if codec is not None and (codec not in CODECS or codec == "opaque"):
-        raise ConfigurationError(f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}.")
+        raise ConfigurationError(
+            f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
+        )
     objects = ObjectBackend(SharedPlace(url.rstrip("/")))
     _probe(objects)
     made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
@@ -111,7 +113,10 @@ def stats(url: str) -> dict[str, Any]:
             **{"rows": found.rows, "texts": found.texts, "documents": found.documents},
             **{"payloads": len(found.objects), "bytes": found.num_bytes},
         }
-    total = {name: sum(each[name] for each in tenants.values()) for name in ("rows", "texts", "documents", "payloads", "bytes")}
+    total = {
+        name: sum(each[name] for each in tenants.values())
+        for name in ("rows", "texts", "documents", "payloads", "bytes")
+    }
     return {**total, "tenants": tenants}
 
 

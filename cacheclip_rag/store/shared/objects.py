@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,7 +99,9 @@ class ObjectBackend(Backend):
         def look(key: str) -> list[ObjectFound]:
             pages = self._ask("list", key_folder(namespace, key), whole=True)
             found = ((each, key_and_codec(each["path"])) for each in pages)
-            return [ObjectFound(each["path"], name[1], each["size"], each["last_modified"]) for each, name in found if name]
+            return [
+                ObjectFound(each["path"], name[1], each["size"], each["last_modified"]) for each, name in found if name
+            ]
 
         return {key: found for key, found in zip(keys, each_in_pool(look, keys), strict=True) if found}
 
@@ -203,10 +206,8 @@ class ObjectBackend(Backend):
             name = object_name(frame.namespace, key, frame.codec)
         except FrameError:
             name = object_name(self.namespace, key, "raw")
-        try:
+        with suppress(FileExistsError):
             self._ask("put", name, bytes(data), mode="create", use_multipart=False)
-        except FileExistsError:
-            pass
         self.use(key, name)
 
     def put_again(self, name: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...base.errors import MissingExtraError, StoreError
+from ...base.keys import FRAME_VERSION
 from ...base.paths import cache_home
-from ..codecs import FRAME_VERSION
 
 LAYOUT = 1
 """Increase this number when names of objects or columns of the table change meaning."""
@@ -27,7 +27,6 @@ _CONNECT_S, _SILENT_S = 0.3, 0.4
 """Longest wait for a connection, and for the next bytes of an answer. A request is tried twice."""
 _REQUEST_S = 30.0
 """Longest request of which bytes go on arriving."""
-FAILURES = (OSError,)
 
 
 def need(module: str) -> ModuleType:
@@ -49,7 +48,9 @@ class SharedPlace:
     def objects(self) -> Any:
         """The client. Made without a request."""
         backoff = {"init_backoff": timedelta(milliseconds=20), "max_backoff": timedelta(milliseconds=50), "base": 2}
-        limits: dict[str, Any] = {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=3), "backoff": backoff}}
+        limits: dict[str, Any] = {
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=3), "backoff": backoff}
+        }
         if self.is_folder:
             limits = {"mkdir": True}
         else:
@@ -63,7 +64,9 @@ class SharedPlace:
         try:
             return store.from_url(self.url, **limits)
         except Exception as error:  # of the client's own kinds
-            raise StoreError(f"expected the URL of a store, such as s3://bucket/prefix, got {self.url!r}: {error}") from error
+            raise StoreError(
+                f"expected the URL of a store, such as s3://bucket/prefix, got {self.url!r}: {error}"
+            ) from error
 
     @property
     def is_folder(self) -> bool:

@@ -10,7 +10,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from ...base.database import Database, OutageWarning
 from ...base.errors import ConfigurationError, StoreError
@@ -44,8 +43,11 @@ CREATE TABLE IF NOT EXISTS rows (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS rows_by_text ON rows (digest);
 """
+_ROWS_OF_TEXT = "SELECT source, document FROM rows JOIN files ON id = file WHERE namespace = ? AND digest = ?"
 _PAYLOAD = "key, namespace, digest, bytes, num_tokens, codec"
-_RECORD = "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ifnull((SELECT max(last_use) FROM payloads), 0) + 1)"
+_RECORD = (
+    "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ifnull((SELECT max(last_use) FROM payloads), 0) + 1)"
+)
 
 
 class SharedCatalog(Catalog):
@@ -101,12 +103,12 @@ class SharedCatalog(Catalog):
         added = sum([self._take(namespace, table, name) for name in files - {*known}])
         return added, self._forget_files(namespace, [known[name] for name in {*known} - files])
 
-    def settle(self, namespace: str, texts: Iterable[SharedText]) -> None:
+    def after_commit(self, namespace: str, texts: Iterable[SharedText]) -> None:
         """After a commit of these texts: see what became of them."""
         with self._polling:
             self._poll(namespace)
         digests = {bytes.fromhex(each.digest) for each in texts}
-        gone = {each for each in digests if not self.database.query("SELECT 1 FROM rows WHERE digest = ?", (each,))}
+        gone = {each for each in digests if not self.database.query(_ROWS_OF_TEXT, (namespace, each))}
         sql = "DELETE FROM sources WHERE namespace = ? AND digest = ?"
         self.database.execute_many((sql, (namespace, each)) for each in gone)
         self._forget_texts(namespace, gone)
@@ -122,15 +124,15 @@ class SharedCatalog(Catalog):
             file = run("INSERT OR REPLACE INTO files (namespace, name) VALUES (?, ?)", (namespace, name)).lastrowid
             for row in rows:
                 digest = bytes.fromhex(row["digest"])
-                same = "SELECT 1 FROM rows WHERE digest = ? AND source = ? AND document = ?"
-                count += run(same, (digest, row["source"], row["document"])).fetchone() is None
+                others = run(_ROWS_OF_TEXT, (namespace, digest)).fetchall()
+                count += (row["source"], row["document"]) not in others
                 run("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?)", (file, digest, row["source"], row["document"]))
                 for each in row["kv"]:
-                    values = (each["key"], each["codec"], namespace, digest, each["bytes"], each["tokens"], 0.0)
-                    run(_RECORD, values)
+                    payload = (each["key"], each["codec"], namespace, digest, each["bytes"], each["tokens"], 0.0)
+                    run(_RECORD, payload)
                 if row["source"]:
-                    values = (namespace, row["source"], row["document"], digest, row["text"])
-                    run("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", values)
+                    origin = (namespace, row["source"], row["document"], digest, row["text"])
+                    run("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", origin)
                 if (place := place_of(row)) is not None:
                     run(WRITE_TEXT, (namespace, *place))
         return count
@@ -145,10 +147,13 @@ class SharedCatalog(Catalog):
                 run("DELETE FROM files WHERE id = ?", (file,))
                 gone = []
                 for digest, source, document in rows:
-                    of_text = run("SELECT source, document FROM rows WHERE digest = ?", (digest,)).fetchall()
+                    of_text = run(_ROWS_OF_TEXT, (namespace, digest)).fetchall()
                     if (source, document) not in of_text:
                         count += 1
-                        run("DELETE FROM sources WHERE namespace = ? AND source = ? AND digest = ?", (namespace, source, digest))
+                        run(
+                            "DELETE FROM sources WHERE namespace = ? AND source = ? AND digest = ?",
+                            (namespace, source, digest),
+                        )
                     if not of_text:
                         gone.append(digest)
             self._forget_texts(namespace, gone)
@@ -198,7 +203,10 @@ class SharedCatalog(Catalog):
             texts = [*self._added.pop(namespace, {}).values()]
         with_source = {each.digest for each in texts if each.source or each.document}
         chosen = [each for each in texts if each.source or each.document or each.digest not in with_source]
-        return [SharedText(each.text, each.source, each.document, each.version, self._kv_of(namespace, each)) for each in chosen]
+        return [
+            SharedText(each.text, each.source, each.document, each.version, self._kv_of(namespace, each))
+            for each in chosen
+        ]
 
     def _kv_of(self, namespace: str, text: SharedText) -> tuple[tuple[str, str, int, int], ...]:
         sql = "SELECT key, codec, bytes, num_tokens, written FROM payloads WHERE namespace = ? AND digest = ?"
@@ -234,7 +242,11 @@ class SharedCatalog(Catalog):
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
         known = self._recorded(namespace, keys)
         now = time.monotonic()
-        unknown = [key for key in dict.fromkeys(keys) if key not in known and now - self._missing.get(key, -_MISSING_S) >= _MISSING_S]
+        unknown = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in known and now - self._missing.get(key, -_MISSING_S) >= _MISSING_S
+        ]
         if unknown and self._look_for(namespace, unknown):
             known = self._recorded(namespace, keys)
         found = {}
@@ -266,7 +278,11 @@ class SharedCatalog(Catalog):
         self._missing |= dict.fromkeys({*keys} - {*located}, time.monotonic())
         if len(self._missing) > 1 << 16:
             self._missing.clear()
-        own = [(frame, each) for frame, (_, each) in zip(frames, objects, strict=True) if frame and frame.namespace == namespace]
+        own = [
+            (frame, each)
+            for frame, (_, each) in zip(frames, objects, strict=True)
+            if frame and frame.namespace == namespace
+        ]
         if own:
             self._write([(entry_of_frame(frame), each.modified.timestamp()) for frame, each in own])
         return bool(own)
@@ -284,7 +300,10 @@ class SharedCatalog(Catalog):
     def _write(self, entries: Iterable[tuple[Entry, float]]) -> None:
         with self.database.transaction() as run:
             for each, written in entries:
-                run(_RECORD, (each.key, each.codec, each.namespace, each.digest, each.num_bytes, each.num_tokens, written))
+                run(
+                    _RECORD,
+                    (each.key, each.codec, each.namespace, each.digest, each.num_bytes, each.num_tokens, written),
+                )
 
     def record(self, entry: Entry) -> None:
         self._missing.pop(entry.key, None)
@@ -293,7 +312,12 @@ class SharedCatalog(Catalog):
     def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
         """Forget entries on this machine. Their payloads stay: servers never delete."""
         with self.database.transaction() as run:
-            count = sum([run("DELETE FROM payloads WHERE key = ? AND namespace = ?", (key, namespace)).rowcount > 0 for key in keys])
+            count = sum(
+                [
+                    run("DELETE FROM payloads WHERE key = ? AND namespace = ?", (key, namespace)).rowcount > 0
+                    for key in keys
+                ]
+            )
         self._missing |= dict.fromkeys(keys, time.monotonic())
         self.on_forgotten(keys)
         return count
@@ -312,7 +336,9 @@ class SharedCatalog(Catalog):
         yield from (Entry(*row) for row in self.database.query(f"SELECT {_PAYLOAD} FROM payloads ORDER BY key"))
 
     def keys(self, namespace: str) -> list[str]:
-        rows = self.database.query("SELECT key FROM payloads WHERE namespace = ? GROUP BY key ORDER BY max(last_use)", (namespace,))
+        rows = self.database.query(
+            "SELECT key FROM payloads WHERE namespace = ? GROUP BY key ORDER BY max(last_use)", (namespace,)
+        )
         return [key for (key,) in rows if is_key(key)]
 
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
@@ -320,7 +346,9 @@ class SharedCatalog(Catalog):
         return [key for (key,) in self.database.query(sql, (namespace, digest))]
 
     def has_texts(self, namespace: str) -> bool:
-        return bool(self.database.query("SELECT 1 FROM payloads WHERE namespace = ? AND digest >= x'' LIMIT 1", (namespace,)))
+        return bool(
+            self.database.query("SELECT 1 FROM payloads WHERE namespace = ? AND digest >= x'' LIMIT 1", (namespace,))
+        )
 
     def use(self, keys: Sequence[str]) -> None:
         """Nothing is evicted by use here."""
@@ -341,7 +369,9 @@ class SharedCatalog(Catalog):
         return [*self.tenants()]
 
     def set_limit(self, max_bytes: int | None) -> None:
-        raise ConfigurationError("a shared store has no limit of its own. Remove documents, then run cacheclip store gc.")
+        raise ConfigurationError(
+            "a shared store has no limit of its own. Remove documents, then run cacheclip store gc."
+        )
 
     # -- sources --------------------------------------------------------------------------------------------------
 

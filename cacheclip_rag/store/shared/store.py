@@ -96,7 +96,7 @@ class SharedStore(ChunkStore):
             try:
                 self.keep_young(namespace, [each.digest for each in texts])
                 count += self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
-                self.shared.settle(namespace, texts)
+                self.shared.after_commit(namespace, texts)
             except (OSError, StoreError) as error:
                 self.shared.put_back(namespace, texts, removed)
                 raise error if isinstance(error, StoreError) else StoreError(f"not committed: {error}") from error
@@ -118,7 +118,10 @@ class SharedStore(ChunkStore):
             if self._thread is None or not self._thread.is_alive():
                 self._stop, self._woken, self._polled = threading.Event(), threading.Event(), threading.Event()
                 self._thread = threading.Thread(
-                    target=_follow, args=(weakref.ref(self), self._stop, self._woken), name="cacheclip-shared", daemon=True
+                    target=_follow,
+                    args=(weakref.ref(self), self._stop, self._woken),
+                    name="cacheclip-shared",
+                    daemon=True,
                 )
                 self._thread.start()
             else:
@@ -157,7 +160,9 @@ class SharedStore(ChunkStore):
         """The copy of the catalog was thrown away: the next poll makes it anew."""
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> int:
-        raise ConfigurationError("set quotas of a shared store with cacheclip store limit --store URL --namespace NAME.")
+        raise ConfigurationError(
+            "set quotas of a shared store with cacheclip store limit --store URL --namespace NAME."
+        )
 
     def close(self) -> None:
         self._stop.set()
@@ -201,5 +206,7 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
     if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
         layout = found.get("layout") if isinstance(found, dict) else None
-        raise StoreError(f"the shared store {url} has layout {layout}, but this version of cacheclip-rag reads {LAYOUT}.")
+        raise StoreError(
+            f"the shared store {url} has layout {layout}, but this version of cacheclip-rag reads {LAYOUT}."
+        )
     return found

@@ -243,7 +243,7 @@ class TextTable:
             return run()
         except StoreError:
             raise
-        except (OSError, *_kinds()) as error:
+        except _kinds() as error:
             text = " ".join(str(error).split())[:300]
             raise StoreError(
                 f"the texts of the shared store {self._place.url} cannot be read or changed now: {text}. Check that "
@@ -251,8 +251,8 @@ class TextTable:
             ) from error
 
 
-def _kinds() -> tuple[type[BaseException], ...]:
-    return need("deltalake.exceptions").DeltaError, need("obstore.exceptions").BaseError
+def _kinds() -> tuple[type[Exception], ...]:
+    return OSError, need("deltalake.exceptions").DeltaError, need("obstore.exceptions").BaseError
 
 
 def _identity(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -261,7 +261,9 @@ def _identity(row: dict[str, Any]) -> tuple[str, str, str]:
 
 def _is_removed(row: dict[str, Any], versions: dict[str, str], removed: Removal) -> bool:
     replaced = versions.get(row["document"], row["version"]) != row["version"]
-    return replaced or row["digest"] in removed.digests or not removed.names.isdisjoint((row["source"], row["document"]))
+    return (
+        replaced or row["digest"] in removed.digests or not removed.names.isdisjoint((row["source"], row["document"]))
+    )
 
 
 def _predicate(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
