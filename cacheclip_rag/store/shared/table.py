@@ -7,6 +7,7 @@ time cost retries: let one process commit (:class:`cacheclip_rag.ingest.Commit`)
 from __future__ import annotations
 
 import io
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -233,7 +234,7 @@ class TextTable:
         table = self._tried(self._open)
         if table is None:
             return 0
-        options = {"retention_hours": int(hours), "enforce_retention_duration": False, "dry_run": False}
+        options = {"retention_hours": math.ceil(hours), "enforce_retention_duration": False, "dry_run": False}
         found = self._tried(lambda: table.vacuum(**options))
         self._tried(table.cleanup_metadata)
         return len(found)
