@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base.errors import MissingExtraError
 from cacheclip_rag.store import Backend, FrameError, StoreReader
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
@@ -302,3 +305,15 @@ def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Ma
         assert StoreReader(store_url, "default", codec).get(key, codec=codec).codec == codec
     with pytest.raises(FrameError, match="is not in s3://"):
         StoreReader(store_url, "another", "int8").get(key, codec="int8")
+
+
+def test_without_the_extra_one_error_says_what_to_install(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[shared\]"):
+        _ = CacheClipEngine(store=bucket).store
+
+
+def test_importing_the_package_imports_no_client() -> None:
+    clients = "obstore", "deltalake", "pyarrow", "ray"
+    code = f"import sys, cacheclip_rag.store, cacheclip_rag.engine; print([n for n in {clients} if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
