@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from ..runtime.base import Runtime
 from ..runtime.transformers.prefix_cache import PrefixCache
 from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
-from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats
+from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats, open_chunk_store
 from ..timing.engine_controllers import Controllers
 from .turns import CALLER
 
@@ -82,8 +81,9 @@ class Parts:
         with self._lock:
             if self._tenant is None:
                 config = self.config
-                folder = Path(config.store) if config.store else None
-                store = self._store or ChunkStore.open(folder, config.max_bytes, config.memory_bytes)
+                store = self._store or open_chunk_store(
+                    config.store, config.max_bytes, config.memory_bytes, config.codec
+                )
                 self._tenant = TenantStore(store, config.namespace)
             return self._tenant
 
@@ -227,7 +227,7 @@ class Parts:
     def _make_caches(self, role: str, context: ChunkContext) -> ChunkCaches:
         for each in filter(None, (self.config.primary, self.config.auxiliary)):
             check_name(each)  # of both, before the weights of one are loaded
-        config = concrete(self.config)
+        config = concrete(replace(self.config, codec=self.config.codec or self.store.chunk_store.codec))
         name = config.primary if role == "primary" else config.auxiliary
         assert name is not None, "an auxiliary that is asked for is set"
         device = config.device if role == "primary" else choose_device(config.auxiliary_device or config.device)

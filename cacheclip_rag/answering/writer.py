@@ -69,6 +69,7 @@ class ChunkWriter:
                 if stored is not None:
                     behind.add(partial(stored, len(batch), computed))
                 total += computed
+        self._parts.store.chunk_store.commit()
         return total
 
     def _record(
@@ -88,7 +89,9 @@ class ChunkWriter:
         if not chunks:
             return 0  # the prefix cache keeps its blocks
         self._parts.prefix_cache.clear()
-        return sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+        count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+        self._parts.store.chunk_store.commit()
+        return count
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
         if isinstance(gone, str):
@@ -99,6 +102,7 @@ class ChunkWriter:
         library = self._parts.library
         released = self.release(library.orphans(names, set(chunk_texts(keep))))
         library.remove_sources(names)  # last, so that a killed run can be repeated
+        self._parts.store.chunk_store.commit()
         return released
 
     def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:

@@ -9,6 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+SCHEMES = ("s3", "gs", "az", "file")
+"""Of URLs of shared stores."""
+
+
+def is_url(store: object) -> bool:
+    """Whether a store is in object storage, not in a folder of this machine."""
+    return "://" in str(store)
+
 
 def cache_home() -> Path:
     """Cache folder of this package: ``$CACHECLIP_HOME``, or ``cacheclip`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""

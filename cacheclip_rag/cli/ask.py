@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import JsonOption, print_json
-from .options import CommandSettings, engine_options, existing_store
+from .options import CommandSettings, engine_options, existing_folder
 
 if TYPE_CHECKING:
     from ..fusion.answer import Answer
@@ -38,7 +38,7 @@ def ask(
 
     if not question.strip():
         raise ConfigurationError("the question is empty.")
-    store = existing_store(settings.store)
+    store = existing_folder(settings.store)
 
     from ..base.sampling import SamplingParams
     from ..engine import CacheClipEngine

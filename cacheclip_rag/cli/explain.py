@@ -10,7 +10,7 @@ import typer
 
 from ..base.errors import DocumentError
 from .common import JsonOption, print_json
-from .options import CommandSettings, engine_options, existing_store, no_store
+from .options import CommandSettings, engine_options, existing_folder, no_store
 
 _MOST_TEXTS = 20
 """Most stored texts that are explained if none is named."""
@@ -27,7 +27,7 @@ def explain_miss(
 ) -> None:
     """Explain why texts were, or were not, reused in a prompt. Without --text, checks the stored texts that share most
     words with the prompt. Exit code 1 if a text is not reused."""
-    store = existing_store(settings.store)
+    store = existing_folder(settings.store)
 
     from ..engine import CacheClipEngine
     from ..frontend.explain import explain_miss as explain

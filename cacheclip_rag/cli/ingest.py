@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.checks import check_choice
+from ..base.errors import ConfigurationError
+from ..base.paths import is_url
 from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
 from .tables import IngestTable
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 def ingest(
     context: typer.Context,
     settings: CommandSettings,
-    paths: Annotated[list[str], typer.Argument(help="Text, Markdown and PDF files, or folders that contain them.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs for a shared store."),
+    ],
     embedding: Annotated[
         str | None,
         typer.Option(
@@ -45,10 +51,20 @@ def ingest(
         typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see."),
     ] = False,
     backend: BackendOption = "transformers",
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local"),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that encode, with --engine ray.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     store = settings.store
+    if is_url(store):
+        _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, as_json)
+        return
+    if engine is not None or workers != 1:
+        raise ConfigurationError("--engine and --workers need a shared store, such as --store s3://bucket/prefix.")
 
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
@@ -70,10 +86,10 @@ def ingest(
     chosen = merge_settings(library, {**settings.engine, **given})
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = chosen.engine_config(**{**settings.engine, "store": folder})
-    engine = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
-    limit = engine.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
+    made = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
+    limit = made.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     if dry_run:
-        found = plan_ingestion(paths, library=library, engine=engine, settings=chosen, max_bytes=limit)
+        found = plan_ingestion(paths, library=library, engine=made, settings=chosen, max_bytes=limit)
         _print_plan(found, as_json)
         if strict and (found.failed or found.notes):
             raise typer.Exit(1)
@@ -81,7 +97,7 @@ def ingest(
     report = run(
         paths,
         library=library,
-        engine=engine,
+        engine=made,
         embedder=Embedder(chosen.embedding, config.device),
         settings=chosen,
         max_bytes=config.max_bytes,
@@ -92,6 +108,36 @@ def ingest(
         _print_report(report, limit)
     is_nothing = not report.documents and not report.removed
     if report.failed or report.evicted or is_nothing or (strict and report.notes):
+        raise typer.Exit(1)
+
+
+def _ingest_shared(
+    settings: CommandSettings, paths: list[str], chunk_tokens: int | None, engine: str, workers: int, as_json: bool
+) -> None:
+    """Into object storage: KV and texts, no embeddings."""
+    from ..ingest.library import LibrarySettings
+    from ..ingest.shared import ENGINES, ingest_shared, read_settings
+    from ..ingest.splitting import check_sizes
+    from ..models.load import concrete
+    from .settings import given_settings
+
+    check_choice("engine", engine, ENGINES)
+    own = {"chunk_tokens": chunk_tokens, "overlap_tokens": settings.table(IngestTable).overlap_tokens}
+    given = {name: value for name, value in own.items() if value is not None}
+    known = read_settings(settings.store) or LibrarySettings()
+    chosen = replace(known, **given_settings({**settings.engine, **given}))
+    check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
+    config = concrete(chosen.engine_config(**{**settings.engine, "store": settings.store}))
+    report = ingest_shared(paths, config, replace(chosen, dtype=config.dtype), engine=engine, workers=workers)
+    if as_json:
+        print_json({"store": settings.store, **report.to_dict()})
+    else:
+        typer.echo(
+            f"{report.documents} documents: {report.unchanged} unchanged, {report.removed} removed; {report.texts} "
+            f"chunks, {report.computed} computed"
+        )
+        print_names("nothing stored of", report.failed, err=True)
+    if report.failed:
         raise typer.Exit(1)
 
 

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from ..base.checks import by_real_names, did_you_mean
 from ..base.errors import ConfigurationError, StoreError
+from ..base.paths import is_url
 from ..base.removed import OPTIONS
 from ..config import EngineConfig
 from .tables import TABLES, Table
@@ -34,6 +35,7 @@ __all__ = [
     "CommandSettings",
     "checked_model",
     "engine_options",
+    "existing_folder",
     "existing_store",
     "no_store",
     "read_settings",
@@ -272,7 +274,17 @@ def checked_model(name: str | None) -> str | None:
 
 
 def existing_store(store: str) -> str:
-    """Refuse a folder that does not exist, before anything is imported or loaded."""
+    """Refuse a folder that does not exist, before anything is imported or loaded. What is at a URL is seen later."""
+    return store if is_url(store) else existing_folder(store)
+
+
+def existing_folder(store: str) -> str:
+    """Refuse what is no folder that exists, for commands that need one."""
+    if is_url(store):
+        raise ConfigurationError(
+            f"expected a store folder, got {store!r}: this command works on a folder of this machine. For a shared "
+            "store there are cacheclip ingest, serve, and store create, stats, gc, verify and compact."
+        )
     if not Path(store).expanduser().is_dir():
         raise no_store(store)
     return store

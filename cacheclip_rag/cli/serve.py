@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..base.errors import ConfigurationError
+from ..base.paths import is_url
 from ..base.removed import OPTIONS, refuse_removed
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options
@@ -137,6 +138,13 @@ def _config(settings: CommandSettings) -> EngineConfig:
     """Settings of the engine: those of the store's documents, if it has any, and the given ones."""
     from ..ingest.library import Library
 
+    if is_url(settings.store):
+        from ..ingest.shared import read_settings
+        from .settings import given_settings
+
+        known = read_settings(settings.store)
+        chosen = replace(known, **given_settings(settings.engine)) if known is not None else None
+        return chosen.engine_config(**{**settings.engine, "store": settings.store}) if chosen else settings.config()
     folder = Path(settings.store).expanduser()
     return settings.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
 

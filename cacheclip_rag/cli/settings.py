@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ingest.library import Library, LibrarySettings
 
-__all__ = ["merge_settings"]
+__all__ = ["given_settings", "merge_settings"]
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))
 _MODELS = ("primary", "auxiliary", "embedding")
@@ -22,13 +22,18 @@ def merge_settings(library: Library | None, given: Mapping[str, Any]) -> Library
         ConfigurationError: a given setting contradicts the library's.
     """
     known = library.settings if library else None
-    chosen = {name: _absolute(name, value) for name, value in given.items() if name in _NAMES}
+    chosen = given_settings(given)
     if known and chosen.get("dtype") == "auto":
         del chosen["dtype"]
     settings = replace(known or LibrarySettings(), **chosen)
     if library:
         library.check_settings(settings)
     return settings
+
+
+def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of documents among given ones."""
+    return {name: _absolute(name, value) for name, value in given.items() if name in _NAMES}
 
 
 def _absolute(name: str, value: Any) -> Any:

@@ -1,14 +1,16 @@
-"""``cacheclip store stats|limit|verify|repair|gc|clear``."""
+"""``cacheclip store create|stats|limit|verify|repair|gc|compact|clear``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..base.errors import ConfigurationError
+from ..base.paths import is_url
 from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json, print_names
+from .options import existing_folder
 
 if TYPE_CHECKING:
     from ..store.care import RepairReport
@@ -16,9 +18,57 @@ if TYPE_CHECKING:
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 
 
+@app.command("create")
+def create(
+    store: Annotated[str, typer.Argument(metavar="URL", help="Such as s3://bucket/prefix.")],
+    codec: Annotated[str | None, typer.Option("--codec", help="Codec of chunk caches, such as int8.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a store in object storage. Refuses storage that lets a writer replace what another one wrote."""
+    from ..config import EngineConfig
+    from ..store.shared import care
+
+    if not is_url(store):
+        raise ConfigurationError(f"expected a URL such as s3://bucket/prefix, got {store!r}: folders need no create.")
+    made = care.create(str(EngineConfig(store=store).store), codec)
+    if as_json:
+        print_json({"store": store, **made})
+    else:
+        typer.echo(f"{store} is a store now" + (f", with codec {made['codec']}" if made["codec"] else ""))
+
+
+@app.command("compact")
+def compact(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
+    """Put the small files of a shared store's catalog together."""
+    from ..store.shared import care
+
+    if not is_url(store):
+        raise ConfigurationError(
+            f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc."
+        )
+    _show({"store": store, **care.compact(store)}, as_json)
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    """What was done in a shared store."""
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        if isinstance(value, list):
+            print_names(name, value)
+        elif not isinstance(value, dict):
+            typer.echo(f"{name.replace('_', ' '):<15}{format_bytes(value) if name == 'bytes' else value}")
+
+
 @app.command("stats")
 def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
+    if is_url(store):
+        from ..store.shared import care
+
+        _show({"store": store, **care.stats(store)}, as_json)
+        return
     from ..ingest.library import Library
     from ..store.care import open_store
 
@@ -52,7 +102,7 @@ def limit(
     """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it."""
     from ..store.care import open_store
 
-    opened = open_store(Path(store).expanduser())
+    opened = open_store(Path(existing_folder(store)).expanduser())
     wanted = max_bytes or None
     evicted = opened.set_limit(wanted) if namespace is None else opened.set_quota(namespace, wanted)
     if as_json:
@@ -63,7 +113,16 @@ def limit(
 
 @app.command("verify")
 def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
-    """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing."""
+    """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing in a folder;
+    in a shared store, what is damaged is deleted, and will be computed again."""
+    if is_url(store):
+        from ..store.shared import care
+
+        found = care.verify(store)
+        _show({"store": store, **found}, as_json)
+        if found["damaged"] or found["missing"]:
+            raise typer.Exit(1)
+        return
     from ..ingest.library import check_library
     from ..store.care import verify as run
 
@@ -97,7 +156,7 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     from ..ingest.library import repair_library
     from ..store.care import repair as run
 
-    folder = Path(store).expanduser()
+    folder = Path(existing_folder(store)).expanduser()
     report = run(folder)
     library = repair_library(folder)
     if as_json:
@@ -126,8 +185,19 @@ def _show_repair(report: RepairReport, library: list[str]) -> None:
 
 
 @app.command("gc")
-def gc(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
+def gc(
+    store: ExistingStoreOption,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds for which a shared store's payloads without a row stay.")
+    ] = 3600.0,
+    as_json: JsonOption = False,
+) -> None:
     """Remove what nobody can use: what killed processes left, payloads and texts without an entry."""
+    if is_url(store):
+        from ..store.shared import care
+
+        _show({"store": store, **care.gc(store, grace)}, as_json)
+        return
     from ..store.care import collect_garbage
 
     found = collect_garbage(Path(store).expanduser())
@@ -150,7 +220,7 @@ def clear(
     """Delete all chunk caches, texts and sources, or those of one tenant. Documents of ingest stay."""
     from ..store.care import clear as run
 
-    folder = Path(store).expanduser()
+    folder = Path(existing_folder(store)).expanduser()
     what = f"of tenant {namespace!r}" if namespace is not None else "of all tenants"
     if not yes:
         if as_json:

@@ -10,15 +10,19 @@ if TYPE_CHECKING:
     from .embedding import Embedder
     from .job import ingest, plan_ingestion
     from .library import Library, LibrarySettings
+    from .shared import Commit, Encode, encode_table
 
-__all__ = ["Embedder", "Library", "LibrarySettings", "ingest", "plan_ingestion"]
+__all__ = ["Commit", "Embedder", "Encode", "Library", "LibrarySettings", "encode_table", "ingest", "plan_ingestion"]
 
 __getattr__ = late_names(
     __name__,
     {
+        "Commit": "shared",
         "Embedder": "embedding",
+        "Encode": "shared",
         "Library": "library",
         "LibrarySettings": "library",
+        "encode_table": "shared",
         "ingest": "job",
         "plan_ingestion": "job",
     },

@@ -8,7 +8,6 @@ import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 from ..answering.options import CallOptions
 from ..answering.sampler import room_for
@@ -23,7 +22,7 @@ from ..guards.metrics import Metrics
 from ..models.memory import free_bytes
 from ..prompt.segments import Segment, given_texts
 from ..runtime.base import Message
-from ..store import ChunkStore
+from ..store import open_chunk_store
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import without_hits
 
@@ -42,9 +41,7 @@ class TransformersBackend(ServingBackend):
         """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
         were stored (:mod:`.hidden`)."""
         self._config, self._hide_hits = config, hide_hits
-        self._store = ChunkStore.open(
-            Path(config.store) if config.store else None, config.max_bytes, config.memory_bytes
-        )
+        self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._engines: dict[str, CacheClipEngine] = {}
         self._lock = threading.Lock()
 

@@ -32,6 +32,7 @@ from .codecs import (
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
 from .joined import Joined, join
 from .memory import MemoryBackend
+from .opening import open_chunk_store
 from .reader import StoreReader
 from .speed import TimedRead, has_room, measure_reads
 from .tenant import ReadBuffer, TenantStore
@@ -76,6 +77,7 @@ __all__ = [
     "keeps",
     "layer_of",
     "measure_reads",
+    "open_chunk_store",
     "part_of",
     "repair",
     "text_digest",

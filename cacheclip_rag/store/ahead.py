@@ -1,5 +1,7 @@
 """Reads the KV of several chunks on a thread of its own, layer by layer, while the request computes.
 
+Media that serve many reads at once (object storage) get as many, by a pool of threads, in the order of layers.
+
 All chunks' first layers come first, then their second ones, and so on, so that a model can run its first layers while
 the rest is read. Source of the idea to load a layer's KV while the layer before it is computed: CacheBlend
 (arXiv:2405.16444, its pipelined loading). Departure: a backend that gives whole payloads only is read chunk by chunk,
@@ -13,10 +15,12 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .codecs import StoredKV, keeps
+from .reading_pool import in_order
 
 if TYPE_CHECKING:
     from .tenant import TenantStore
@@ -25,8 +29,6 @@ _AHEAD_BYTES = 1 << 26
 """Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
 _LEAST_AHEAD = 4
 """Layers that it keeps ahead at least."""
-_LEAST_BYTES = 1 << 18
-"""Layers of a chunk are read together until they have so many bytes: smaller reads cost more calls than they hide."""
 _ALL = sys.maxsize
 
 
@@ -83,6 +85,10 @@ class ReadAhead:
         self._started = False
         self._opened: dict[str, StoredKV] = {}
         """What is read in parts, by key."""
+        self._read: dict[tuple[str, int], int] = {}
+        """Ends of pieces that were read before others of their key, by key and first layer."""
+        self._failed: list[str] = []
+        """Keys that are to be read as a whole."""
         self._ahead = self._wanted = self._done = 0
         """Layers that may be read ahead; the last one that was waited for; how many are done with."""
         self._began_at: float | None = None
@@ -210,6 +216,12 @@ class ReadAhead:
             self._fail(error)
 
     def _read_all(self, keys: list[str]) -> None:
+        at_once = self._store.chunk_store.tiers.reads_at_once
+        if at_once > 1:
+            in_order(self._reads(keys), at_once, lambda: not self._stop.is_set())
+            for key in [] if self._stop.is_set() else self._failed:
+                self._read_whole(key)
+            return
         if not self._store.reads_parts:
             reads = self._store.get_each(keys, shapes=self._shapes)
             for key in keys:
@@ -228,8 +240,7 @@ class ReadAhead:
                 with self._changed:
                     self._found[key] = self._opened[key] = begun
                     self._changed.notify_all()
-        of_layer = sum(stored.frame.layer_size for stored in opened.values())
-        self._ahead = max(_LEAST_AHEAD, _AHEAD_BYTES // max(1, of_layer))
+        self._set_ahead(opened)
         layer = 0
         while opened and not self._stop.is_set():
             self._pace(layer)
@@ -239,6 +250,54 @@ class ReadAhead:
                 if self._read_layers(key, stored, layer):
                     del opened[key]
             layer += 1
+
+    def _reads(self, keys: list[str]) -> Iterator[Callable[[], object]]:
+        """Reads that may be under way together, those of first layers first."""
+        if not self._store.reads_parts:
+            for key in keys:
+                yield partial(self._read_whole, key)
+            return
+        pieces = list[tuple[int, int, str, StoredKV, int]]()
+        for number, (key, begun) in enumerate(zip(keys, self._store.begin_each(keys, self._shapes), strict=True)):
+            if begun is None:
+                self._failed.append(key)
+                continue
+            with self._changed:
+                self._found[key] = self._opened[key] = begun
+                self._changed.notify_all()
+            step, last = self._step(begun), self._last(begun)
+            pieces += [(first, number, key, begun, min(last, first + step)) for first in range(0, last, step)]
+        self._set_ahead(self._opened)
+        for first, _, key, stored, stop in sorted(pieces, key=lambda piece: piece[:2]):
+            self._pace(first)
+            yield partial(self._read_piece, key, stored, first, stop)
+
+    def _read_whole(self, key: str) -> None:
+        self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
+
+    def _read_piece(self, key: str, stored: StoredKV, first: int, stop: int) -> None:
+        if key in self._failed or self._stop.is_set():
+            return
+        if not self._store.read_layers(stored, first, stop):
+            self._failed.append(key)
+            return
+        last = self._last(stored)
+        with self._changed:
+            self._read[key, first] = stop
+            while (until := self._read.pop((key, self._ready[key]), None)) is not None:
+                self._ready[key] = until if until < last else _ALL
+            is_last = self._ready[key] == _ALL
+            self._changed.notify_all()
+        if is_last:
+            self._store.count_read(stored, is_whole=last == stored.shape[0])
+
+    def _set_ahead(self, opened: Mapping[str, StoredKV]) -> None:
+        of_layer = sum(stored.frame.layer_size for stored in opened.values())
+        self._ahead = max(_LEAST_AHEAD, _AHEAD_BYTES // max(1, of_layer))
+
+    def _step(self, stored: StoredKV) -> int:
+        """Layers that are read together."""
+        return math.ceil(self._store.chunk_store.tiers.least_read / stored.frame.layer_size)
 
     def _pace(self, layer: int) -> None:
         """Wait until a layer is near enough to what is used now."""
@@ -258,7 +317,7 @@ class ReadAhead:
         first, last = self._ready[key], self._last(stored)
         if first > layer:
             return first >= last
-        stop = min(last, first + math.ceil(_LEAST_BYTES / stored.frame.layer_size))
+        stop = min(last, first + self._step(stored))
         if not self._store.read_layers(stored, first, stop):
             self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
             return True

@@ -42,6 +42,11 @@ class Backend(ABC):
     """True: :meth:`read_part` costs only what it reads, so that a model can run its first layers while others are
     read."""
 
+    reads_at_once: int = 1
+    """Reads that are faster under way together than one after the other."""
+    least_read: int = 1 << 18
+    """Bytes that are worth a read: smaller ones cost more calls than they hide."""
+
     @abstractmethod
     def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
         """The payloads of the keys that exist; missing keys are left out.

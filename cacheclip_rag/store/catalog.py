@@ -21,7 +21,7 @@ from ..base.folder import is_file
 from ..base.keys import is_key, text_digest
 from ..finding.texts import SCHEMA as TEXTS_SCHEMA
 from ..finding.texts import WRITE as WRITE_TEXT
-from ..finding.texts import TextRow
+from ..finding.texts import TextIndex, TextRow
 from .codecs import FrameError
 from .eviction import BATCH, EVERYONE, Run, make_room
 
@@ -29,7 +29,7 @@ FILE_NAME = "catalog.sqlite3"
 VERSION = 4
 """Increase this number when a table changes."""
 
-_SCHEMA = f"""
+SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, namespace TEXT NOT NULL, digest BLOB, bytes INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
@@ -139,10 +139,14 @@ class Catalog:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         path = folder / FILE_NAME if folder else None
-        self.database = Database(path, _SCHEMA + TEXTS_SCHEMA, VERSION)
+        self.database = Database(path, SCHEMA + TEXTS_SCHEMA, VERSION)
 
     def close(self) -> None:
         self.database.close()
+
+    def text_index(self, namespace: str) -> TextIndex:
+        """Finds a tenant's texts in prompts."""
+        return TextIndex(self.database, namespace)
 
     # -- entries ------------------------------------------------------------------------------------------------
 

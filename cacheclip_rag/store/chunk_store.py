@@ -125,6 +125,13 @@ class ChunkStore:
         alone.tiers = Tiers([backend])
         return alone
 
+    codec: str | None = None
+    """Codec that the store was made with, for engines that choose none."""
+
+    def commit(self) -> int:
+        """Let other machines find what was stored and released here: nothing to do for a folder."""
+        return 0
+
     # -- limits -------------------------------------------------------------------------------------------------
 
     @property

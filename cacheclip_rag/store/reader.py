@@ -1,4 +1,4 @@
-"""Reads entries of a store folder, and writes nothing: for processes that carry out plans of another one.
+"""Reads entries of a store, and writes nothing: for processes that carry out plans of another one.
 
 There is no catalog here. Uses are not recorded, limits are not applied, and a damaged payload stays where it is: the
 process that plans does all this.
@@ -6,18 +6,39 @@ process that plans does all this.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 
+from ..base.paths import is_url
+from .backend import Backend
 from .codecs import Frame, FrameError, FrameSink, StoredKV, keeps
 from .disk import DiskBackend
 
 
-class StoreReader:
-    """One tenant's entries of a store folder."""
+@lru_cache(maxsize=256)
+def _objects(url: str, namespace: str, codec: str | None) -> Backend:
+    """One for all plans: an outage is waited for once."""
+    from .shared.objects import ObjectBackend
+    from .shared.place import SharedPlace
 
-    def __init__(self, folder: str | Path, namespace: str) -> None:
-        self.folder, self.namespace = Path(folder), namespace
-        self._backend = DiskBackend(self.folder)
+    return ObjectBackend(SharedPlace(url), namespace, codec)
+
+
+class StoreReader:
+    """One tenant's entries of a store."""
+
+    def __init__(self, store: str | Path, namespace: str, codec: str | None = None) -> None:
+        """
+        Args:
+            store: folder, or URL of a shared store.
+            codec: of the payloads that are wanted, where a shared store has several.
+        """
+        self.store, self.namespace = store, namespace
+        self._backend: Backend
+        if is_url(store):
+            self._backend = _objects(str(store), namespace, codec)
+        else:
+            self._backend = DiskBackend(Path(store))
 
     def get(self, key: str, *, codec: str) -> StoredKV:
         """The KV of a key, compared with its checksums. Raises FrameError if the payload is missing, damaged, of a
@@ -25,7 +46,7 @@ class StoreReader:
         sink = FrameSink(key)
         data = self._backend.read(key, sink)
         if data is None:
-            raise FrameError(f"entry {key[:12]}… is not in {self.folder}")
+            raise FrameError(f"entry {key[:12]}… is not in {self.store}")
         frame = sink.frame or Frame.parse(data, key)
         if frame.namespace != self.namespace:
             raise FrameError(f"entry {key[:12]}… belongs to another tenant")

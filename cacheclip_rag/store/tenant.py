@@ -18,7 +18,7 @@ from ..base.checks import check_namespace
 from ..base.database import is_busy
 from ..base.errors import StoreError
 from ..base.keys import text_digest
-from ..finding.texts import TextIndex, text_row
+from ..finding.texts import text_row
 from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import (
@@ -33,6 +33,7 @@ from .codecs import (
     most_bytes,
     new_memory,
 )
+from .reading_pool import each_in_pool
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class TenantStore:
         """Raises ConfigurationError for an empty ``namespace``."""
         check_namespace(namespace)
         self.chunk_store, self.catalog, self.namespace = store, store.catalog, namespace
-        self.index = TextIndex(store.catalog.database, namespace)
+        self.index = store.catalog.text_index(namespace)
         """Finds the tenant's texts in prompts."""
         self._hits = self._misses = 0
         self._uses: list[str] = []
@@ -181,8 +182,13 @@ class TenantStore:
         """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read_layers` reads.
         None where the payload must be read by :meth:`get`, which also says what is wrong with it."""
         known, entries = self._entries(keys)
+        wanted = [key for key in keys if not known or key in entries]
+        if self.chunk_store.tiers.reads_at_once > 1:
+            begun = iter(each_in_pool(lambda key: self._begin(key, entries.get(key), shapes.get(key)), wanted))
+        else:
+            begun = (self._begin(key, entries.get(key), shapes.get(key)) for key in wanted)
         for key in keys:
-            yield None if known and key not in entries else self._begin(key, entries.get(key), shapes.get(key))
+            yield next(begun) if not known or key in entries else None
 
     def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:

@@ -61,6 +61,9 @@ class BackendConformance:
     persists = True
     """Whether a second backend on the same folder sees what the first one wrote."""
 
+    replaces = True
+    """Whether a second payload takes the place of the first one; False: the first one stays, for good."""
+
     @abstractmethod
     def make_backend(self, folder: Path) -> Backend:
         """A backend without a size limit.
@@ -122,10 +125,11 @@ class BackendConformance:
     def test_no_key_at_all(self, backend: Backend) -> None:
         assert backend.get_many([]) == {} and backend.delete([]) == 0
 
-    def test_put_again_replaces(self, backend: Backend) -> None:
+    def test_put_again_replaces_or_keeps(self, backend: Backend) -> None:
         backend.put(sample_key(1), sample_payload(1, 3000))
         backend.put(sample_key(1), sample_payload(2, 1000))
-        assert _got(backend, 1) == self.read_raw(backend, sample_key(1)) == sample_payload(2, 1000)
+        expected = sample_payload(2, 1000) if self.replaces else sample_payload(1, 3000)
+        assert _got(backend, 1) == self.read_raw(backend, sample_key(1)) == expected
         assert list(backend.list()) == [sample_key(1)]
 
     def test_put_keeps_a_copy(self, backend: Backend) -> None:
@@ -198,9 +202,9 @@ class BackendConformance:
 
     def test_bytes_on_the_medium(self, backend: Backend) -> None:
         assert backend.occupied(sample_key(1)) == 0
-        for num_bytes in (1, 5000):
-            backend.put(sample_key(1), sample_payload(1, num_bytes))
-            assert backend.occupied(sample_key(1)) >= backend.round_up(num_bytes) >= num_bytes
+        for number, num_bytes in ((2, 1), (3, 5000)):
+            backend.put(sample_key(number), sample_payload(number, num_bytes))
+            assert backend.occupied(sample_key(number)) >= backend.round_up(num_bytes) >= num_bytes
 
     # -- deleting and listing -----------------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ class Loader:
         return sum(stop - start for start, stop in one.runs)
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
-        reader = self._settings.open_reader(plan.namespace)  # one of the connector's tenants
+        reader = self._settings.open_reader(plan.namespace, plan.codec)  # one of the connector's tenants
         keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 

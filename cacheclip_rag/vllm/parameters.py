@@ -22,6 +22,7 @@ from typing import Any
 
 from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
+from ..base.paths import is_url
 from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import StoreReader
@@ -45,7 +46,7 @@ class Settings:
     """Settings of the connector: ``kv_connector_extra_config``."""
 
     store: Path | str | None = None
-    """Folder of the store, for plans; None refuses them."""
+    """Folder or URL of the store, for plans; None refuses them."""
     namespaces: frozenset[str] = frozenset({"default"})
     """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
     exchange: Path | None = None
@@ -54,13 +55,13 @@ class Settings:
     """Whether plans without a seal are refused."""
     reader: str = ""
     """``module:function`` that makes what workers read a tenant's entries with, as :class:`StoreReader` does, of
-    ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder."""
+    ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder or a URL."""
 
-    def open_reader(self, namespace: str) -> StoreReader:
-        """What reads a tenant's entries, in the worker. Raises ValueError: the function cannot be found."""
+    def open_reader(self, namespace: str, codec: str | None = None) -> StoreReader:
+        """What reads a tenant's entries, in the worker; of a shared store, those of this codec. Raises ValueError: the function cannot be found."""
         assert self.store is not None, "the scheduler checked the request"
         if not self.reader:
-            return StoreReader(self.store, namespace)
+            return StoreReader(self.store, namespace, codec)
         found: StoreReader = resolve_name(self.reader)(str(self.store), namespace)
         return found
 
@@ -77,6 +78,8 @@ class Settings:
         if not given.get("store") and not given.get("exchange"):
             raise ConfigurationError("kv_connector_extra_config needs store (for plans), exchange (to ingest) or both.")
         store, exchange = (Path(given[name]) if given.get(name) else None for name in ("store", "exchange"))
+        if is_url(given.get("store")):
+            store = given["store"]
         namespaces = given["namespaces"] if "namespaces" in given else _namespaces_of_environment()
         reader = str(given.get("reader") or "")
         if reader:

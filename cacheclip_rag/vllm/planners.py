@@ -11,7 +11,6 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..answering.turns import CallerLeft, Waiter
@@ -26,7 +25,7 @@ from ..serving.counters import exposition
 from ..serving.errors import RequestError
 from ..serving.field import CacheClipField
 from ..serving.queue import Queue, QueueFull
-from ..store import ChunkStore
+from ..store import open_chunk_store
 from .once import WarnOnce
 from .planner import PlannedPrompt, Planner
 from .requests import NotPlanned, PlannablePrompt
@@ -66,7 +65,7 @@ class Planning:
         self._settings = settings
         config = settings.config
         assert config.store is not None, "a planner needs a store folder"
-        self._store = ChunkStore.open(Path(config.store), config.max_bytes, config.memory_bytes)
+        self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._planners: dict[str, Planner] = {}
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "cacheclip-plan")

@@ -183,6 +183,7 @@ def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> 
     assert engine.store.chunk_store is store and len(list(backend.list())) == store.stats().entries > 0
 
 
-def test_a_url_is_no_folder() -> None:
-    with pytest.raises(ConfigurationError, match="ChunkStore with your own backend"):
-        CacheClipEngine(store="s3://bucket/store")
+@pytest.mark.parametrize("url", ["ftp://host/store", "s3://"])
+def test_a_url_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
+        CacheClipEngine(store=url)

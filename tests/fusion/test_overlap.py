@@ -17,6 +17,7 @@ import torch
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.store import (
+    Backend,
     Catalog,
     ChunkStore,
     DiskBackend,
@@ -109,7 +110,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models' layers would be read together."""
-    monkeypatch.setattr(module, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(Backend, "least_read", 1)
 
 
 @pytest.fixture
@@ -505,7 +506,7 @@ class TestReadAhead:
         slow.ask()
         monkeypatch.setattr(module, "_AHEAD_BYTES", 0)
         monkeypatch.setattr(module, "_LEAST_AHEAD", 0)
-        monkeypatch.setattr(module, "_LEAST_BYTES", 1)
+        monkeypatch.setattr(slow.engine.store.chunk_store.tiers, "least_read", 1)
         keys = slow.keys("primary")
         expected = [kv.tensor() for kv in slow.engine.store.get_each(keys) if kv is not None]
         assert len(expected) == len(keys) > 1

@@ -82,6 +82,7 @@ class TestSettings:
         settings = Settings.of({"store": "s3://there", "reader": f"{__name__}:opened"})
         assert settings.open_reader("north") == ("s3://there", "north")
         assert isinstance(Settings.of({"store": "x"}).open_reader("north"), StoreReader)
+        assert Settings.of({"store": "s3://kv/prod"}).store == "s3://kv/prod"
 
 
 def opened(*given: str) -> Any:

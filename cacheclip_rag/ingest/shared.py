@@ -1,0 +1,323 @@
+"""Ingestion into a shared store: workers encode, one process commits.
+
+:class:`Encode` and :class:`Commit` are two stages of a pipeline, which Ray Data and others run; :func:`encode_table` is
+the work of the first one as a function (Spark's ``mapInArrow``, Dask). A payload is written before its row, and only
+once, so that a batch may run again: what it wrote before is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
+from ..base.paths import is_url
+from ..base.progress import progress_bar
+from ..config import EngineConfig
+from ..engine import CacheClipEngine
+from ..store.shared.objects import ObjectBackend
+from ..store.shared.place import SharedPlace, need
+from ..store.shared.store import SharedStore, read_store_file
+from ..store.shared.table import Removal, TextTable, schema
+from .documents import MARKDOWN_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, digest_file, find_files, read_document
+from .library import LibrarySettings
+from .splitting import Splitter
+from .text import HTML_SUFFIXES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+ENGINES = ("local", "ray")
+_SETTINGS_FILE = "settings.json"
+_DOCUMENTS_AT_ONCE = 8
+"""Documents of a batch: what a killed worker costs."""
+_COMMIT_ROWS, _COMMIT_S = 4096, 10.0
+"""A commit has so many rows, or comes so long after the last one."""
+
+
+def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
+    """Store the KV of texts, and return the rows that :class:`Commit` adds to the store's catalog.
+
+    Args:
+        table: columns ``text`` and ``document``, perhaps ``version``: what changes with the document.
+        engine: with a shared store. It leaves commits to others from now on.
+
+    Raises:
+        ConfigurationError: the engine's store is none that machines share.
+    """
+    pa, store = need("pyarrow"), engine.store.chunk_store
+    if not isinstance(store, SharedStore):
+        raise ConfigurationError(
+            f"expected an engine with a shared store, such as s3://bucket/prefix, got {engine.config.store!r}."
+        )
+    store.commits = False
+    given = table.to_pylist()
+    texts: dict[str, list[tuple[str, str]]] = {}
+    for row in given:
+        texts.setdefault(row["text"], []).append((row["document"], row["document"]))
+    versions = {row["document"]: row.get("version") or "" for row in given}
+
+    def skipped(text: str, names: Sequence[str], error: CacheClipError) -> None:
+        logger.warning("a text of %s is left out: %s", ", ".join(names), error)
+
+    computed = engine.precompute(texts, skipped=skipped)
+    rows = store.take_rows(engine.config.namespace)
+    version = pa.array([versions.get(document, "") for document in rows["document"].to_pylist()], pa.string())
+    rows = rows.set_column(rows.schema.get_field_index("version"), "version", version)
+    return rows.append_column("computed", pa.array([computed, *[0] * (rows.num_rows - 1)][: rows.num_rows], pa.int64()))
+
+
+class Encode:
+    """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
+    columns ``path`` (a file or URL) and ``version``."""
+
+    def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0) -> None:
+        self._config, self._sizes = config, (chunk_tokens, overlap_tokens)
+
+    @cached_property
+    def engine(self) -> CacheClipEngine:
+        return CacheClipEngine(self._config)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        return encode_table(self._passages(table) if "path" in table.column_names else table, self.engine)
+
+    def _passages(self, table: pa.Table) -> pa.Table:
+        splitter = Splitter(self.engine.primary.tokenizer, *self._sizes)
+        rows = []
+        for row in table.to_pylist():
+            try:
+                passages = _passages_of(row["path"], splitter)
+            except DocumentError as error:
+                logger.warning("left out: %s", error)
+                continue
+            known = {"document": row["path"], "version": row["version"]}
+            rows += [{**known, "text": text} for text in passages if len(self.engine.primary.tokenize(text))]
+        text = need("pyarrow").string()
+        names = ("document", "version", "text")
+        return need("pyarrow").Table.from_pylist(rows, schema=need("pyarrow").schema([(name, text) for name in names]))
+
+
+class Commit:
+    """Commits rows of :func:`encode_table`. Run one: commits of several wait for one another."""
+
+    def __init__(self, url: str) -> None:
+        self._place = SharedPlace(url)
+        self._tables: dict[str, TextTable] = {}
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Rows that are there already add nothing; the result counts texts and new rows."""
+        pa, compute = need("pyarrow"), need("pyarrow.compute")
+        new = 0
+        for namespace in set(table["namespace"].to_pylist()):
+            rows = table.filter(compute.equal(table["namespace"], namespace)).select(schema().names)
+            new += self.table(namespace).commit(rows)
+        computed = sum(table["computed"].to_pylist()) if "computed" in table.column_names else 0
+        return pa.table({"texts": [table.num_rows], "new": [new], "computed": [computed]})
+
+    def table(self, namespace: str) -> TextTable:
+        return self._tables.setdefault(namespace, TextTable(self._place, namespace))
+
+
+@dataclass(slots=True)
+class SharedReport:
+    """Result of an ingestion run."""
+
+    documents: int = 0
+    """That were found."""
+    unchanged: int = 0
+    texts: int = 0
+    """Passages of new and changed documents."""
+    computed: int = 0
+    """Texts whose KV was computed."""
+    removed: int = 0
+    """Documents that are gone."""
+    failed: list[str] = field(default_factory=list)
+    """Documents of which nothing is stored."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ingest_shared(
+    paths: Sequence[str], config: EngineConfig, settings: LibrarySettings, *, engine: str = "local", workers: int = 1
+) -> SharedReport:
+    """Bring a shared store up to date with files, folders and URLs. Only new and changed documents are encoded; those
+    that are gone from a given folder are removed. May be killed at any time, and run again.
+
+    Args:
+        engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
+
+    Raises:
+        ConfigurationError: the store was made with other settings.
+        DocumentError: no document was found.
+        StoreError: there is no store, or it does not answer.
+    """
+    assert config.store is not None, "the caller checked that there is a store"
+    url = str(config.store)
+    fix_settings(url, settings)
+    kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
+    tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
+    found = {
+        path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32]
+        for path, version in _documents(paths).items()
+    }
+    commit = Commit(url)
+    table = commit.table(config.namespace)
+    known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
+    work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
+    report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
+    run = {"local": _encoded_here, "ray": _encoded_by_ray}[engine]
+    encode = {"config": config, "chunk_tokens": settings.chunk_tokens, "overlap_tokens": settings.overlap_tokens}
+    done: set[str] = set()
+    with progress_bar("ingesting", len(work), "documents") as advance:
+        for rows in _together(run(work, encode, workers)):
+            counts = commit(rows).to_pylist()[0]
+            report.texts, report.computed = report.texts + counts["texts"], report.computed + counts["computed"]
+            done |= {*rows["document"].to_pylist()}
+            advance(len(done))
+    report.failed = sorted({row["path"] for row in work} - done)
+    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
+    if gone:
+        table.commit(schema().empty_table(), Removal(names=gone))
+    report.removed = len(gone)
+    return report
+
+
+def fix_settings(url: str, settings: LibrarySettings) -> None:
+    """Record the settings of a store's documents, or check that they are those of the first ingestion."""
+    known = read_settings(url)
+    if known is None:
+        objects = ObjectBackend(SharedPlace(url))
+        try:
+            objects._ask(
+                "put", _SETTINGS_FILE, json.dumps(asdict(settings)).encode(), mode="create", use_multipart=False
+            )
+            return
+        except FileExistsError:
+            known = read_settings(url)
+        except OSError as error:
+            raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
+    mine, theirs = asdict(settings), asdict(known or settings)
+    differences = [
+        f"{n} {theirs[n]!r}, not {mine[n]!r}"
+        for n in mine
+        if mine[n] != theirs[n] and n not in ("namespace", "embedding")
+    ]
+    if differences:
+        raise ConfigurationError(
+            f"the store {url} was made with {'; '.join(differences)}. Leave these options out, or create another store."
+        )
+
+
+def read_settings(url: str) -> LibrarySettings | None:
+    """Settings of a store's documents; None before the first ingestion. Raises StoreError if there is no store."""
+    objects = ObjectBackend(SharedPlace(url))
+    read_store_file(objects)
+    try:
+        found = json.loads(bytes(objects._ask("get", _SETTINGS_FILE).bytes()))
+        return LibrarySettings(**found)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{url}/{_SETTINGS_FILE} cannot be read: {error}.") from error
+
+
+# -- documents ------------------------------------------------------------------------------------------------------
+
+
+def _documents(paths: Sequence[str]) -> dict[str, str]:
+    """What tells a document's versions apart, by path or URL."""
+    found: dict[str, str] = {}
+    for path in paths:
+        if is_url(path):
+            root = path.rstrip("/")
+            for each in ObjectBackend(SharedPlace(root)).objects_of(""):
+                if PurePosixPath(each["path"]).suffix.lower() in SUFFIXES:
+                    found[f"{root}/{each['path']}"] = str(each["e_tag"] or each["last_modified"])
+        else:
+            for file in find_files([Path(path).expanduser().resolve()]):
+                found[str(file)] = digest_file(file)[0]
+    if not found:
+        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
+    return found
+
+
+def _is_in(document: str, root: str) -> bool:
+    folder = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().resolve())
+    return document.startswith(f"{folder}/")
+
+
+def _passages_of(path: str, splitter: Splitter) -> list[str]:
+    suffix = PurePosixPath(path).suffix.lower()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(path)
+        if is_url(path):
+            root, _, name = path.rpartition("/")
+            file = Path(folder) / f"document{suffix}"
+            try:
+                file.write_bytes(bytes(ObjectBackend(SharedPlace(root))._ask("get", name).bytes()))
+            except OSError as error:
+                raise DocumentError(f"{path} cannot be read: {error}") from error
+        text = read_document(file)
+    return splitter.split(text, markdown=suffix in MARKDOWN_SUFFIXES | HTML_SUFFIXES, table=suffix in TABLE_SUFFIXES)
+
+
+# -- engines --------------------------------------------------------------------------------------------------------
+
+
+def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Tables that are committed together."""
+    waiting: list[pa.Table] = []
+    since = time.monotonic()
+    for table in tables:
+        waiting.append(table)
+        if sum(each.num_rows for each in waiting) >= _COMMIT_ROWS or time.monotonic() - since > _COMMIT_S:
+            yield need("pyarrow").concat_tables(waiting)
+            waiting, since = [], time.monotonic()
+    if waiting:
+        yield need("pyarrow").concat_tables(waiting)
+
+
+def _encoded_here(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
+    worker = Encode(**encode)
+    for start in range(0, len(work), _DOCUMENTS_AT_ONCE):
+        yield worker(need("pyarrow").Table.from_pylist([*work[start : start + _DOCUMENTS_AT_ONCE]]))
+    if work:
+        worker.engine.close()
+
+
+def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise MissingExtraError("ray (for --engine ray)", "ray") from error
+    if not work:
+        return
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    has_gpus = bool(ray.cluster_resources().get("GPU")) and encode["config"].device != "cpu"
+    batches = -(-len(work) // _DOCUMENTS_AT_ONCE)
+    documents = ray.data.from_items([*work], override_num_blocks=batches)
+    rows = documents.map_batches(
+        Encode,
+        fn_constructor_kwargs=dict(encode),
+        batch_size=_DOCUMENTS_AT_ONCE,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=1,
+        num_gpus=1 if has_gpus else 0,
+        max_restarts=-1,  # a killed worker costs its batch
+        max_task_retries=-1,
+    )
+    yield from rows.iter_batches(batch_size=None, batch_format="pyarrow")

@@ -1,0 +1,206 @@
+"""Makes a shared store, and cleans, checks and counts it, where deleting is allowed; servers need no such role."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.errors import ConfigurationError, StoreError
+from ..codecs import CODECS, Frame, FrameError, OtherVersionError
+from .objects import ObjectBackend
+from .place import LAYOUT, SharedPlace, key_and_codec
+from .store import GRACE_S, STORE_FILE, read_store_file
+from .table import Removal, TextTable, schema
+
+_TENANTS = "tenants/"
+_GARBAGE_FILE = "garbage.json"
+
+
+def create(url: str, codec: str | None = None) -> dict[str, Any]:
+    """Make a store, or return what it was made with.
+
+    Raises:
+        ConfigurationError: an unknown codec, or the store was made with another one.
+        StoreError: the storage does not answer, or ignores ``If-None-Match``, so that one writer could replace what
+            another one has written.
+    """
+    if codec is not None and (codec not in CODECS or codec == "opaque"):
+        raise ConfigurationError(
+            f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
+        )
+    objects = ObjectBackend(SharedPlace(url.rstrip("/")))
+    _probe(objects)
+    made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
+    try:
+        objects._ask("put", STORE_FILE, json.dumps(made).encode(), mode="create", use_multipart=False)
+    except FileExistsError:
+        made = read_store_file(objects)
+        if codec is not None and made["codec"] != codec:
+            raise ConfigurationError(f"the store {url} was made with codec {made['codec']}, got {codec}.") from None
+    except OSError as error:
+        raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
+    return made
+
+
+def _probe(objects: ObjectBackend) -> None:
+    """Whether a name is written once only."""
+    name, url = f"probe-{secrets.token_hex(8)}", objects.place.url
+    try:
+        objects._ask("put", name, b"1", mode="create", use_multipart=False)
+        try:
+            objects._ask("put", name, b"2", mode="create", use_multipart=False)
+        except FileExistsError:
+            return
+        finally:
+            objects._ask("delete", [name])
+    except OSError as error:
+        raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
+    raise StoreError(
+        f"{url} does not keep an object that is written again with If-None-Match, so that writers would replace one "
+        "another's. Use a storage with conditional writes, such as S3, MinIO, Ceph, GCS or Azure."
+    )
+
+
+def _opened(url: str) -> ObjectBackend:
+    objects = ObjectBackend(SharedPlace(url.rstrip("/")))
+    read_store_file(objects)
+    return objects
+
+
+@dataclass(slots=True)
+class SharedTenant:
+    """What one tenant has in a shared store."""
+
+    objects: list[dict[str, Any]] = field(default_factory=list)
+    """Payloads: path, size, last_modified."""
+    known: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Keys and codecs that a row names, and the digest of its text."""
+    rows: int = 0
+    texts: int = 0
+    documents: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each["size"] for each in self.objects)
+
+
+def _tenants(objects: ObjectBackend) -> list[str]:
+    """Folders of the tenants."""
+    found = objects.breaker.call(objects._client.list_with_delimiter, objects.place.objects, _TENANTS)
+    return sorted(path.rstrip("/") for path in found["common_prefixes"])
+
+
+def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
+    found = SharedTenant()
+    table = TextTable(objects.place, folder=folder)
+    rows = table.rows(["digest", "document", "kv"]).to_pylist()
+    found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
+    found.documents = len({row["document"] for row in rows} - {""})
+    found.known = {(each["key"], each["codec"]): row["digest"] for row in rows for each in row["kv"]}
+    found.objects = [*objects.objects_of(f"{folder}/kv/")]
+    return found
+
+
+def stats(url: str) -> dict[str, Any]:
+    """Rows, texts, documents, payloads and bytes of each tenant."""
+    objects, tenants = _opened(url), {}
+    for folder in _tenants(objects):
+        found = _look(objects, folder)
+        tenants[folder] = {
+            **{"rows": found.rows, "texts": found.texts, "documents": found.documents},
+            **{"payloads": len(found.objects), "bytes": found.num_bytes},
+        }
+    total = {
+        name: sum(each[name] for each in tenants.values())
+        for name in ("rows", "texts", "documents", "payloads", "bytes")
+    }
+    return {**total, "tenants": tenants}
+
+
+def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
+    """Delete payloads that no row names: those that an earlier run saw so ``grace_s`` seconds ago, and that are as old.
+    Also files of the table that held removed texts. What an ingestion found meanwhile is younger: it writes what it
+    finds again before it commits. ``grace_s`` 0 deletes at once; run it while nothing is ingested."""
+    objects, found = _opened(url), {"deleted": 0, "bytes": 0, "waiting": 0, "table_files": 0}
+    now = time.time()
+    for folder in _tenants(objects):
+        tenant, name = _look(objects, folder), f"{folder}/{_GARBAGE_FILE}"
+        try:
+            seen = json.loads(bytes(objects._ask("get", name).bytes()))
+        except FileNotFoundError:
+            seen = {}
+        own = {each["path"]: each for each in tenant.objects if key_and_codec(each["path"]) is not None}
+        garbage = {path: each for path, each in own.items() if key_and_codec(path) not in tenant.known}
+        since = {path: float(seen.get(path, now)) for path in garbage}
+        gone = [
+            path
+            for path, each in garbage.items()
+            if now - since[path] >= grace_s and now - each["last_modified"].timestamp() >= grace_s - 1.0
+        ]
+        kept = {path for path in gone if _has_no_text(objects, path)}
+        gone = [path for path in gone if path not in kept]
+        objects.remove(gone)
+        waiting = {path: since[path] for path in garbage if path not in gone and path not in kept}
+        objects._ask("put", name, json.dumps(waiting).encode(), use_multipart=False)
+        found["deleted"], found["waiting"] = found["deleted"] + len(gone), found["waiting"] + len(waiting)
+        found["bytes"] += sum(garbage[path]["size"] for path in gone)
+        found["table_files"] += TextTable(objects.place, folder=folder).vacuum(grace_s / 3600)
+    return found
+
+
+def _has_no_text(objects: ObjectBackend, path: str) -> bool:
+    """Whether a payload is that of the shared prefix, which no row names, and which every prompt reads."""
+    head = memoryview(objects._ask("get_range", path, start=0, length=1 << 16))
+    key, size = (key_and_codec(path) or ("", ""))[0], objects._ask("head", path)["size"]
+    try:
+        return Frame.parse(head, key, num_bytes=size).digest is None
+    except FrameError:
+        return False
+
+
+def verify(url: str) -> dict[str, Any]:
+    """Read every payload and compare it with its checksums. A damaged one is deleted, so that it is computed again; one
+    of another version stays. Rows no longer name payloads that are gone: nothing would compute them again."""
+    objects = _opened(url)
+    found: dict[str, Any] = {"payloads": 0, "bytes": 0, "damaged": [], "other_versions": 0, "missing": 0}
+    for folder in _tenants(objects):
+        tenant = _look(objects, folder)
+        for each in tenant.objects:
+            found["payloads"] += 1
+            found["bytes"] += each["size"]
+            name = key_and_codec(each["path"])
+            if name is None:
+                found["other_versions"] += 1
+                continue
+            key, codec = name
+            try:
+                frame = Frame.parse(memoryview(objects._ask("get", each["path"]).bytes()), key)
+                frame.verify()
+                if frame.codec != codec:
+                    raise FrameError(f"it is stored as {frame.codec}")
+            except OtherVersionError:
+                found["other_versions"] += 1
+            except FrameError:
+                found["damaged"].append(each["path"])
+        whole = {key_and_codec(each["path"]) for each in tenant.objects if each["path"] not in found["damaged"]}
+        missing = {name: digest for name, digest in tenant.known.items() if name not in whole}
+        objects.remove([each["path"] for each in tenant.objects if each["path"] in found["damaged"]])
+        found["missing"] += len(missing)
+        if missing:
+            removal = Removal()
+            for name, digest in missing.items():
+                removal.payloads.setdefault(digest, set()).add(name)
+            TextTable(objects.place, folder=folder).commit(schema().empty_table(), removal)
+    return found
+
+
+def compact(url: str) -> dict[str, int]:
+    """Put the small files of every tenant's table together."""
+    objects, found = _opened(url), {"files": 0, "removed": 0}
+    for folder in _tenants(objects):
+        for name, count in TextTable(objects.place, folder=folder).compact().items():
+            found[name] += count
+    return found

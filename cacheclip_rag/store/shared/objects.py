@@ -1,0 +1,254 @@
+"""Payloads as objects that never change, of any number of writers.
+
+An object's name holds the codec, so that an engine with another codec writes an object of its own beside it. A name is
+written once (``If-None-Match: *``): who comes second finds that the payload is there. Which of a key's objects is read
+is decided by whoever knows the codec that is wanted (:meth:`ObjectBackend.use`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..backend import Backend, Sink
+from ..codecs import CODECS, Frame, FrameError
+from ..reading_pool import each_in_pool
+from .place import SharedPlace, key_and_codec, key_folder, need, object_name, tenant_folder
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_PAUSE_S = 10.0
+"""For which nothing is asked after a request failed."""
+_MOST_NAMES = 1 << 18
+_PIECE_BYTES = 1 << 20
+_NO_OUTAGE = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "NotSupportedError")
+
+
+class ObjectFound(NamedTuple):
+    """One object of a key."""
+
+    name: str
+    codec: str
+    num_bytes: int
+    modified: datetime
+
+
+class Breaker:
+    """After a request that failed, all others fail at once for a while: an answer waits for an outage once."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self.is_open = False
+        self._lock = threading.Lock()
+
+    def call(self, request: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Raises FileNotFoundError, FileExistsError, or OSError for all else that fails."""
+        if time.monotonic() < self._until:
+            raise OSError("object storage did not answer a moment ago, and is not asked again yet")
+        try:
+            found = request(*arguments, **options)
+        except FileNotFoundError:
+            raise
+        except (OSError, need("obstore.exceptions").BaseError) as error:
+            kind, text = type(error).__name__, str(error)
+            if kind == "NotFoundError":
+                raise FileNotFoundError(text) from error
+            if kind in ("AlreadyExistsError", "PreconditionError"):
+                raise FileExistsError(text) from error
+            if kind not in _NO_OUTAGE and " 416 " not in text:
+                with self._lock:
+                    self._until, self.is_open = time.monotonic() + _PAUSE_S, True
+            raise OSError(" ".join(text.split())[:300]) from error
+        self.is_open = False
+        return found
+
+
+class ObjectBackend(Backend):
+    """Objects of a shared store."""
+
+    name = "object store"
+    has_parts = True
+    reads_at_once = 16
+    least_read = 1 << 20
+
+    def __init__(self, place: SharedPlace, namespace: str = "default", codec: str | None = None) -> None:
+        """
+        Args:
+            namespace: tenant whose folder is searched for keys that nobody told the name of.
+            codec: of a key's objects, the coarsest that keeps this one's precision is read; default the most precise.
+        """
+        self.place, self.namespace, self._codec = place, namespace, codec
+        self.breaker = Breaker()
+        self._names: dict[str, str] = {}
+        self._client = need("obstore")
+
+    def use(self, key: str, name: str) -> None:
+        """Read a key from this object from now on."""
+        if len(self._names) > _MOST_NAMES:
+            self._names.clear()
+        self._names[key] = name
+
+    def locate(self, namespace: str, keys: Sequence[str]) -> dict[str, list[ObjectFound]]:
+        """The objects of keys in a tenant's folder: a request for each key, many at once."""
+
+        def look(key: str) -> list[ObjectFound]:
+            pages = self._ask("list", key_folder(namespace, key), whole=True)
+            found = ((each, key_and_codec(each["path"])) for each in pages)
+            return [
+                ObjectFound(each["path"], name[1], each["size"], each["last_modified"]) for each, name in found if name
+            ]
+
+        return {key: found for key, found in zip(keys, each_in_pool(look, keys), strict=True) if found}
+
+    def choose(self, codecs: Iterable[str]) -> str:
+        """Which of these codecs of a key is read."""
+        by_bits = sorted(codecs, key=lambda codec: CODECS[codec].bits if codec in CODECS else 0)
+        wanted = CODECS[self._codec].bits if self._codec in CODECS else 1 << 30
+        return next((codec for codec in by_bits if codec in CODECS and CODECS[codec].bits >= wanted), by_bits[-1])
+
+    def _ask(self, request: str, *arguments: Any, whole: bool = False, **options: Any) -> Any:
+        call = getattr(self._client, request)
+
+        def run() -> Any:
+            found = call(self.place.objects, *arguments, **options)
+            return [each for page in found for each in page] if whole else found
+
+        return self.breaker.call(run)
+
+    def _name(self, key: str) -> str | None:
+        if key not in self._names:
+            found = self.locate(self.namespace, [key]).get(key)
+            if not found:
+                return None
+            codec = self.choose(each.codec for each in found)
+            self.use(key, next(each.name for each in found if each.codec == codec))
+        return self._names[key]
+
+    def _found(self, key: str, request: Callable[[str], Any]) -> Any:
+        """What a request says of a key's object; None if there is none. One that is gone is looked for once more: there
+        may be another one."""
+        for _ in range(2):
+            name = self._name(key)
+            if name is None:
+                return None
+            try:
+                return request(name)
+            except FileNotFoundError:
+                self._names.pop(key, None)
+        return None
+
+    # -- as every backend -----------------------------------------------------------------------------------------
+
+    def get_many(self, keys: Iterable[str]) -> dict[str, Buffer]:
+        wanted = [*dict.fromkeys(keys)]
+        found = zip(wanted, each_in_pool(lambda key: self.read(key, Sink()), wanted), strict=True)
+        return {key: data for key, data in found if data is not None}
+
+    def read(self, key: str, sink: Sink) -> Buffer | None:
+        def take(name: str) -> Buffer:
+            found = self._ask("get", name)
+            target = sink.allocate(found.meta["size"])
+            done = 0
+
+            def fill() -> None:
+                nonlocal done
+                for piece in found.stream(min_chunk_size=_PIECE_BYTES):
+                    target[done : done + len(piece)] = memoryview(piece)
+                    done += len(piece)
+                    sink.received(done)
+
+            self.breaker.call(fill)
+            return target[:done]
+
+        found: Buffer | None = self._found(key, take)
+        return found
+
+    def read_part(self, key: str, start: int, target: memoryview) -> int:
+        def take(name: str) -> int:
+            try:
+                found = memoryview(self._ask("get_range", name, start=start, length=target.nbytes))
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if " 416 " in str(error) or "range" in str(error).lower():
+                    return 0  # it starts after the end
+                raise
+            target[: found.nbytes] = found
+            return found.nbytes
+
+        return self._found(key, take) or 0 if target.nbytes else 0
+
+    def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
+        def take(name: str) -> tuple[Buffer, int]:
+            size = self._ask("head", name)["size"] if not num_bytes else None
+            if size is None:
+                try:
+                    found = self._ask("get", name, options={"range": (0, num_bytes)})
+                    return memoryview(found.bytes()), found.meta["size"]
+                except FileNotFoundError:
+                    raise
+                except OSError:  # it is empty, or storage fails, which this says then
+                    size = self._ask("head", name)["size"]
+            return b"", size
+
+        found: tuple[Buffer, int] | None = self._found(key, take)
+        return found
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a payload unless there is one of this key and codec."""
+        try:
+            frame = Frame.parse(data, key)
+            name = object_name(frame.namespace, key, frame.codec)
+        except FrameError:
+            name = object_name(self.namespace, key, "raw")
+        with suppress(FileExistsError):
+            self._ask("put", name, bytes(data), mode="create", use_multipart=False)
+        self.use(key, name)
+
+    def put_again(self, name: str) -> None:
+        """Make an object as young as a new one."""
+        data = self._ask("get", name).bytes()
+        self._ask("put", name, bytes(data), use_multipart=False)
+
+    def delete(self, keys: Iterable[str]) -> int:
+        wanted = [*dict.fromkeys(keys)]
+        found = self.locate(self.namespace, wanted)
+        self.remove([each.name for objects in found.values() for each in objects])
+        for key in wanted:
+            self._names.pop(key, None)
+        return len(found)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Delete objects. Servers never do."""
+        for start in range(0, len(names), 1000):
+            self._ask("delete", [*names[start : start + 1000]])
+
+    def list(self) -> Iterator[str]:
+        seen = set()
+        for each in self.objects_of(f"{tenant_folder(self.namespace)}/kv/"):
+            found = key_and_codec(each["path"])
+            if found is not None and found[0] not in seen:
+                seen.add(found[0])
+                yield found[0]
+
+    def objects_of(self, folder: str) -> Iterator[dict[str, Any]]:
+        """Every object in a folder, with its size and when it was written."""
+        pages = iter(self._ask("list", folder))
+        while (page := self.breaker.call(next, pages, None)) is not None:
+            yield from page
+
+    def close(self) -> None:
+        """Nothing to release: the client keeps its connections."""
+
+    def occupied(self, key: str) -> int:
+        found = self.head(key, 0)
+        return found[1] if found is not None else 0
+
+    def medium(self, key: str) -> str:
+        scheme, _, rest = self.place.url.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}"

@@ -1,0 +1,122 @@
+"""Where a shared store is: its URL, and clients for it that do not wait for long.
+
+Credentials, region and endpoint come from the environment, as other tools of the cloud read them
+(``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ...base.errors import MissingExtraError, StoreError
+from ...base.keys import FRAME_VERSION
+from ...base.paths import cache_home
+
+LAYOUT = 1
+"""Increase this number when names of objects or columns of the table change meaning."""
+_CONNECT_S, _SILENT_S = 0.3, 0.4
+"""Longest wait for a connection, and for the next bytes of an answer. A request is tried twice."""
+_REQUEST_S = 30.0
+"""Longest request of which bytes go on arriving."""
+
+
+def need(module: str) -> ModuleType:
+    """A module of the extra ``shared``. Raises MissingExtraError."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", "shared") from error
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """A folder in object storage: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, or ``file://`` for a folder that
+    machines share."""
+
+    url: str
+
+    @cached_property
+    def objects(self) -> Any:
+        """The client. Made without a request."""
+        backoff = {"init_backoff": timedelta(milliseconds=20), "max_backoff": timedelta(milliseconds=50), "base": 2}
+        limits: dict[str, Any] = {
+            "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=3), "backoff": backoff}
+        }
+        if self.is_folder:
+            limits = {"mkdir": True}
+        else:
+            client: dict[str, Any] = {
+                "connect_timeout": timedelta(seconds=_CONNECT_S),
+                "read_timeout": timedelta(seconds=_SILENT_S),
+                "timeout": timedelta(seconds=_REQUEST_S),
+            }
+            limits["client_options"] = client | ({"allow_http": True} if _is_plain_http() else {})
+        store = need("obstore.store")
+        try:
+            return store.from_url(self.url, **limits)
+        except Exception as error:  # of the client's own kinds
+            raise StoreError(
+                f"expected the URL of a store, such as s3://bucket/prefix, got {self.url!r}: {error}"
+            ) from error
+
+    @property
+    def is_folder(self) -> bool:
+        return self.url.startswith("file://")
+
+    def address(self, *names: str) -> str:
+        """The URL of something in it, for the Delta table."""
+        if self.is_folder:
+            return str(Path(unquote(urlsplit(self.url).path)).joinpath(*names))
+        return "/".join((self.url.rstrip("/"), *names))
+
+    @property
+    def delta_options(self) -> dict[str, str]:
+        """What the Delta table needs beside the environment. Its requests are larger than those for payloads, and
+        nobody's answer waits for them."""
+        if self.is_folder:
+            return {}
+        limits = {"connect_timeout": f"{_CONNECT_S}s", "timeout": "10s", "max_retries": "1"}
+        return {**limits, "aws_conditional_put": "etag", **({"allow_http": "true"} if _is_plain_http() else {})}
+
+    @property
+    def replica(self) -> Path:
+        """Folder of this machine's copy of the catalog."""
+        endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+        name = hashlib.sha256(f"{LAYOUT} {endpoint} {self.url}".encode()).hexdigest()[:32]
+        return cache_home() / "replicas" / name
+
+
+def tenant_folder(namespace: str) -> str:
+    """A tenant's folder: policies of a bucket can name it, and nothing of another tenant is in it."""
+    return f"tenants/{hashlib.sha256(namespace.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def object_name(namespace: str, key: str, codec: str) -> str:
+    return f"{key_folder(namespace, key)}/{codec}{_ENDING}"
+
+
+def key_folder(namespace: str, key: str) -> str:
+    """The folder of a key's objects: storage lists folders, not beginnings of names."""
+    return f"{tenant_folder(namespace)}/kv/{key[:2]}/{key}"
+
+
+def key_and_codec(name: str) -> tuple[str, str] | None:
+    """What the name of an object says; None if it is of another frame version, or no payload."""
+    *_, key, last = name.split("/")
+    return (key, last.removesuffix(_ENDING)) if last.endswith(_ENDING) else None
+
+
+_ENDING = f".f{FRAME_VERSION}.kv"
+
+
+def _is_plain_http() -> bool:
+    return os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")

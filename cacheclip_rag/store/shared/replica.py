@@ -1,0 +1,409 @@
+"""This machine's copy of a shared store's catalog, in SQLite. It may be deleted at any time, and is made anew.
+
+Keys that it does not know are looked for in object storage, because a payload is there before its row.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ...base.database import Database, OutageWarning
+from ...base.errors import ConfigurationError, StoreError
+from ...base.keys import is_key, text_digest
+from ...finding.texts import SCHEMA as TEXTS_SCHEMA
+from ...finding.texts import WRITE as WRITE_TEXT
+from ...finding.texts import TextIndex
+from ..catalog import SCHEMA, VERSION, Catalog, Entry, Total
+from ..codecs import Frame, FrameError
+from ..reading_pool import each_in_pool
+from .objects import ObjectBackend, ObjectFound
+from .place import object_name
+from .table import Removal, SharedText, TextTable, place_of
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "replica.sqlite3"
+_MISSING_S = 5.0
+"""For which a key that is not in object storage is not looked for again."""
+_HEAD_BYTES = 1 << 14
+_OWN = """
+CREATE TABLE IF NOT EXISTS payloads (
+    key TEXT NOT NULL, codec TEXT NOT NULL, namespace TEXT NOT NULL, digest BLOB, bytes INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL, written REAL NOT NULL, last_use INTEGER NOT NULL, PRIMARY KEY (key, codec)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS payloads_by_text ON payloads (namespace, digest);
+CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS rows (
+    file INTEGER NOT NULL, digest BLOB NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL,
+    PRIMARY KEY (file, digest, source, document)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS rows_by_text ON rows (digest);
+"""
+_ROWS_OF_TEXT = "SELECT source, document FROM rows JOIN files ON id = file WHERE namespace = ? AND digest = ?"
+_PAYLOAD = "key, namespace, digest, bytes, num_tokens, codec"
+_RECORD = (
+    "INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, ?, ?, ?, ?, ifnull((SELECT max(last_use) FROM payloads), 0) + 1)"
+)
+
+
+class SharedCatalog(Catalog):
+    """Of the tenants that this process serves. What it adds and removes waits for :meth:`commit`."""
+
+    def __init__(self, objects: ObjectBackend) -> None:
+        super().__init__()
+        self.objects, self.folder = objects, None
+        self.database = Database(objects.place.replica / FILE_NAME, SCHEMA + TEXTS_SCHEMA + _OWN, VERSION)
+        self._missing: dict[str, float] = {}
+        self._tables: dict[str, TextTable] = {}
+        self._added: dict[str, dict[tuple[str, str, str], SharedText]] = {}
+        self._removed: dict[str, Removal] = {}
+        self._lock = threading.RLock()
+        self._polling = threading.Lock()
+        self._outage = OutageWarning(logger, "new texts of the shared store are not seen: %s")
+
+    # -- tenants --------------------------------------------------------------------------------------------------
+
+    def text_index(self, namespace: str) -> TextIndex:
+        with self._lock:
+            is_new = namespace not in self._tables
+            self._tables.setdefault(namespace, TextTable(self.objects.place, namespace))
+        if is_new:
+            self.on_tenant()
+        return _SharedIndex(self, namespace)
+
+    on_tenant: Callable[[], object] = staticmethod(lambda: None)
+    """Called when this process serves a tenant that it did not serve before."""
+
+    def table(self, namespace: str) -> TextTable:
+        return self._tables[namespace]
+
+    def poll(self) -> tuple[int, int]:
+        """Take what others committed for the tenants that are served here: rows added and removed. An outage is a
+        warning."""
+        added = removed = 0
+        with self._polling:
+            for namespace in [*self._tables]:
+                try:
+                    more, less = self._poll(namespace)
+                except StoreError as error:
+                    self._outage.failed(error)
+                    continue
+                self._outage.worked()
+                added, removed = added + more, removed + less
+        return added, removed
+
+    def _poll(self, namespace: str) -> tuple[int, int]:
+        table = self._tables[namespace]
+        files = set(table.files())
+        known = dict(self.database.query("SELECT name, id FROM files WHERE namespace = ?", (namespace,)))
+        added = sum([self._take(namespace, table, name) for name in files - {*known}])
+        return added, self._forget_files(namespace, [known[name] for name in {*known} - files])
+
+    def after_commit(self, namespace: str, texts: Iterable[SharedText]) -> None:
+        """After a commit of these texts: see what became of them."""
+        with self._polling:
+            self._poll(namespace)
+        digests = {bytes.fromhex(each.digest) for each in texts}
+        gone = {each for each in digests if not self.database.query(_ROWS_OF_TEXT, (namespace, each))}
+        sql = "DELETE FROM sources WHERE namespace = ? AND digest = ?"
+        self.database.execute_many((sql, (namespace, each)) for each in gone)
+        self._forget_texts(namespace, gone)
+
+    def _take(self, namespace: str, table: TextTable, name: str) -> int:
+        """Record a file's rows; returns how many no other file has. Parts of texts are found too."""
+        found, count = table.read(name), 0
+        if found is None:
+            return 0
+        rows = [row for row in found.to_pylist() if row["namespace"] == namespace]
+        TextIndex(self.database, namespace).add(dict.fromkeys(row["text"] for row in rows))
+        with self.database.transaction() as run:
+            file = run("INSERT OR REPLACE INTO files (namespace, name) VALUES (?, ?)", (namespace, name)).lastrowid
+            for row in rows:
+                digest = bytes.fromhex(row["digest"])
+                others = run(_ROWS_OF_TEXT, (namespace, digest)).fetchall()
+                count += (row["source"], row["document"]) not in others
+                run("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?)", (file, digest, row["source"], row["document"]))
+                for each in row["kv"]:
+                    payload = (each["key"], each["codec"], namespace, digest, each["bytes"], each["tokens"], 0.0)
+                    run(_RECORD, payload)
+                if row["source"]:
+                    origin = (namespace, row["source"], row["document"], digest, row["text"])
+                    run("INSERT OR REPLACE INTO sources VALUES (?, ?, ?, ?, ?)", origin)
+                if (place := place_of(row)) is not None:
+                    run(WRITE_TEXT, (namespace, *place))
+        return count
+
+    def _forget_files(self, namespace: str, files: Sequence[int]) -> int:
+        """Forget the rows of files that are gone, unless another file has them."""
+        count = 0
+        for file in files:
+            with self.database.transaction() as run:
+                rows = run("SELECT digest, source, document FROM rows WHERE file = ?", (file,)).fetchall()
+                run("DELETE FROM rows WHERE file = ?", (file,))
+                run("DELETE FROM files WHERE id = ?", (file,))
+                gone = []
+                for digest, source, document in rows:
+                    of_text = run(_ROWS_OF_TEXT, (namespace, digest)).fetchall()
+                    if (source, document) not in of_text:
+                        count += 1
+                        run(
+                            "DELETE FROM sources WHERE namespace = ? AND source = ? AND digest = ?",
+                            (namespace, source, digest),
+                        )
+                    if not of_text:
+                        gone.append(digest)
+            self._forget_texts(namespace, gone)
+        return count
+
+    def _forget_texts(self, namespace: str, digests: Iterable[bytes]) -> None:
+        """Forget texts that have no row any more, and their payloads."""
+        gone = set(digests)
+        sql = "SELECT text FROM contents WHERE namespace = ? AND digest = ?"
+        found = [row for digest in gone for row in self.database.query(sql, (namespace, digest))]
+        texts = [zlib.decompress(text).decode("utf-8", "surrogatepass") for (text,) in found]
+        TextIndex(self.database, namespace).remove(texts)
+        keys = [key for digest in gone for key in self.keys_of(namespace, digest)]
+        with self.database.transaction() as run:
+            for digest in gone:
+                run("DELETE FROM texts WHERE namespace = ? AND digest = ?", (namespace, digest))
+        self.remove(namespace, keys)
+        self.on_forgotten(keys)
+
+    on_forgotten: Callable[[Sequence[str]], object] = staticmethod(lambda keys: None)
+    """Called with keys whose copies on this machine are to be dropped."""
+
+    # -- what waits for a commit ----------------------------------------------------------------------------------
+
+    def note(self, namespace: str, text: str, source: str = "", document: str = "", version: str = "") -> None:
+        """A text that was added here."""
+        each = SharedText(text, source, document, version)
+        with self._lock:
+            self._added.setdefault(namespace, {})[each.digest, source, document] = each
+
+    def note_removed(self, namespace: str, texts: Iterable[str] = (), names: Iterable[str] = ()) -> None:
+        """Texts, sources and documents that were removed here."""
+        removal = Removal({text_digest(text).hex() for text in texts}, set(names))
+        with self._lock:
+            waiting = self._added.get(namespace, {})
+            for key, each in [*waiting.items()]:
+                if key[0] in removal.digests or not removal.names.isdisjoint((each.source, each.document)):
+                    del waiting[key]
+            known = self._removed.setdefault(namespace, Removal())
+            known.digests |= removal.digests
+            known.names |= removal.names
+
+    def waiting(self, namespace: str) -> list[SharedText]:
+        """Take the texts that wait for a commit, with what is stored of them. A text with a source needs no row without
+        one."""
+        with self._lock:
+            texts = [*self._added.pop(namespace, {}).values()]
+        with_source = {each.digest for each in texts if each.source or each.document}
+        chosen = [each for each in texts if each.source or each.document or each.digest not in with_source]
+        return [
+            SharedText(each.text, each.source, each.document, each.version, self._kv_of(namespace, each))
+            for each in chosen
+        ]
+
+    def _kv_of(self, namespace: str, text: SharedText) -> tuple[tuple[str, str, int, int], ...]:
+        sql = "SELECT key, codec, bytes, num_tokens, written FROM payloads WHERE namespace = ? AND digest = ?"
+        found = self.database.query(sql, (namespace, bytes.fromhex(text.digest)))
+        return tuple((key, codec, size, tokens) for key, codec, size, tokens, _ in found)
+
+    def old_payloads(self, namespace: str, digests: Iterable[str], before: float) -> list[str]:
+        """Names of objects of texts that were found in storage, not written here, and are older than ``before``."""
+        sql = "SELECT key, codec FROM payloads WHERE namespace = ? AND digest = ? AND written > 0 AND written < ?"
+        found = [self.database.query(sql, (namespace, bytes.fromhex(digest), before)) for digest in digests]
+        return [object_name(namespace, key, codec) for rows in found for key, codec in rows]
+
+    def take_removed(self, namespace: str) -> Removal:
+        with self._lock:
+            return self._removed.pop(namespace, Removal())
+
+    def put_back(self, namespace: str, texts: Iterable[SharedText], removed: Removal) -> None:
+        """What could not be committed waits again."""
+        self.note_removed(namespace)
+        with self._lock:
+            waiting = self._added.setdefault(namespace, {})
+            for each in texts:
+                waiting.setdefault((each.digest, each.source, each.document), each)
+            self._removed[namespace].digests |= removed.digests
+            self._removed[namespace].names |= removed.names
+
+    def namespaces_waiting(self) -> list[str]:
+        with self._lock:
+            return [name for name in {*self._added, *self._removed} if self._added.get(name) or self._removed.get(name)]
+
+    # -- payloads, as the catalog of a folder ---------------------------------------------------------------------
+
+    def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:
+        known = self._recorded(namespace, keys)
+        now = time.monotonic()
+        unknown = [
+            key
+            for key in dict.fromkeys(keys)
+            if key not in known and now - self._missing.get(key, -_MISSING_S) >= _MISSING_S
+        ]
+        if unknown and self._look_for(namespace, unknown):
+            known = self._recorded(namespace, keys)
+        found = {}
+        for key, entries in known.items():
+            codec = self.objects.choose(entries)
+            found[key] = entries[codec]
+            self.objects.use(key, object_name(namespace, key, codec))
+        return found
+
+    def _recorded(self, namespace: str, keys: Sequence[str]) -> dict[str, dict[str, Entry]]:
+        """Entries by key and codec."""
+        found: dict[str, dict[str, Entry]] = {}
+        for start in range(0, len(keys), 500):
+            some = keys[start : start + 500]
+            sql = f"SELECT {_PAYLOAD} FROM payloads WHERE key IN ({', '.join('?' * len(some))}) AND namespace = ?"
+            for row in self.database.query(sql, (*some, namespace)):
+                found.setdefault(row[0], {})[row[5]] = Entry(*row)
+        return found
+
+    def _look_for(self, namespace: str, keys: list[str]) -> bool:
+        """Record what object storage has of keys; False if it has nothing, or does not answer."""
+        try:
+            located = self.objects.locate(namespace, keys)
+            objects = [(key, each) for key, of_key in located.items() for each in of_key]
+            frames = each_in_pool(lambda pair: self._header(*pair), objects) if objects else []
+        except OSError as error:
+            logger.debug("keys are not looked for: %s", error)
+            return False
+        self._missing |= dict.fromkeys({*keys} - {*located}, time.monotonic())
+        if len(self._missing) > 1 << 16:
+            self._missing.clear()
+        own = [
+            (frame, each)
+            for frame, (_, each) in zip(frames, objects, strict=True)
+            if frame and frame.namespace == namespace
+        ]
+        if own:
+            self._write([(entry_of_frame(frame), each.modified.timestamp()) for frame, each in own])
+        return bool(own)
+
+    def _header(self, key: str, found: ObjectFound) -> Frame | None:
+        self.objects.use(key, found.name)
+        try:
+            head = self.objects.head(key, _HEAD_BYTES)
+            if head is not None and Frame.header_bytes(head[0]) > _HEAD_BYTES:
+                head = self.objects.head(key, Frame.header_bytes(head[0]))
+            return Frame.parse(head[0], key, num_bytes=head[1]) if head is not None else None
+        except FrameError:
+            return None
+
+    def _write(self, entries: Iterable[tuple[Entry, float]]) -> None:
+        with self.database.transaction() as run:
+            for each, written in entries:
+                run(
+                    _RECORD,
+                    (each.key, each.codec, each.namespace, each.digest, each.num_bytes, each.num_tokens, written),
+                )
+
+    def record(self, entry: Entry) -> None:
+        self._missing.pop(entry.key, None)
+        self._write([(entry, 0.0)])
+
+    def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
+        """Forget entries on this machine. Their payloads stay: servers never delete."""
+        with self.database.transaction() as run:
+            count = sum(
+                [
+                    run("DELETE FROM payloads WHERE key = ? AND namespace = ?", (key, namespace)).rowcount > 0
+                    for key in keys
+                ]
+            )
+        self._missing |= dict.fromkeys(keys, time.monotonic())
+        self.on_forgotten(keys)
+        return count
+
+    def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
+        """An object that is gone is forgotten, and looked for again later."""
+        rows = self.database.query("SELECT DISTINCT namespace FROM payloads WHERE key = ?", (key,))
+        for (namespace,) in rows:
+            self.remove(namespace, [key])
+
+    def entry_of_anyone(self, key: str) -> Entry | None:
+        rows = self.database.query(f"SELECT {_PAYLOAD} FROM payloads WHERE key = ?", (key,))
+        return Entry(*rows[0]) if rows else None
+
+    def entries(self) -> Iterator[Entry]:
+        yield from (Entry(*row) for row in self.database.query(f"SELECT {_PAYLOAD} FROM payloads ORDER BY key"))
+
+    def keys(self, namespace: str) -> list[str]:
+        rows = self.database.query(
+            "SELECT key FROM payloads WHERE namespace = ? GROUP BY key ORDER BY max(last_use)", (namespace,)
+        )
+        return [key for (key,) in rows if is_key(key)]
+
+    def keys_of(self, namespace: str, digest: bytes) -> list[str]:
+        sql = "SELECT DISTINCT key FROM payloads WHERE namespace = ? AND digest = ?"
+        return [key for (key,) in self.database.query(sql, (namespace, digest))]
+
+    def has_texts(self, namespace: str) -> bool:
+        return bool(
+            self.database.query("SELECT 1 FROM payloads WHERE namespace = ? AND digest >= x'' LIMIT 1", (namespace,))
+        )
+
+    def use(self, keys: Sequence[str]) -> None:
+        """Nothing is evicted by use here."""
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    def total(self, namespace: str | None = None) -> Total:
+        where, given = ("", ()) if namespace is None else (" WHERE namespace = ?", (namespace,))
+        return Total(*self.database.query(f"SELECT COUNT(*), ifnull(SUM(bytes), 0) FROM payloads{where}", given)[0])
+
+    def tenants(self) -> dict[str, Total]:
+        rows = self.database.query("SELECT namespace, COUNT(*), SUM(bytes) FROM payloads GROUP BY namespace")
+        return {namespace: Total(entries, size) for namespace, entries, size in rows}
+
+    def namespaces(self) -> list[str]:
+        return [*self.tenants()]
+
+    def set_limit(self, max_bytes: int | None) -> None:
+        raise ConfigurationError(
+            "a shared store has no limit of its own. Remove documents, then run cacheclip store gc."
+        )
+
+    # -- sources --------------------------------------------------------------------------------------------------
+
+    def add_source(self, namespace: str, source: str, text: str, document: str = "") -> None:
+        super().add_source(namespace, source, text, document)
+        self.note(namespace, text, source, document)
+
+    def remove_sources(self, namespace: str, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
+        names = [*gone]
+        super().remove_sources(namespace, names, texts=texts)
+        if texts is None:
+            self.note_removed(namespace, names=names)
+
+
+class _SharedIndex(TextIndex):
+    """Notes what is added and removed on this machine."""
+
+    def __init__(self, catalog: SharedCatalog, namespace: str) -> None:
+        super().__init__(catalog.database, namespace)
+        self._catalog = catalog
+
+    def add(self, texts: Iterable[str]) -> None:
+        texts = [*texts]
+        super().add(texts)
+        for text in texts:
+            self._catalog.note(self._namespace, text)
+
+    def remove(self, texts: Iterable[str]) -> None:
+        texts = [*texts]
+        super().remove(texts)
+        self._catalog.note_removed(self._namespace, texts)
+
+
+def entry_of_frame(frame: Frame) -> Entry:
+    return Entry(frame.key, frame.namespace, frame.digest, frame.num_bytes, frame.num_tokens, frame.codec, frame.text)

@@ -1,0 +1,212 @@
+"""A store in object storage behind the interface of one in a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ...base.errors import ConfigurationError, StoreError
+from ..chunk_store import ChunkStore
+from ..codecs import Frame
+from ..memory import MemoryBackend
+from ..tiers import Tiers
+from .objects import ObjectBackend
+from .place import LAYOUT, SharedPlace
+from .replica import SharedCatalog, entry_of_frame
+from .table import rows_of
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 10.0
+"""Between two looks at what others committed."""
+GRACE_S = 3600.0
+"""For which a payload without a row stays."""
+_FIRST_S = 0.6
+"""Longest wait of a first question for the texts."""
+STORE_FILE = "store.json"
+
+
+class SharedStore(ChunkStore):
+    """Payloads are written once and never replaced, nothing is evicted, and servers delete nothing.
+
+    A thread takes what others committed every ``POLL_S`` seconds, and commits what this process stored by itself after
+    answers. :meth:`close` ends it.
+    """
+
+    def __init__(self, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> None:
+        """
+        Args:
+            codec: of the engine; of a key's objects, the one that fits it is read.
+            memory_bytes: size of a memory tier; 0: none.
+        """
+        objects = ObjectBackend(place, codec=codec)
+        catalog = SharedCatalog(objects)
+        memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
+        super().__init__(catalog, Tiers([*memory, objects]))
+        self.place, self.objects, self.shared = place, objects, catalog
+        catalog.on_forgotten = self.tiers.drop_copies
+        catalog.on_tenant = self._wake
+        self.codec = codec
+        self.commits = True
+        """False: what is stored waits for :meth:`take_rows`, because another process commits."""
+        self._woken = threading.Event()
+        self._polled = threading.Event()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    @classmethod
+    def at(cls, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> SharedStore:
+        """A store that was made (:func:`~cacheclip_rag.store.shared.care.create`), with its codec unless another one is
+        given. If storage does not answer, nothing is found until it does.
+
+        Raises:
+            StoreError: there is no store, or it has another layout.
+        """
+        objects = ObjectBackend(place)
+        try:
+            codec = codec or read_store_file(objects)["codec"]
+        except StoreError as error:
+            if not objects.breaker.is_open:
+                raise
+            logger.warning("answers go without the shared store for now: %s", error)
+        store = cls(place, codec=codec, memory_bytes=memory_bytes)
+        store.objects.breaker = objects.breaker
+        return store
+
+    # -- what others see ------------------------------------------------------------------------------------------
+
+    def poll(self) -> tuple[int, int]:
+        """Take what others committed: rows added and removed."""
+        found = self.shared.poll()
+        self._polled.set()
+        return found
+
+    def commit(self) -> int:
+        """Let other machines find what was stored and released here; returns the number of new rows. Payloads that an
+        earlier run left, and which a cleaning might take, are made young first. Raises StoreError."""
+        count = 0
+        for namespace in self.shared.namespaces_waiting() if self.commits else ():
+            removed, texts = self.shared.take_removed(namespace), self.shared.waiting(namespace)
+            try:
+                self.keep_young(namespace, [each.digest for each in texts])
+                count += self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
+                self.shared.after_commit(namespace, texts)
+            except (OSError, StoreError) as error:
+                self.shared.put_back(namespace, texts, removed)
+                raise error if isinstance(error, StoreError) else StoreError(f"not committed: {error}") from error
+        return count
+
+    def keep_young(self, namespace: str, digests: Sequence[str]) -> None:
+        for name in self.shared.old_payloads(namespace, digests, time.time() - GRACE_S / 2):
+            self.objects.put_again(name)
+
+    def take_rows(self, namespace: str) -> Any:
+        """Rows of what was stored since the last call, for another process to commit (a ``pyarrow.Table``)."""
+        texts = self.shared.waiting(namespace)
+        self.keep_young(namespace, [each.digest for each in texts])
+        return rows_of(namespace, texts)
+
+    def _wake(self) -> None:
+        """Start the thread, and give it a moment: a first question should find the texts."""
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._stop, self._woken, self._polled = threading.Event(), threading.Event(), threading.Event()
+                self._thread = threading.Thread(
+                    target=_follow,
+                    args=(weakref.ref(self), self._stop, self._woken),
+                    name="cacheclip-shared",
+                    daemon=True,
+                )
+                self._thread.start()
+            else:
+                self._polled.clear()
+                self._woken.set()
+        if not self.objects.breaker.is_open:
+            self._polled.wait(_FIRST_S)
+
+    # -- as a store of a folder -----------------------------------------------------------------------------------
+
+    def write(self, namespace: str, key: str, data: bytearray) -> bool:
+        try:
+            self.tiers.put(key, data)
+        except OSError as error:
+            raise StoreError(
+                f"could not write a chunk cache of {len(data) / 1e6:.1f} MB to {self.place.url}: {error}. Check that "
+                "the storage answers, and who may write to it."
+            ) from error
+        self.catalog.record(entry_of_frame(Frame.parse(data, key)))
+        return True
+
+    def apply_limit(self) -> None:
+        """There is none."""
+
+    def shrink(self) -> int:
+        return 0
+
+    def sweep(self, most_s: float = 0.0) -> int:
+        return 0
+
+    def complete(self) -> int:
+        """Never lists a bucket: keys are looked for one by one."""
+        return 0
+
+    def _replaced(self) -> None:
+        """The copy of the catalog was thrown away: the next poll makes it anew."""
+
+    def set_quota(self, namespace: str, max_bytes: int | None) -> int:
+        raise ConfigurationError(
+            "set quotas of a shared store with cacheclip store limit --store URL --namespace NAME."
+        )
+
+    def close(self) -> None:
+        self._stop.set()
+        self._woken.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(5.0)
+        try:
+            self.commit()
+        except StoreError as error:
+            logger.warning("texts that were stored after answers are not committed: %s", error)
+        super().close()
+
+
+def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threading.Event) -> None:
+    while not stop.is_set():
+        store = of()
+        if store is None:
+            return
+        try:
+            store.commit()
+            store.poll()
+        except Exception as error:  # the thread must go on
+            store.warn_once("commit", "texts stored after answers are not committed: %s", error)
+        store._polled.set()
+        del store
+        woken.wait(POLL_S)
+        woken.clear()
+
+
+def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
+    """What a store was made with. Raises StoreError."""
+    url = objects.place.url
+    try:
+        found = json.loads(bytes(objects._ask("get", STORE_FILE).bytes()))
+    except FileNotFoundError as error:
+        raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}") from error
+    except OSError as error:
+        raise StoreError(f"the shared store {url} does not answer: {error}.") from error
+    except ValueError as error:
+        raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
+    if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
+        layout = found.get("layout") if isinstance(found, dict) else None
+        raise StoreError(
+            f"the shared store {url} has layout {layout}, but this version of cacheclip-rag reads {LAYOUT}."
+        )
+    return found

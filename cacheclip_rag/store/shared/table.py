@@ -1,0 +1,273 @@
+"""One tenant's texts in a shared store: a Delta table, which Spark, Ray, DuckDB and others read too.
+
+A commit adds and removes rows at once, so that readers see a document's old version or its new one. Two commits at a
+time cost retries: let one process commit (:class:`cacheclip_rag.ingest.Commit`), many encode.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...base.errors import StoreError
+from ...base.keys import text_digest
+from ...finding.texts import TextRow, text_row
+from .place import SharedPlace, need, tenant_folder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_RETRIES = 6
+_PLACES = TextRow._fields[1:]
+_IDENTITY = ["digest", "source", "document", "version"]
+_CONFIGURATION = {
+    "delta.dataSkippingStatsColumns": "document",  # beginnings of texts would stand in the log
+    "delta.logRetentionDuration": "interval 1 days",
+    "delta.deletedFileRetentionDuration": "interval 1 hours",
+}
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedText:
+    """A text of a source, and its KV."""
+
+    text: str
+    source: str = ""
+    document: str = ""
+    version: str = ""
+    """Of the document: what its text and the settings of its KV are told by."""
+    kv: tuple[tuple[str, str, int, int], ...] = ()
+    """Key, codec, bytes and tokens of each payload."""
+
+    @property
+    def digest(self) -> str:
+        return text_digest(self.text).hex()
+
+
+@dataclass(slots=True)
+class Removal:
+    """What a commit removes."""
+
+    digests: set[str] = field(default_factory=set)
+    """Texts, with all of their rows."""
+    names: set[str] = field(default_factory=set)
+    """Sources and documents."""
+    payloads: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    """Keys and codecs that are gone, by digest of their text."""
+
+    def __bool__(self) -> bool:
+        return bool(self.digests or self.names or self.payloads)
+
+
+def schema() -> pa.Schema:
+    pa = need("pyarrow")
+    payload = pa.struct([("key", pa.string()), ("codec", pa.string()), ("bytes", pa.int64()), ("tokens", pa.int64())])
+    names = ("namespace", "digest", "text", "source", "document", "version")
+    places = [(name, pa.int64()) for name in _PLACES]
+    at = ("at", pa.timestamp("us", tz="UTC"))
+    return pa.schema([*((name, pa.string()) for name in names), *places, ("kv", pa.list_(payload)), at])
+
+
+def rows_of(namespace: str, texts: Iterable[SharedText]) -> pa.Table:
+    """Rows of the table."""
+    pa, now = need("pyarrow"), datetime.now(UTC)
+    rows = []
+    for each in texts:
+        place = text_row(each.text)
+        rows.append(
+            {
+                **{"namespace": namespace, "digest": each.digest, "text": each.text, "source": each.source},
+                **{"document": each.document, "version": each.version, "at": now},
+                **{name: getattr(place, name) if place is not None else None for name in _PLACES},
+                "kv": [dict(zip(("key", "codec", "bytes", "tokens"), payload, strict=True)) for payload in each.kv],
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=schema())
+
+
+def place_of(row: dict[str, Any]) -> TextRow | None:
+    """The row of the text index that a row of the table holds; None for a short text."""
+    if row["reach"] is None:
+        return None
+    return TextRow(bytes.fromhex(row["digest"]), *(row[name] for name in _PLACES))
+
+
+class TextTable:
+    """Safe to share between threads that read; one thread commits."""
+
+    def __init__(self, place: SharedPlace, namespace: str = "", folder: str | None = None) -> None:
+        """``folder``: of the tenant, where its name is not known."""
+        self._place = place
+        self.folder = f"{folder or tenant_folder(namespace)}/catalog"
+        self.address = place.address(*self.folder.split("/"))
+        self._table: Any = None
+        self._index: dict[str, list[dict[str, Any]]] = {}
+
+    @cached_property
+    def _delta(self) -> Any:
+        return need("deltalake")
+
+    def _open(self) -> Any:
+        """The table in its newest version; None if nothing was committed yet."""
+        if self._table is None:
+            kinds = need("deltalake.exceptions")
+            try:
+                self._table = self._delta.DeltaTable(self.address, storage_options=self._place.delta_options)
+            except (kinds.TableNotFoundError, FileNotFoundError):
+                return None
+        else:
+            self._table.update_incremental()
+        return self._table
+
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold the rows now. Raises StoreError if storage does not answer."""
+        table = self._tried(self._open)
+        if table is None:
+            return ()
+        actions = need("pyarrow").table(table.get_add_actions(flatten=True))
+        return tuple(f"{self.folder}/{path}" for path in actions["path"].to_pylist())
+
+    def read(self, file: str, columns: Sequence[str] | None = None) -> pa.Table | None:
+        """Rows of a file; None if it is gone, because a later commit replaced it."""
+        obstore, parquet = need("obstore"), need("pyarrow.parquet")
+
+        def run() -> pa.Table | None:
+            try:
+                data = obstore.get(self._place.objects, file).bytes()
+            except FileNotFoundError:
+                return None
+            return parquet.read_table(io.BytesIO(bytes(data)), columns=columns)
+
+        return self._tried(run)
+
+    def rows(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """All rows."""
+        found = [table for file in self.files() if (table := self.read(file, columns)) is not None]
+        empty = schema().empty_table()
+        return need("pyarrow").concat_tables([empty.select(columns) if columns else empty, *found])
+
+    def _indexed(self) -> dict[str, list[dict[str, Any]]]:
+        """What tells the rows of each file apart. A file is read once."""
+        known, self._index = self._index, {}
+        for file in self.files():
+            if file in known:
+                self._index[file] = known[file]
+            elif (table := self.read(file, _IDENTITY)) is not None:
+                self._index[file] = table.to_pylist()
+        return self._index
+
+    def commit(self, rows: pa.Table, removed: Removal | None = None) -> int:
+        """Add rows and remove others, in one commit; returns how many rows are new.
+
+        Rows of a text, source and document that are there already are added again only if they have other KV: that of
+        both is kept. A document whose version changed loses its other rows.
+
+        Raises:
+            StoreError: storage does not answer, or others go on committing.
+        """
+        removed = removed or Removal()
+        for attempt in range(_RETRIES):
+            try:
+                return self._tried(lambda: self._commit(rows, removed))
+            except StoreError as error:
+                is_conflict = type(error.__cause__).__name__ in ("CommitFailedError", "TableNotFoundError")
+                if not is_conflict or attempt == _RETRIES - 1:
+                    raise
+                self._table = None
+                time.sleep(0.05 * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _commit(self, rows: pa.Table, removed: Removal) -> int:
+        new = rows.to_pylist()
+        versions = {row["document"]: row["version"] for row in new if row["version"]}
+        index, digests = self._indexed(), {row["digest"] for row in new} | {*removed.payloads}
+        digests |= {row["digest"] for rows in index.values() for row in rows if _is_removed(row, versions, removed)}
+        files = [file for file, rows in index.items() if not digests.isdisjoint(row["digest"] for row in rows)]
+        found = [table for file in files if (table := self.read(file)) is not None]
+        before = [row for table in found for row in table.to_pylist() if row["digest"] in digests]
+        kept = {_identity(row): row for row in before if not _is_removed(row, versions, removed)}
+        payloads: dict[str, dict[tuple[str, str], Any]] = {}
+        for row in (*(row for row in before if row["digest"] not in removed.digests), *new):
+            named = {(each["key"], each["codec"]): each for each in row["kv"]}
+            gone = removed.payloads.get(row["digest"], set())
+            payloads.setdefault(row["digest"], {}).update({name: named[name] for name in {*named} - gone})
+        with_row, count = {row["digest"] for row in kept.values()}, 0
+        for row in new:
+            is_known = row["digest"] in with_row and not row["source"] and not row["document"]
+            if _identity(row) not in kept and not is_known:
+                kept[_identity(row)], count = row, count + 1
+        for name, row in kept.items():
+            if len(row["kv"]) != len(payloads[row["digest"]]):
+                kept[name] = {**row, "kv": [*payloads[row["digest"]].values()]}
+        after = [*kept.values()]
+        if {id(row) for row in before} == {id(row) for row in after}:
+            return 0
+        table = need("pyarrow").Table.from_pylist(after, schema=schema())
+        options: dict[str, Any] = {"storage_options": self._place.delta_options}
+        if self._table is None:
+            options["configuration"] = _CONFIGURATION
+        if before:
+            options |= {"mode": "overwrite", "predicate": _predicate(before, after)}
+        else:
+            options["mode"] = "append"
+        self._delta.write_deltalake(self._table if self._table is not None else self.address, table, **options)
+        return count
+
+    def compact(self) -> dict[str, int]:
+        """Put small files together."""
+        table = self._tried(self._open)
+        if table is None:
+            return {"files": 0, "removed": 0}
+        found = self._tried(table.optimize.compact)
+        self._tried(table.create_checkpoint)
+        return {"files": len(self.files()), "removed": int(found["numFilesRemoved"])}
+
+    def vacuum(self, hours: float) -> int:
+        """Delete files that no version of the last ``hours`` needs; returns how many."""
+        table = self._tried(self._open)
+        if table is None:
+            return 0
+        options = {"retention_hours": math.ceil(hours), "enforce_retention_duration": False, "dry_run": False}
+        found = self._tried(lambda: table.vacuum(**options))
+        self._tried(table.cleanup_metadata)
+        return len(found)
+
+    def _tried(self, run: Callable[[], Result]) -> Result:
+        try:
+            return run()
+        except StoreError:
+            raise
+        except _kinds() as error:
+            text = " ".join(str(error).split())[:300]
+            raise StoreError(
+                f"the texts of the shared store {self._place.url} cannot be read or changed now: {text}. Check that "
+                "the storage answers, and who may write to it."
+            ) from error
+
+
+def _kinds() -> tuple[type[Exception], ...]:
+    return OSError, need("deltalake.exceptions").DeltaError, need("obstore.exceptions").BaseError
+
+
+def _identity(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["digest"], row["source"], row["document"]
+
+
+def _is_removed(row: dict[str, Any], versions: dict[str, str], removed: Removal) -> bool:
+    replaced = versions.get(row["document"], row["version"]) != row["version"]
+    return (
+        replaced or row["digest"] in removed.digests or not removed.names.isdisjoint((row["source"], row["document"]))
+    )
+
+
+def _predicate(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
+    """Rows that a commit replaces: those of these texts, of which all are at hand."""
+    digests = sorted({row["digest"] for row in (*before, *after)})
+    return f"digest IN ({', '.join(map(repr, digests))})"

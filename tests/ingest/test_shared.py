@@ -1,0 +1,212 @@
+"""Ingestion into a shared store: by this process, by Ray, as stages of a pipeline, by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.testing
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.cli import app
+from cacheclip_rag.config import EngineConfig
+from tests.conftest import CHUNKS, rag_prompt
+from tests.object_storage import bucket, s3_address, set_environment  # noqa: F401
+
+pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
+obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
+
+from cacheclip_rag.ingest import Commit, Encode, encode_table  # noqa: E402
+from cacheclip_rag.ingest.library import LibrarySettings  # noqa: E402
+from cacheclip_rag.ingest.shared import SharedReport, ingest_shared  # noqa: E402
+from cacheclip_rag.store.shared.care import compact, create, gc, stats, verify  # noqa: E402
+from cacheclip_rag.store.shared.place import SharedPlace  # noqa: E402
+from cacheclip_rag.store.shared.table import TextTable  # noqa: E402
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str], bucket: str) -> EngineConfig:  # noqa: F811
+    create(bucket)
+    return EngineConfig(
+        primary=tiny_models["llama"], auxiliary=None, method="anchored", store=bucket, device="cpu", dtype="float32"
+    )
+
+
+@pytest.fixture
+def settings(config: EngineConfig) -> LibrarySettings:
+    return LibrarySettings(primary=config.primary, auxiliary=None, dtype="float32", chunk_tokens=64)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number, text in enumerate(CHUNKS):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+def texts_of(config: EngineConfig) -> dict[str, list[str]]:
+    """Texts by document, as the table has them."""
+    found: dict[str, list[str]] = {}
+    for row in TextTable(SharedPlace(str(config.store)), config.namespace).rows(["document", "text"]).to_pylist():
+        found.setdefault(row["document"], []).append(row["text"])
+    return found
+
+
+def table(*rows: tuple[str, str, str]) -> Any:
+    return pa.table({name: [row[n] for row in rows] for n, name in enumerate(("document", "text", "version"))})
+
+
+class TestStages:
+    def test_encode_and_commit(self, config: EngineConfig) -> None:
+        """A batch that runs again computes nothing and adds nothing."""
+        encode, commit = Encode(config), Commit(str(config.store))
+        given = table(*((f"d{n}", text, "1") for n, text in enumerate(CHUNKS)))
+        rows = encode(given)
+        assert texts_of(config) == {} and commit(rows).to_pylist() == [{"texts": 4, "new": 4, "computed": 4}]
+        assert commit(encode(given)).to_pylist() == [{"texts": 4, "new": 0, "computed": 0}]
+        assert texts_of(config) == {f"d{n}": [text] for n, text in enumerate(CHUNKS)}
+        encode.engine.close()
+
+    def test_a_document_is_replaced_in_one_commit(self, config: EngineConfig) -> None:
+        """Its rows of another version go, those of other documents stay, in every order of batches."""
+        encode, commit = Encode(config), Commit(str(config.store))
+        commit(encode(table(("a", CHUNKS[0], "1"), ("a", CHUNKS[1], "1"), ("b", CHUNKS[1], "1"))))
+        before = commit.table("default")._open().version()
+        commit(encode(table(("a", CHUNKS[2], "2"))))
+        assert commit.table("default")._open().version() == before + 1
+        commit(encode(table(("a", CHUNKS[3], "2"))))  # the rest of it
+        assert {name: sorted(found) for name, found in texts_of(config).items()} == {
+            "a": sorted(CHUNKS[2:]),
+            "b": [CHUNKS[1]],
+        }
+        encode.engine.close()
+
+    def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
+        engine = CacheClipEngine(config, store=str(tmp_path / "folder"))
+        with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
+            encode_table(table(("a", CHUNKS[0], "1")), engine)
+
+
+class TestJob:
+    def test_only_changes_are_encoded(self, config: EngineConfig, settings: LibrarySettings, documents: Path) -> None:
+        first = ingest_shared([str(documents)], config, settings)
+        assert (first.documents, first.unchanged, first.failed) == (4, 0, []) and first.texts >= first.computed > 0
+        assert ingest_shared([str(documents)], config, settings) == SharedReport(documents=4, unchanged=4)
+        (documents / "0.txt").unlink()
+        (documents / "1.txt").write_text(CHUNKS[0] + " It is new.")
+        again = ingest_shared([str(documents)], config, settings)
+        assert (again.documents, again.unchanged, again.removed) == (3, 2, 1) and again.computed > 0
+        assert {*texts_of(config)} == {str(documents / f"{n}.txt") for n in (1, 2, 3)}
+        assert not any(CHUNKS[1] in text for texts in texts_of(config).values() for text in texts)
+
+    def test_documents_in_object_storage(self, config: EngineConfig, settings: LibrarySettings) -> None:
+        root = f"{config.store}-documents"
+        for number, text in enumerate(CHUNKS):
+            obstore.put(SharedPlace(root).objects, f"folder/{number}.txt", text.encode())
+        assert ingest_shared([root], config, settings).documents == 4
+        assert ingest_shared([root], config, settings).unchanged == 4
+        obstore.delete(SharedPlace(root).objects, ["folder/0.txt"])
+        assert ingest_shared([root], config, settings).removed == 1
+
+    def test_a_job_with_other_settings_is_refused(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        ingest_shared([str(documents)], config, settings)
+        with pytest.raises(ConfigurationError, match="chunk_tokens 64, not 32"):
+            ingest_shared([str(documents)], config, LibrarySettings(**{**settings_of(settings), "chunk_tokens": 32}))
+
+    def test_care_of_what_was_ingested(self, config: EngineConfig, settings: LibrarySettings, documents: Path) -> None:
+        for number in range(3):
+            (documents / f"more {number}.txt").write_text(f"{number} is another number. {CHUNKS[number]}")
+            ingest_shared([str(documents)], config, settings)
+        url = str(config.store)
+        before = stats(url)
+        assert before["documents"] == 7 and compact(url)["files"] == 1
+        assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
+        assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
+
+
+def settings_of(settings: LibrarySettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in LibrarySettings.__dataclass_fields__}
+
+
+def test_the_commands(config: EngineConfig, documents: Path) -> None:
+    """What a stranger types."""
+    runner, url = typer.testing.CliRunner(), f"{config.store}-anew"
+
+    def run(*arguments: str) -> dict[str, Any]:
+        found = runner.invoke(app, [*arguments, "--json"])
+        assert found.exit_code == 0, (found.output, found.exception)
+        return dict(json.loads(found.stdout))
+
+    assert run("store", "create", url, "--codec", "int8")["codec"] == "int8"
+    options = ["--store", url, "--primary", config.primary, "--auxiliary", "none", "--dtype", "float32"]
+    first = run("ingest", str(documents), *options)
+    assert first["documents"] == 4 and first["computed"] > 0
+    assert run("ingest", str(documents), "--store", url)["unchanged"] == 4
+    assert run("store", "stats", "--store", url)["documents"] == 4
+    assert run("store", "verify", "--store", url)["damaged"] == []
+    assert run("store", "gc", "--store", url, "--grace", "0")["deleted"] == 0
+    assert run("store", "compact", "--store", url)["files"] == 1
+    engine = CacheClipEngine(config, store=url, device="cpu")
+    assert engine.chunk_caches()[0].codec == "int8"
+    assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits >= len(CHUNKS)
+    engine.close()
+    refused = runner.invoke(app, ["store", "limit", "--store", url, "5"])
+    assert isinstance(refused.exception, ConfigurationError) and "folder" in str(refused.exception)
+
+
+class DyingEncode(Encode):
+    """Dies once, in the midst of a batch of which something is stored."""
+
+    def __call__(self, given: Any) -> Any:
+        flag = Path(os.environ["DYING_FLAG"])
+        if not flag.exists():
+            flag.touch()
+            super().__call__(given.slice(0, 2))
+            os._exit(137)
+        return super().__call__(given)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:  # noqa: F811
+    """Started once: it takes seconds. Yields a folder of its workers."""
+    ray = pytest.importorskip("ray", reason="the extra ray is not installed: pip install -e '.[ray]'")
+    folder, root = tmp_path_factory.mktemp("ray"), Path(__file__).parents[2]
+    with pytest.MonkeyPatch.context() as patch:
+        set_environment(patch, s3_address, folder)
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(root), str(root / "integrations"))))
+        patch.setenv("DYING_FLAG", str(folder / "died"))
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=80_000_000,
+            logging_level="ERROR",
+        )
+    yield folder
+    ray.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_job_on_ray_survives_a_killed_worker(
+    ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its batch runs again, and every text is there once."""
+    for number in range(12):
+        (documents / f"more {number}.txt").write_text(f"{number} is another number. {CHUNKS[number % 4]}")
+    monkeypatch.setattr("cacheclip_rag.ingest.shared.Encode", DyingEncode)
+    report = ingest_shared([str(documents)], config, settings, engine="ray")
+    assert (ray_cluster / "died").exists() and report.documents == 16 and report.failed == []
+    assert {*texts_of(config)} == {str(path) for path in documents.iterdir()}
+    rows = [(name, text) for name, texts in texts_of(config).items() for text in texts]
+    assert len(rows) == len(set(rows)) and verify(str(config.store))["missing"] == 0
+    assert ingest_shared([str(documents)], config, settings, engine="ray").unchanged == 16

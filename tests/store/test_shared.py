@@ -1,0 +1,319 @@
+"""Stores in object storage: what machines share, and what becomes of answers when storage fails."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base.errors import MissingExtraError
+from cacheclip_rag.store import Backend, FrameError, StoreReader
+from cacheclip_rag.store.shared.care import create, gc, stats, verify
+from cacheclip_rag.store.shared.objects import ObjectBackend
+from cacheclip_rag.store.shared.place import SharedPlace, object_name, tenant_folder
+from cacheclip_rag.store.shared.store import SharedStore
+from cacheclip_rag.testing.backends import BackendConformance
+from tests.conftest import CHUNKS, rag_prompt
+
+obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
+
+
+class TestObjectBackend(BackendConformance):
+    replaces = False
+
+    @pytest.fixture
+    def folder(self, bucket: str) -> Path:  # type: ignore[override]
+        return bucket  # type: ignore[return-value]
+
+    def make_backend(self, folder: Path) -> Backend:
+        return ObjectBackend(SharedPlace(str(folder)))
+
+    def read_raw(self, backend: Backend, key: str) -> bytes | None:
+        assert isinstance(backend, ObjectBackend)
+        try:
+            return bytes(obstore.get(backend.place.objects, object_name("default", key, "raw")).bytes())
+        except FileNotFoundError:
+            return None
+
+    def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
+        assert isinstance(backend, ObjectBackend)
+        obstore.put(backend.place.objects, object_name("default", key, "raw"), data)
+
+
+# -- machines that share a store ------------------------------------------------------------------------------------
+
+Machine = Callable[..., CacheClipEngine]
+
+
+@pytest.fixture
+def store_url(bucket: str) -> str:
+    create(bucket)
+    return bucket
+
+
+@pytest.fixture
+def machine(
+    tiny_models: dict[str, str], store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Machine]:
+    """Makes engines, each with a home of its own."""
+    made: list[CacheClipEngine] = []
+
+    def make(**options: Any) -> CacheClipEngine:
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / f"home {len(made)}"))
+        given = {"primary": tiny_models["llama"], "auxiliary": None, "method": "anchored", "store": store_url}
+        made.append(CacheClipEngine(**{**given, **options}))
+        _ = made[-1].store
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "cacheclip-shared"]
+
+
+def shared(engine: CacheClipEngine) -> SharedStore:
+    found = engine.store.chunk_store
+    assert isinstance(found, SharedStore)
+    return found
+
+
+def hits(engine: CacheClipEngine, chunks: Sequence[str] = CHUNKS, **options: Any) -> int:
+    return engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), **options).stats.hits
+
+
+class TestMachines:
+    def test_another_machine_finds_and_reuses_what_one_stored(self, machine: Machine) -> None:
+        one = machine()
+        assert one.precompute(CHUNKS) == len(CHUNKS) and hits(one) == len(CHUNKS)
+        other = machine()
+        assert other.precompute(CHUNKS) == 0
+        assert hits(other) == len(CHUNKS)
+        expected = [one.store.get(key) for key in sorted(one.store.keys())]
+        found = [other.store.get(each.frame.key) for each in expected if each is not None]
+        assert [torch.equal(a.tensor(), b.tensor()) for a, b in zip(expected, found, strict=True) if a and b] == [
+            True
+        ] * len(expected)
+
+    def test_new_texts_are_seen_after_a_poll_and_parts_of_them_too(self, machine: Machine) -> None:
+        one, other = machine(), machine()
+        assert other.store.stats().entries == 0
+        one.precompute(CHUNKS)
+        assert len(other.library.index.find(rag_prompt(CHUNKS))) == 0
+        assert shared(other).poll() == (len(CHUNKS), 0)
+        assert len(other.library.index.find(rag_prompt(CHUNKS))) == len(CHUNKS)
+        assert len(other.library.index.find(rag_prompt([CHUNKS[0][20:]]))) == 1
+
+    def test_a_given_document_is_found_without_its_row(self, machine: Machine) -> None:
+        one, other = machine(), machine()
+        shared(one).commits = False
+        one.precompute(CHUNKS)
+        assert hits(other, documents=CHUNKS) == len(CHUNKS)
+
+    def test_a_copy_that_is_thrown_away_is_made_anew(self, machine: Machine) -> None:
+        one = machine()
+        one.precompute(CHUNKS)
+        one.close()
+        shutil.rmtree(shared(one).place.replica.parent)
+        shared(one).poll()
+        assert hits(one) == len(CHUNKS)
+
+    def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(
+        self, machine: Machine, store_url: str
+    ) -> None:
+        one, other = machine(), machine(memory_bytes=1 << 24)
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        assert hits(other) == len(CHUNKS)
+        assert one.release(CHUNKS[:1]) == 1
+        assert shared(other).poll() == (0, 1)
+        assert other.library.index.find(CHUNKS[0], parts=False) == [] and not other.store.holds_text(CHUNKS[0])
+        assert gc(store_url)["deleted"] == 0 and gc(store_url, grace_s=0)["deleted"] == 1
+        assert verify(store_url)["missing"] == 0
+
+    def test_sources_and_documents_are_shared(self, machine: Machine) -> None:
+        one, other = machine(), machine()
+        one.precompute({CHUNKS[0]: [("page 1", "book")], CHUNKS[1]: [("page 2", "book")]})
+        shared(other).poll()
+        assert sorted(other.library.sources()) == ["page 1", "page 2"]
+        assert other.release(sources=["book"]) == 2
+        shared(one).poll()
+        assert one.library.sources() == [] and not one.store.holds_text(CHUNKS[0])
+
+    def test_tenants_have_folders_of_their_own(self, machine: Machine, store_url: str) -> None:
+        one, other = machine(namespace="one"), machine(namespace="other")
+        assert one.precompute(CHUNKS) == other.precompute(CHUNKS) == len(CHUNKS)
+        folders = {each["path"].split("/")[1] for each in shared(one).objects.objects_of("tenants/")}
+        assert len(folders) == 2 and stats(store_url)["texts"] == 2 * len(CHUNKS)
+        assert one.release(CHUNKS[:1]) == 1 and shared(other).poll() == (0, 0)
+        assert not one.store.holds_text(CHUNKS[0]) and other.store.holds_text(CHUNKS[0])
+        shared(one).poll()
+        assert one.library.index.find(CHUNKS[0], parts=False) == []
+        one.precompute(CHUNKS)
+        asked: list[str] = []
+        ask = ObjectBackend._ask
+
+        def watched(self: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
+            asked.extend(arguments[0] if isinstance(arguments[0], list) else arguments[:1])
+            return ask(self, request, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ObjectBackend, "_ask", watched)
+            third = machine(namespace="one")
+            assert hits(third, documents=CHUNKS) == len(CHUNKS)
+        assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {
+            tenant_folder("one")[8:]
+        }
+
+
+class TestPayloadsNeverChange:
+    def test_another_codec_writes_beside(self, machine: Machine, store_url: str) -> None:
+        coarse, fine = machine(codec="int8"), machine(codec="float32")
+        coarse.precompute(CHUNKS)
+        before = {
+            each["path"]: each["e_tag"]
+            for each in shared(coarse).objects.objects_of("tenants/")
+            if "int8" in each["path"]
+        }
+        assert fine.precompute(CHUNKS) == len(CHUNKS)
+        after = {each["path"]: each["e_tag"] for each in shared(coarse).objects.objects_of("tenants/")}
+        assert before and before.items() <= after.items() and len(before) == len(CHUNKS)
+        shared(coarse).poll()
+        for engine, codec in ((coarse, "int8"), (fine, "float32")):
+            kept = [engine.chunk_caches()[0].read(chunk) for chunk in CHUNKS]
+            assert [each.codec for each in kept if each is not None] == [codec] * len(CHUNKS)
+            assert hits(engine) == len(CHUNKS) and engine.precompute(CHUNKS) == 0
+        assert gc(store_url, grace_s=0)["deleted"] == 0
+
+    def test_damaged_is_a_miss_and_stays_until_it_is_verified(
+        self, machine: Machine, store_url: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        one = machine(on_miss="ignore")
+        one.precompute(CHUNKS)
+        objects, key = shared(one).objects, one.chunk_caches()[0].key(CHUNKS[0])
+        [found] = objects.locate("default", [key])[key]
+        data = bytearray(obstore.get(objects.place.objects, found.name).bytes())
+        data[-1] ^= 1
+        obstore.put(objects.place.objects, found.name, bytes(data))
+        assert hits(one) == len(CHUNKS) - 1 and "damaged" in caplog.text
+        assert objects.locate("default", [key])
+        report = verify(store_url)
+        assert report["damaged"] == [found.name] and report["missing"] == 1 and not objects.locate("default", [key])
+        assert verify(store_url) == {**verify(store_url), "missing": 0, "damaged": []}
+        assert machine().precompute(CHUNKS) == 1 and hits(machine()) == len(CHUNKS)
+
+    def test_a_payload_that_is_gone_is_a_miss(self, machine: Machine) -> None:
+        one, other = machine(), machine(on_miss="ignore")
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        assert hits(other) == len(CHUNKS) - 1
+
+    def test_garbage_waits_and_what_is_found_again_stays(self, machine: Machine, store_url: str) -> None:
+        one = machine()
+        shared(one).commits = False  # as a run that was killed before its commit
+        one.precompute(CHUNKS)
+        assert gc(store_url, grace_s=60)["waiting"] == len(CHUNKS) + 1
+        other = machine()
+        assert other.precompute(CHUNKS) == 0
+        assert gc(store_url, grace_s=0)["deleted"] == 0
+        assert hits(machine()) == len(CHUNKS)
+
+
+# -- outages --------------------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """Stands between a client and the server: passes bytes on, or is silent, or gone."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("http://").partition(":")
+        self._to, self.is_silent = (host, int(port)), False
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                self.connections += 1
+                server = socket.create_connection(self._to)
+                self._open += [client, server]
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_silent:
+                    target.sendall(data)
+
+    def go(self) -> None:
+        self._listener.close()
+        for each in self._open:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+
+@pytest.fixture
+def relay(s3_address: str, store_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    made = Relay(s3_address)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", made.address)
+    yield made
+    made.go()
+
+
+@pytest.mark.parametrize("kind", ["gone", "silent"])
+def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Machine, relay: Relay, kind: str) -> None:
+    """The second question asks nothing of storage."""
+    one = machine(on_miss="ignore")
+    one.precompute(CHUNKS)
+    expected = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4), method="full").text
+    one.prefixes.clear()
+    assert hits(one) == len(CHUNKS)
+    one.prefixes.clear()
+    shared(one)._stop.set()  # the thread would notice the outage first
+    relay.go() if kind == "gone" else setattr(relay, "is_silent", True)
+    answer = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    one.prefixes.clear()
+    asked = relay.connections
+    again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
+    assert relay.connections == asked
+
+
+def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Machine, store_url: str) -> None:
+    """Each from its tenant's folder, in the codec that it wants."""
+    coarse, fine = machine(codec="int8"), machine(codec="float32")
+    for engine in (coarse, fine):
+        engine.precompute(CHUNKS[:1])
+    key = fine.chunk_caches()[0].key(CHUNKS[0])
+    for codec in ("int8", "float32"):
+        assert StoreReader(store_url, "default", codec).get(key, codec=codec).codec == codec
+    with pytest.raises(FrameError, match="is not in s3://"):
+        StoreReader(store_url, "another", "int8").get(key, codec="int8")
+
+
+def test_without_the_extra_one_error_says_what_to_install(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtraError, match=r"pip install .*\[shared\]"):
+        _ = CacheClipEngine(store=bucket).store
+
+
+def test_importing_the_package_imports_no_client() -> None:
+    clients = "obstore", "deltalake", "pyarrow", "ray"
+    code = f"import sys, cacheclip_rag.store, cacheclip_rag.engine; print([n for n in {clients} if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
