@@ -187,7 +187,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"
         "engine.precompute(texts)\n"
         "engine.warm_up()\n"
-        "primary = engine.parts.sources(preset(given['engine']['method'])).primary\n"
+        "primary = engine.parts.kv_sources(preset(given['engine']['method'])).primary\n"
         "print(json.dumps({'texts': texts, 'keys': [primary.key(text) for text in texts]}))\n"
     )
     given = {
@@ -244,7 +244,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
     else:
         model = ["--model", str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
         flags.append("--enable-prompt-tokens-details")
-        command = ["-m", "vllm.entrypoints.openai.api_server", *model, "--port", str(port), *flags]
+        command = ["-m", "vllm.entrypoints.cli.main", "serve", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{'ours' if reusing else 'plain'}.log"

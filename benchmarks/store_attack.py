@@ -42,7 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.base.database import FormatError
-from cacheclip_rag.chunks.library import ChunkLibrary
+from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest import library as documents
@@ -419,7 +419,7 @@ class Writer:
     def _release(self) -> None:
         tenant, number, _ = self._any()
         text = f"the text with the number {number // 2}"
-        self.count["released"] += ChunkLibrary(tenant).release([text])
+        self.count["released"] += ChunkTexts(tenant).release([text])
 
     def _drop(self) -> None:
         self.count["dropped"] += self.store.drop_tenant(TENANTS[-1])

@@ -23,7 +23,7 @@ from .base.errors import CacheClipError
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
-from .chunks.library import ChunkLibrary
+from .chunks.texts import ChunkTexts
 from .config import EngineConfig
 from .fusion.answer import Answer, Event, last_answer
 from .guards.base import Observer
@@ -114,7 +114,7 @@ class CacheClipEngine:
         return self.parts.store
 
     @property
-    def library(self) -> ChunkLibrary:
+    def library(self) -> ChunkTexts:
         """Precomputed texts of this namespace and their sources."""
         return self.parts.library
 
@@ -219,8 +219,8 @@ class CacheClipEngine:
         self.library.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.caches_after_prefix, *loaded):
-            _ = caches.prefix
-        ready = self._answering.prefill(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
+            _ = caches.prefix_kv
+        ready = self._answering.prefill_only(Request("Ready?", method, CallOptions(SamplingParams(max_tokens=1))))
         self.primary.decode_step(ready.cache, int(ready.logits.argmax()))
         return WarmUp(time.perf_counter() - started, tuple(each.runtime.name for each in loaded), read, num_bytes)
 
@@ -369,7 +369,7 @@ class CacheClipEngine:
 
         Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
         options = CallOptions().with_options({"params": params, **given})
-        return self._answering.prefill(Request(prompt, method, options))
+        return self._answering.prefill_only(Request(prompt, method, options))
 
     def _request(
         self, prompt: Prompt | Sequence[Segment], options: CallOptions | None, given: Mapping[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..runtime.base import State
-from .prefill import Keeping
+from .prefill import Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Continuation:
     """The exact KV of the prompt and of all ``ids`` but the last."""
     ids: list[int]
     """The answer so far: as it was given, or up to the first token that differs, with full prefill's token there."""
-    keeping: Keeping | None
+    keeping: Keep | None
     """What takes the exact KV into the prefix cache; None: nothing is kept."""
 
 

@@ -17,15 +17,15 @@ from ..base.checks import check_ratio_and_limit
 from ..base.errors import ConfigurationError, ModelError
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import CONTEXTS, ChunkContext
-from ..chunks.library import ChunkLibrary
+from ..chunks.texts import ChunkTexts
 from ..config import EngineConfig
 from ..finding.texts import GivenTexts
-from ..guards.coverage import Certificates
+from ..guards.engine_certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
 from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
 from ..models.memory import free_bytes
-from ..plan.sources import Sources
+from ..plan.kv_sources import KVSources
 from ..prompt.layout import check_least_length
 from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text
@@ -64,10 +64,10 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
         self._tenant: TenantStore | None = None
-        self._sources: dict[Hashable, Sources] = {}
+        self._kv_sources: dict[Hashable, KVSources] = {}
         self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
-        self.certificates = Certificates(config, self.sources)
+        self.certificates = Certificates(config, self.kv_sources)
         """What certificates say about methods with these models."""
         self.controllers = Controllers(
             self.certificates, lambda: [self.runtime, *filter(None, [self.head_sets.auxiliary])]
@@ -115,8 +115,8 @@ class Parts:
             return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
     @cached_property
-    def library(self) -> ChunkLibrary:
-        return ChunkLibrary(self.store)
+    def library(self) -> ChunkTexts:
+        return ChunkTexts(self.store)
 
     def close(self) -> None:
         if self._tenant is not None:
@@ -128,7 +128,7 @@ class Parts:
         with self._lock:
             loaded = [caches.runtime for caches in self._caches.values()]
             self._caches.clear()
-            self._sources.clear()
+            self._kv_sources.clear()
             vars(self).pop("runtime", None)
         self.certificates.forget()
         self.controllers.forget()
@@ -140,14 +140,14 @@ class Parts:
 
     # -- models -------------------------------------------------------------------------------------------------
 
-    def primary(self, context: ChunkContext) -> ChunkCaches:
+    def primary_caches(self, context: ChunkContext) -> ChunkCaches:
         """Chunk caches of the primary model with chunk context ``context``. Loads the model."""
         return self._caches_of("primary", context)
 
     @property
     def caches_after_prefix(self) -> ChunkCaches:
         """Chunk caches of the primary model with chunk context ``prefix``; they hold the shared prefix's KV."""
-        return self.primary(PREFIX)
+        return self.primary_caches(PREFIX)
 
     @cached_property
     def runtime(self) -> Runtime:
@@ -171,12 +171,12 @@ class Parts:
     def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Chunk caches of each model, the primary's first. Loads the models."""
         auxiliary = self.auxiliary_caches if with_auxiliary else None
-        return [self.primary(context), *([auxiliary] if auxiliary is not None else [])]
+        return [self.primary_caches(context), *([auxiliary] if auxiliary is not None else [])]
 
     def usable(self, context: ChunkContext) -> Iterator[ChunkCaches]:
         """The primary's caches, then the auxiliary's. If the auxiliary cannot be loaded, its caches are left out with a
         warning, because other methods work without them."""
-        yield self.primary(context)
+        yield self.primary_caches(context)
         try:
             auxiliary = self.auxiliary_caches
         except ModelError as error:
@@ -281,21 +281,21 @@ class Parts:
         own = chosen.context if isinstance(chosen, Method) else None
         return own or CONTEXTS[self.config.chunk_context]
 
-    def sources(self, method: Method) -> Sources:
+    def kv_sources(self, method: Method) -> KVSources:
         """The sources of a method's KV. Loads the models that the method needs."""
         context = self.context_of(method)
         # of one type, some methods read KV and some do not
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
         with self._lock:
-            if wants not in self._sources:
-                check_reads(method, self.primary(context).runtime)
-                self._sources[wants] = Sources(
-                    primary=self.primary(context),
-                    prefix=self.caches_after_prefix,
-                    auxiliary=self.head_sets.scorer(method.head_sets) if method.needs_auxiliary else None,
+            if wants not in self._kv_sources:
+                check_reads(method, self.primary_caches(context).runtime)
+                self._kv_sources[wants] = KVSources(
+                    primary=self.primary_caches(context),
+                    prefix_caches=self.caches_after_prefix,
+                    auxiliary=self.head_sets.auxiliary_pass(method.head_sets) if method.needs_auxiliary else None,
                     prefix_cache=self.prefix_cache,
                 )
-            return self._sources[wants]
+            return self._kv_sources[wants]
 
     @property
     def default_method(self) -> str:
@@ -303,13 +303,13 @@ class Parts:
         one that needs no auxiliary. Loads the models."""
         if self.head_sets.has_default:
             return "cacheclip"
-        return "anchored" if self.runtime.reads_kv else "epic"
+        return "anchored" if self.runtime.reads_kv and self.runtime.can_score else "epic"
 
     def use_heads(self, heads: HeadSet | None) -> None:
         """Use these heads from now on, and forget what was decided with others; see :meth:`HeadSets.use`."""
         self.head_sets.use(heads)
         with self._lock:
-            self._sources.clear()
+            self._kv_sources.clear()
         # from below to above, so that nothing that was read before is kept above
         self.certificates.forget()
         self.controllers.forget()

@@ -22,22 +22,21 @@ from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
 from ..methods.base import Method
-from ..plan.plan import ROWS_FOR_EXACT_KV, Plan
-from ..plan.planner import make_plan
-from ..plan.sources import Sources
+from ..plan.kv_sources import KVSources
+from ..plan.plan import Plan
+from ..plan.planner import least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from ..timing.controller import Controller
-from .calls import read_calls
 from .completion import IdleCompletion
 from .decoding import decode
-from .gate import Gate
 from .options import Request
 from .parts import Parts
-from .prefill import Keeping, Prefilled, prefill
+from .prefill import Prefilled, keep, prefill_plan
 from .sampler import room_for
+from .text import read_calls
 from .turns import turns_of
-from .verification import Verification
+from .verification import Gate, Verification
 from .writer import ChunkWriter
 
 
@@ -80,18 +79,18 @@ class Answering:
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
         with waiting_at_most(ANSWER_WAIT_S):
-            sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
-            options, runtime = request.options, sources.primary.runtime
+            kv_sources = self.parts.kv_sources(request.method)  # weights are loaded before the clock starts
+            options, runtime = request.options, kv_sources.primary.runtime
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
             text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
-            clock, turns, cleared = PhaseClock(), turns_of(runtime), sources.prefix_cache.cleared
-            read = self._read(request, sources, clock)  # before the turn: a long prompt holds up no other one
+            clock, turns, cleared = PhaseClock(), turns_of(runtime), kv_sources.prefix_cache.cleared
+            read = self._read(request, kv_sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.answer():
             with turns.prompt():  # until the first text is there: most first tokens have one
                 with waiting_at_most(ANSWER_WAIT_S):
-                    plan, prefilled = self._prefill(request, read, sources, clock, self.observers)
-                verification = _verification(request, plan.method, sources, prefilled)
+                    plan, prefilled = self._plan_and_prefill(request, read, kv_sources, clock, self.observers)
+                verification = _verification(request, plan.method, kv_sources, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
                     verification
@@ -99,7 +98,7 @@ class Answering:
                     else Gate(verification, plan.method.min_confidence)
                 )
                 logits, missing = prefilled.logits, prefilled.missing
-                completes = options.finish == "idle" and not prefilled.is_exact and sources.shares_prefixes(plan)
+                completes = options.finish == "idle" and not prefilled.is_exact and kv_sources.shares_prefixes(plan)
                 events = decode(
                     runtime,
                     prefilled,
@@ -121,40 +120,40 @@ class Answering:
                         observer.on_answer(answered)
                     if completes:
                         ids = [*plan.layout.token_ids, *event.answer.token_ids]
-                        self.completion.add(runtime, sources.prefix_cache, ids, cleared)
+                        self.completion.add(runtime, kv_sources.prefix_cache, ids, cleared)
                 yield event
             if missing or self.writer.late:
-                self.writer.store_missing(missing, options.documents, sources.primary.context)
+                self.writer.store_missing(missing, options.documents, kv_sources.primary.context)
 
     def plan(
         self,
         request: Request,
-        sources: Sources | None = None,
+        kv_sources: KVSources | None = None,
         clock: PhaseClock | None = None,
         read: _ReadPrompt | None = None,
     ) -> Plan:
         """Decide how to answer. Computes no tensor. ``clock`` was started when the request came in."""
-        sources = sources or self.parts.sources(request.method)
+        kv_sources = kv_sources or self.parts.kv_sources(request.method)
         clock = clock or PhaseClock()
-        segments, question, given = read or self._read(request, sources, clock)
+        segments, question, given = read or self._read(request, kv_sources, clock)
         with clock.phase("lookup"):
-            plan = make_plan(segments, request.method, sources, question=question, given=given)
+            plan = make_plan(segments, request.method, kv_sources, question=question, given=given)
             if not plan.reused:
                 return plan
-            known, continued = sources.known_tokens(plan)
-            plan = _least_computed(plan, known, continued)
+            known, continued = kv_sources.known_tokens(plan)
+            plan = least_computed(plan, known, continued)
             controller = self._controller(request)
             if controller is None or plan.continues or plan.bypass is not None:
                 return plan
-            reading = controller.profile.reading(plan, sources, known)
+            reading = controller.profile.reading(plan, kv_sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
 
-    def _read(self, request: Request, sources: Sources, clock: PhaseClock) -> _ReadPrompt:
+    def _read(self, request: Request, kv_sources: KVSources, clock: PhaseClock) -> _ReadPrompt:
         with clock.phase("lookup"):
             options, prompt, given = request.options, request.prompt, given_texts(request.options.documents)
             segments = as_segments(prompt)
             if segments is None:
-                isolated = sources.primary.context.isolated
+                isolated = kv_sources.primary.context.isolated
                 segments = self.parts.segment(
                     prompt,  # type: ignore[arg-type]
                     given,
@@ -177,48 +176,38 @@ class Answering:
         return self.parts.controllers.of(request.method)
 
     @torch.inference_mode()
-    def prefill(self, request: Request) -> Prefilled:
+    def prefill_only(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
-        sources = self.parts.sources(request.method)  # weights are loaded before the clock starts
+        kv_sources = self.parts.kv_sources(request.method)  # weights are loaded before the clock starts
         clock = PhaseClock()
-        read = self._read(request, sources, clock)
-        with turns_of(sources.primary.runtime).prompt():
-            return self._prefill(request, read, sources, clock, ())[1]
+        read = self._read(request, kv_sources, clock)
+        with turns_of(kv_sources.primary.runtime).prompt():
+            return self._plan_and_prefill(request, read, kv_sources, clock, ())[1]
 
-    def _prefill(
+    def _plan_and_prefill(
         self,
         request: Request,
         read: _ReadPrompt,
-        sources: Sources,
+        kv_sources: KVSources,
         clock: PhaseClock,
         observers: Sequence[Observer],
     ) -> tuple[Plan, Prefilled]:
         queued_s = clock.elapsed() - clock.seconds["lookup"]
-        plan = self.plan(request, sources, clock, read)
+        plan = self.plan(request, kv_sources, clock, read)
         for observer in observers:
-            plan = observer.on_plan(plan, sources) or plan
+            plan = observer.on_plan(plan, kv_sources) or plan
         room = room_for(request.options.params)
-        found = prefill(plan, sources, answer_tokens=room, clock=clock, trace=request.options.trace)
+        found = prefill_plan(plan, kv_sources, answer_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self._controller(request)) is not None:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
 
-def _least_computed(plan: Plan, known: int, continued: int) -> Plan:
-    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
-    ``continued`` ones, of which those after ``known`` are approximate. Exact KV is worth a few rows."""
-    plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
-    shorter = plan.computed_after(known, continued) if continued > known else fused
-    if plain < fused and plain <= shorter + ROWS_FOR_EXACT_KV:
-        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
-    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
-
-
-def _verification(request: Request, method: Method, sources: Sources, prefilled: Prefilled) -> Verification | None:
+def _verification(request: Request, method: Method, kv_sources: KVSources, prefilled: Prefilled) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
-    runtime, layout = sources.primary.runtime, prefilled.layout
+    runtime, layout = kv_sources.primary.runtime, prefilled.layout
     asked = request.options.finishes or method.min_confidence > 0
     if not asked or not runtime.can_extend or prefilled.is_exact:
         return None
@@ -229,8 +218,8 @@ def _verification(request: Request, method: Method, sources: Sources, prefilled:
         runtime,
         layout.ids,
         capacity=layout.num_tokens + room_for(request.options.params),
-        find_match=lambda: sources.prefix_cache.match(known),
-        keeping=Keeping(sources.prefix_cache, runtime.reuse_tokens) if keeps else None,
+        find_match=lambda: kv_sources.prefix_cache.match(known),
+        keeping=partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens) if keeps else None,
         is_greedy=is_greedy(request.options.params),
         revises=request.options.finish == "revise",
     )

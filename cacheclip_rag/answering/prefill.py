@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -15,42 +14,40 @@ import torch
 from ..base.clock import PhaseClock
 from ..fusion.answer import FusionStats, Trace
 from ..fusion.fused import Fused
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span
 from ..prompt.occurrences import occurrences
 from ..runtime.base import State, wait_for
-from ..runtime.transformers.prefix_cache import PrefixCache
 from .sampler import confidence
 
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def _kept_if_it_can_be() -> Iterator[None]:
-    """An answer must not fail because its KV cannot be kept, for instance out of memory."""
+Keep = Callable[[Sequence[int], Any], None]
+"""Lets later prompts use the KV that a state has of these tokens, of a prompt and its answer."""
+
+
+def keep(
+    insert: Callable[[Sequence[int], Any], object],
+    ids: Sequence[int],
+    state: Any,
+    *,
+    max_tokens: int | None = None,
+    num_plain: int | None = None,
+) -> None:
+    """Insert KV into a cache. An answer must not fail because its KV cannot be kept, for instance out of memory.
+
+    Args:
+        max_tokens: if there are more ``ids``, nothing is kept: the rotary frequencies may have changed.
+        num_plain: leading tokens whose KV equals plain prefill's; None for all tokens.
+    """
+    if max_tokens is not None and len(ids) > max_tokens:
+        return
     try:
-        yield
+        insert(ids[:num_plain], state)
     except RuntimeError as error:
         logger.warning("the KV of this prompt could not be kept for later prompts: %s", error)
-
-
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """Which part of a prompt's KV the prefix cache may keep for later prompts."""
-
-    prefix_cache: PrefixCache
-    max_tokens: int
-    """If prompt and answer have more tokens than this, nothing is kept: the rotary frequencies may have changed."""
-    num_plain: int | None = None
-    """Leading tokens whose KV equals plain prefill's; None for all tokens."""
-
-    def keep(self, ids: Sequence[int], state: Any) -> None:
-        """Insert the exact part of the KV of ``ids`` (prompt and answer) into the prefix cache."""
-        if len(ids) > self.max_tokens:
-            return
-        with _kept_if_it_can_be():
-            self.prefix_cache.insert(ids[: self.num_plain], state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +63,10 @@ class Prefilled:
     missing: tuple[str, ...]
     """Texts to store after the answer: chunks computed as fresh text because their KV was not stored or was damaged, if
     half or more of them stands in the prompt."""
-    keeping: Keeping | None = None
-    """None if the prefix cache may keep nothing of this prompt."""
-    continuing: Callable[[Sequence[int], State], None] | None = None
-    """Lets later prompts continue the KV of these tokens; None: it is exact, or the method does not allow it."""
+    keeping: Keep | None = None
+    """Takes exact KV into the prefix cache; None if it may keep nothing of this prompt."""
+    continuing: Keep | None = None
+    """Takes approximate KV, which later prompts continue; None: it is exact, or the method does not allow it."""
     trace: Trace | None = None
     is_exact: bool = True
     """Whether all KV equals plain prefill's."""
@@ -78,27 +75,28 @@ class Prefilled:
         """Keep the KV of prompt and answer for later prompts. The answer's last token has no KV in ``cache``."""
         ids = [*self.layout.token_ids, *answer][: cache.get_seq_length()] if self.keeping or self.continuing else []
         if self.keeping is not None:
-            self.keeping.keep(ids, cache)
+            self.keeping(ids, cache)
         if self.continuing is not None and answer:  # once, when the answer is there
-            with _kept_if_it_can_be():
-                self.continuing(ids, cache)
+            self.continuing(ids, cache)
 
 
-def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False) -> Prefilled:
+def prefill_plan(
+    plan: Plan, kv_sources: KVSources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False
+) -> Prefilled:
     """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
     also record scores, recomputed tokens and seconds per layer."""
     capacity = plan.layout.num_tokens + answer_tokens
     if not plan.reused:
-        return _plain(plan, sources, capacity, clock)
+        return _plain(plan, kv_sources, capacity, clock)
     if plan.bypass is not None:
         planned = stats_of(plan, clock)  # hits and misses are those of the plan
-        found = _plain_instead(plan, plan.bypass, planned, sources, capacity, clock)
+        found = _plain_instead(plan, plan.bypass, planned, kv_sources, capacity, clock)
         return replace(found, stats=replace(found.stats, bypassed=True))
-    fused = sources.primary.runtime.fuse(plan, sources, capacity=capacity, clock=clock, trace=trace)
+    fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
-        return _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
-    found = _fused(fused, sources, clock)
+        return _plain(replace(plan.reusing(()), fallback=why), kv_sources, capacity, clock)
+    found = _fused(fused, kv_sources, clock)
     sure = found.stats.confidence
     assert sure is not None, "every prefill has a confidence"
     if found.is_exact or sure >= plan.method.min_confidence:
@@ -107,7 +105,7 @@ def prefill(plan: Plan, sources: Sources, *, answer_tokens: int, clock: PhaseClo
     del fused, found  # memory holds one prompt's KV at a time
     least = plan.method.min_confidence
     why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
-    found = _plain_instead(plan, why, tried, sources, capacity, clock)
+    found = _plain_instead(plan, why, tried, kv_sources, capacity, clock)
     charged = found.stats.charged_ratio + tried.charged_ratio
     return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
 
@@ -117,27 +115,27 @@ _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 
 
 def _plain_instead(
-    plan: Plan, why: str, planned: FusionStats, sources: Sources, capacity: int, clock: PhaseClock
+    plan: Plan, why: str, planned: FusionStats, kv_sources: KVSources, capacity: int, clock: PhaseClock
 ) -> Prefilled:
     """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
-    found = _plain(replace(plan.reusing(()), fallback=why), sources, capacity, clock)
+    found = _plain(replace(plan.reusing(()), fallback=why), kv_sources, capacity, clock)
     counts = {name: getattr(planned, name) for name in _COUNTS}
     return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
 
 
-def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
+def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock) -> Prefilled:
     plan = fused.plan
     stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
-    keeping = None if fused.first_computed is None else _keeping(plan, sources, fused.first_computed)
+    keeping = None if fused.first_computed is None else _keeping(plan, kv_sources, fused.first_computed)
     # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
-    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, sources)])
+    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, kv_sources)])
     is_recomputed = plan.method.exact_at_one and fused.recomputed_tokens == stale
     is_plain = fused.first_computed is not None and not plan.layout.is_continued
     is_exact = is_plain and (not stale or is_recomputed)
     continuing = None
-    if not is_exact and fused.stale is not None and sources.shares_prefixes(plan):
-        insert = sources.prefix_cache.continued.insert
-        continuing = partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1)
+    if not is_exact and fused.stale is not None and kv_sources.shares_prefixes(plan):
+        insert = kv_sources.prefix_cache.continued.insert
+        continuing = partial(keep, partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1))
     if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax()) if fused.stale.any() else None
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
@@ -146,34 +144,34 @@ def _fused(fused: Fused, sources: Sources, clock: PhaseClock) -> Prefilled:
     )
 
 
-def _is_plain(plan: Plan, span: Span, sources: Sources) -> bool:
+def _is_plain(plan: Plan, span: Span, kv_sources: KVSources) -> bool:
     """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
     dtype stored it."""
     layout = plan.layout
-    if sources.primary.is_lossy:
+    if kv_sources.primary.is_lossy:
         return span.stop <= layout.num_exact
     return layout.is_exact(span)
 
 
-def _keeping(plan: Plan, sources: Sources, first_computed: int) -> Keeping | None:
+def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keep | None:
     """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
     None if the store holds those tokens already."""
-    layout, is_lossy, runtime = plan.layout, sources.primary.is_lossy, sources.primary.runtime
-    if not sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
+    layout, is_lossy, runtime = plan.layout, kv_sources.primary.is_lossy, kv_sources.primary.runtime
+    if not kv_sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
         return None
     if layout.is_continued:  # of which the cache holds what is exact
         return None
-    num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, sources)), default=None)
+    num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, kv_sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
         return None
-    return Keeping(sources.prefix_cache, runtime.reuse_tokens, num_plain)
+    return partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens, num_plain=num_plain)
 
 
-def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Prefilled:
+def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
-    runtime, layout, method = sources.primary.runtime, plan.layout, plan.method
+    runtime, layout, method = kv_sources.primary.runtime, plan.layout, plan.method
     with clock.phase("lookup"):
-        match = sources.match(plan)
+        match = kv_sources.match(plan)
     with match:
         # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
         known = match.num_tokens
@@ -186,7 +184,8 @@ def _plain(plan: Plan, sources: Sources, capacity: int, clock: PhaseClock) -> Pr
                 wait_for(logits.device)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    keeping = Keeping(sources.prefix_cache, runtime.reuse_tokens) if sources.shares_prefixes(plan) else None
+    insert = kv_sources.prefix_cache.insert
+    keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)
     stats = replace(

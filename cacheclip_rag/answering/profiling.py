@@ -80,7 +80,7 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
 def _reads(parts: Parts, method: Method) -> list[TimedRead]:
     """Readings of few and of several entries, of short and of long ones, from each tier of the engine's own store. None
     if the store cannot be measured."""
-    caches, store = parts.primary(parts.context_of(method)), parts.store.chunk_store
+    caches, store = parts.primary_caches(parts.context_of(method)), parts.store.chunk_store
     runtime = caches.runtime
     try:
         for part in _PARTS:
@@ -113,7 +113,7 @@ class _Measuring:
         self._sizes = [2**n for n in range(20) if _LEAST_TOKENS <= 2**n <= most]
 
     def samples(self) -> Iterator[Timing]:
-        self._prefill(self._prompt(self._sizes[0], _SHORT), self._method)  # the first one makes threads and buffers
+        self._timed(self._prompt(self._sizes[0], _SHORT), self._method)  # the first one makes threads and buffers
         sizes = []
         for size in self._sizes:
             sizes.append(size)
@@ -129,22 +129,22 @@ class _Measuring:
 
     def _of(self, size: int) -> Iterator[Timing]:
         """Plain and fused prefills of ``size`` tokens of chunks."""
-        yield self._prefill(self._prompt(size, _SHORT), preset("full"))
+        yield self._timed(self._prompt(size, _SHORT), preset("full"))
         method = self._method
         cases = [(_LONG, method), (_SHORT, method)]
         if method.has_ratio:
             few, many = _RATIOS
             cases = [(_LONG, method.at(few)), (_LONG, method.at(many)), (_SHORT, method.at(many))]
         for length, at in cases:
-            yield self._prefill(self._prompt(size, length), at)
+            yield self._timed(self._prompt(size, length), at)
 
     def _prompt(self, size: int, length: int) -> str:
         texts = self._texts[length][: max(1, size // length)]
         self._writer.precompute(texts, self.parts.context_of(self._method))
         return "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
 
-    def _prefill(self, prompt: str, method: Method) -> Timing:
+    def _timed(self, prompt: str, method: Method) -> Timing:
         request = Request(prompt, method, CallOptions(SamplingParams(max_tokens=1), question=QUESTION))
         plan = self._answering.plan(request)
-        stats = self._answering.prefill(request).stats
+        stats = self._answering.prefill_only(request).stats
         return Timing(Work.of(plan, 0), method.nominal_ratio if method.reuses_chunks else None, stats.phases_s)

@@ -22,7 +22,8 @@ from ..guards.base import Verified
 from ..runtime.base import Runtime, wait_for
 from ..runtime.transformers.prefix_cache import Match
 from .beside import Beside, Continuation
-from .prefill import Keeping
+from .prefill import Keep
+from .sampler import confidence
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Verification(Beside):
         *,
         capacity: int,
         find_match: Callable[[], Match],
-        keeping: Keeping | None,
+        keeping: Keep | None,
         is_greedy: bool,
         revises: bool,
     ) -> None:
@@ -163,7 +164,7 @@ class Verification(Beside):
     def _keep(self, answer: Sequence[int]) -> None:
         if self.keeping is not None:
             ids = [*self._ids.tolist(), *answer]
-            self.keeping.keep(ids[: self._state.get_seq_length()], self._state)
+            self.keeping(ids[: self._state.get_seq_length()], self._state)
 
     @contextmanager
     def _survived(self) -> Iterator[None]:
@@ -181,3 +182,26 @@ class Verification(Beside):
         yield
         wait_for(self._runtime.device)  # the decoded token waits for the block in any case
         self.seconds += time.perf_counter() - begin
+
+
+class Gate(Beside):
+    """Has the exact KV completed before the first token of which the model is unsure."""
+
+    def __init__(self, exact: Verification, min_confidence: float) -> None:
+        """``exact`` completes the exact KV, and must not have been used."""
+        self.asks_before = True
+        self._exact = exact
+        self._min_confidence = min_confidence
+        self._completed_at: int | None = None
+
+    def before(self, answer: Sequence[int], allowed: torch.Tensor) -> tuple[Continuation, torch.Tensor] | None:
+        if confidence(allowed) >= self._min_confidence:
+            return None
+        self.asks_before = False
+        found = self._exact.complete(answer)
+        if found is not None:
+            self._completed_at = len(answer)
+        return found
+
+    def end(self, answer: Sequence[int]) -> dict[str, Any]:
+        return {"completed_at": self._completed_at, "verify_s": self._exact.seconds}

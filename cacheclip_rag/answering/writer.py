@@ -132,7 +132,7 @@ def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBe
     for caches in models:
         if not caches.has_prefix and any(chunk not in caches for chunk in chunks):
             behind.catch_up()
-            _ = caches.prefix  # before another model's chunks may evict it from a store that is full
+            _ = caches.prefix_kv  # before another model's chunks may evict it from a store that is full
     # a list, not a generator: every model must run
     written = [caches.write_many(chunks, behind) for caches in models]
     return sum(any(each) for each in zip(*written, strict=True))

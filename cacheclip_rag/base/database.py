@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -83,6 +84,23 @@ def may_be_whole(error: StoreError) -> bool:
 def is_busy(error: BaseException) -> bool:
     """Whether a file could not be used because another process is using it."""
     return _code(error.__cause__ if isinstance(error, StoreError) else error) in _BUSY
+
+
+class OutageWarning:
+    """Warns at the first failure, and again at the first one after something worked."""
+
+    def __init__(self, logger: logging.Logger, message: str) -> None:
+        """``message``: what does not work meanwhile, with one ``%s`` for the error."""
+        self._logger, self._message = logger, message
+        self._given = False
+
+    def failed(self, error: Exception) -> None:
+        if not self._given:
+            self._logger.warning(self._message, error)
+        self._given = True
+
+    def worked(self) -> None:
+        self._given = False
 
 
 _patience: ContextVar[list[float] | None] = ContextVar("patience", default=None)

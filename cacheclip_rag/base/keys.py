@@ -1,8 +1,9 @@
-"""Store keys. A key identifies chunk ids, model, context ids, rotary embedding and tenant."""
+"""Digests, and store keys. A key identifies chunk ids, model, context ids, rotary embedding and tenant."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 
@@ -51,3 +52,8 @@ def is_key(value: object) -> bool:
 def text_digest(text: str) -> bytes:
     """Digest by which the catalog identifies a text: 16 bytes."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def json_digest(value: object) -> str:
+    """SHA-256 of a value as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

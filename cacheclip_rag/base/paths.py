@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -50,3 +51,9 @@ def atomic_path(target: Path) -> Iterator[Path]:
         fsync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(target: Path, content: object) -> None:
+    """Write a value as JSON for people, atomically. Raises OSError."""
+    with atomic_path(target) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")

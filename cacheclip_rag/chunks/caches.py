@@ -45,7 +45,7 @@ class ChunkCaches:
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
         self.prefix_ids = () if context.isolated else (*prefix_ids, *context_ids)
-        self._store = store
+        self.store = store
         self.codec = codec
         exact = runtime.kv_codec or str(runtime.dtype).removeprefix("torch.")
         self.is_lossy = not keeps(codec, exact)
@@ -55,14 +55,16 @@ class ChunkCaches:
         self.context = context
         self._prefix: torch.Tensor | None = None
         self.tokenize = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self.runtime.tokenize)
-        self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(self._key_of)
+        self.key = lru_cache(maxsize=_TOKENIZED_CHUNKS)(
+            lambda text: self._key(self.prefix_ids, self.tokenize(text).ids)
+        )
 
     def stored_bytes(self, num_tokens: int) -> int:
-        size = frame_bytes(self.runtime.kv_shape(num_tokens), self.codec, namespace=self._store.namespace)
-        return self._store.chunk_store.tiers.round_up(size)
+        size = frame_bytes(self.runtime.kv_shape(num_tokens), self.codec, namespace=self.store.namespace)
+        return self.store.chunk_store.tiers.round_up(size)
 
     @property
-    def prefix(self) -> torch.Tensor:
+    def prefix_kv(self) -> torch.Tensor:
         """KV before every chunk, computed or read once: of the shared prefix and of the chunk context,
         :attr:`num_prefix` tokens."""
         if self._prefix is None:
@@ -82,16 +84,9 @@ class ChunkCaches:
     def prefix_key(self) -> str:
         return self._key((), self.prefix_ids)
 
-    @property
-    def namespace(self) -> str:
-        return self._store.namespace
-
     def encode_prefix(self) -> torch.Tensor:
-        """:attr:`prefix`, computed without the store."""
+        """:attr:`prefix_kv`, computed without the store."""
         return self.runtime.encode(self.prefix_ids) if self.prefix_ids else self._no_kv()
-
-    def _key_of(self, text: str) -> str:
-        return self._key(self.prefix_ids, self.tokenize(text).ids)
 
     def __contains__(self, text: str) -> bool:
         """Whether the chunk is stored with at least the precision of this engine's codec."""
@@ -101,26 +96,12 @@ class ChunkCaches:
         """The chunks among ``texts`` that are stored with at least the precision of this engine's codec. One query asks
         the store for all of them."""
         keys = {text: self.key(text) for text in texts}
-        codecs = self._store.codecs_of([*keys.values()])
+        codecs = self.store.codecs_of([*keys.values()])
         return {text for text, key in keys.items() if key in codecs and keeps(codecs[key], self.codec)}
 
     def reads_of(self, texts: Iterable[str]) -> dict[str, tuple[int, int]]:
         """What reading these chunks would take: entries and bytes by medium, without those in memory."""
-        return self._store.reads_of([self.key(text) for text in texts])
-
-    @property
-    def reads_parts(self) -> bool:
-        """Whether KV is read layer by layer."""
-        return self._store.reads_parts
-
-    def is_known(self, text: str) -> bool:
-        """Whether the store has KV of a text, for any model and settings."""
-        return self._store.holds_text(text)
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether the store has KV of any text of this tenant."""
-        return self._store.has_texts
+        return self.store.reads_of([self.key(text) for text in texts])
 
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         """Stored KV of a chunk, or None. KV in ``buffer`` is valid until the next read into it."""
@@ -140,7 +121,7 @@ class ChunkCaches:
         lengths = [len(self.tokenize(text).ids) for text in texts]
         shapes = {key: self.runtime.kv_shape(length) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
-            self._store,
+            self.store,
             keys,
             codec=self.codec,
             num_layers=num_layers,
@@ -150,7 +131,7 @@ class ChunkCaches:
         )
 
     def _read(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:
-        stored = self._store.get(key, buffer, self.runtime.kv_shape(num_tokens))
+        stored = self.store.get(key, buffer, self.runtime.kv_shape(num_tokens))
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
@@ -167,7 +148,7 @@ class ChunkCaches:
         if missing:
             for text in missing:
                 self.check_length(text)
-            prefix = self.prefix if self.prefix.shape[3] else None
+            prefix = self.prefix_kv if self.prefix_kv.shape[3] else None
             encoded: Sequence[torch.Tensor | None]
             failed: EncodingError | None = None
             try:
@@ -179,7 +160,7 @@ class ChunkCaches:
             for text, kv in zip(missing, encoded, strict=True):
                 if kv is not None:
                     key = self.key(text)
-                    behind.add(partial(self._store.put, key, kv, self.codec, text=text), key)
+                    behind.add(partial(self.store.put, key, kv, self.codec, text=text), key)
             if failed is not None:
                 raise failed
         written = set(missing)
@@ -214,7 +195,7 @@ class ChunkCaches:
             prefix_ids=prefix_ids,
             chunk_ids=ids,
             rope_pin=self.runtime.rope_pin,
-            namespace=self._store.namespace,
+            namespace=self.store.namespace,
         )
 
     def _no_kv(self) -> torch.Tensor:
@@ -230,7 +211,7 @@ class ChunkCaches:
             return stored.tensor()
         kv = runtime.encode(self.prefix_ids)
         try:
-            self._store.put(key, kv, codec)
+            self.store.put(key, kv, codec)
         except StoreError as error:  # a full disk must not prevent the answer
             logger.warning("the shared prefix could not be stored: %s", error)
-        return decode_frame(encode_frame(kv, codec, key, namespace=self._store.namespace), key).tensor()
+        return decode_frame(encode_frame(kv, codec, key, namespace=self.store.namespace), key).tensor()

@@ -6,11 +6,10 @@ hardly depends on the text before it. So any passages can stand for that text. T
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 
 from ..base.checks import check_choice
+from ..base.keys import json_digest
 from ..base.removed import SETTINGS, refuse_removed
 
 
@@ -26,7 +25,7 @@ class ChunkContext:
     @property
     def sha256(self) -> str:
         """SHA-256 of all fields, for certificate identities."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return json_digest(asdict(self))
 
 
 _PASSAGES = (

@@ -77,9 +77,8 @@ def serve(
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
     """Become vLLM's server, which gets the flags."""
     from ..vllm.launch import launch
-    from ..vllm.options import check_given, check_vllm
+    from ..vllm.options import check_given
 
-    check_vllm()
     table = settings.table(ServeTable)
     check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
     launch(

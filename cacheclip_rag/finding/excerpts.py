@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ..base.database import Database
+from ..base.database import Database, OutageWarning
 from ..base.errors import StoreError
 from ..base.keys import text_digest
-from ..base.outage import OutageWarning
 from .common_parts import (
     LEAST_SURE,
     WINDOW,

@@ -24,10 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..base.database import Database
+from ..base.database import Database, OutageWarning
 from ..base.errors import StoreError
 from ..base.keys import text_digest
-from ..base.outage import OutageWarning
 from .common_parts import WINDOW, Compared, TextMatch, ranges, smallest, window_hashes
 from .excerpts import SCHEMA as EXCERPTS_SCHEMA
 from .excerpts import ExcerptIndex

@@ -182,7 +182,9 @@ def _stored(engine: CacheClipEngine, chunk: str) -> list[_Stored]:
 
 
 def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> tuple[str, str]:
-    others = [each for each in CONTEXTS.values() if each != engine.context_of() and chunk in engine.parts.primary(each)]
+    others = [
+        each for each in CONTEXTS.values() if each != engine.context_of() and chunk in engine.parts.primary_caches(each)
+    ]
     primary, *auxiliary = stored
     if primary.is_stored:
         name = auxiliary[0].name
@@ -197,7 +199,7 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
             f"with chunk_context={context_name(engine.context_of())!r}. Use the same setting, or precompute the text "
             "again."
         )
-    if engine.parts.primary(engine.context_of()).is_known(chunk):
+    if engine.store.holds_text(chunk):
         return "other_settings", (
             f"the text's KV is stored, but not for primary model {primary.name!r} with these settings: it was "
             "precomputed for another model, system prompt, dtype or codec. Use the same settings, or precompute the "

@@ -24,11 +24,11 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..plan.sources import Sources
 from ..prompt.layout import Layout, Span, question_slots, question_text
 from ..runtime.base import wait_for
-from ..runtime.transformers.attention_plan import Geometry
+from ..runtime.transformers.attention_pattern import Geometry
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.model import ModelRuntime
@@ -41,21 +41,21 @@ from .wire import FusionPlan, StoredPiece, runs_of
 
 
 def fuse(
-    runtime: ModelRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
         match: Match | ContinuedMatch
         if plan.continues and geometry is None:
-            match = sources.continued_match(plan)
+            match = kv_sources.continued_match(plan)
         else:
-            match = sources.match(plan, usable=geometry is None)
+            match = kv_sources.match(plan, usable=geometry is None)
     with match:
         layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
         pass_ = _FusedPass(
             plan=replace(plan, layout=layout),
-            sources=sources,
+            kv_sources=kv_sources,
             clock=clock,
             stale=None if match.stale is None else match.stale[: layout.num_cached],
             runtime=runtime,
@@ -66,13 +66,13 @@ def fuse(
         return pass_.run(match)
 
 
-def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: PhaseClock) -> FusionPlan:
+def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock) -> FusionPlan:
     """What :func:`fuse` would do with a plan that reuses chunks by a method with
     :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
     ConfigurationError for another method, or one that changes positions."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    chosen, _ = choose_ahead(plan, sources, clock=clock)
+    chosen, _ = choose_ahead(plan, kv_sources, clock=clock)
     rows = choose_rows(layout, plan.reused, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
@@ -91,14 +91,14 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, sources: Sources, *, clock: Ph
         correction=method.mean_change,
         model=runtime.fingerprint,
         rope_pin=runtime.rope_pin,
-        namespace=sources.primary.namespace,
-        codec=sources.primary.codec,
+        namespace=kv_sources.primary.store.namespace,
+        codec=kv_sources.primary.codec,
     )
 
 
 def choose_ahead(
     plan: Plan,
-    sources: Sources,
+    kv_sources: KVSources,
     *,
     clock: PhaseClock,
     when_read: Callable[[], None] | None = None,
@@ -114,7 +114,7 @@ def choose_ahead(
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     spans = [span for span in plan.reused if not layout.is_exact(span)]
-    choice, recorded = _Choice(plan=plan, sources=sources, clock=clock, stale=stale), list[torch.Tensor]()
+    choice, recorded = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale), list[torch.Tensor]()
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
         early = method.score(PromptView(**choice.seen(spans, when_read)))
@@ -134,14 +134,14 @@ class _Choice:
     """What the choice of tokens is made by."""
 
     plan: Plan
-    sources: Sources
+    kv_sources: KVSources
     clock: PhaseClock
     stale: np.ndarray[Any, Any] | None = None
     """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
     def seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, auxiliary = self.plan.layout, self.sources.auxiliary
+        layout, auxiliary = self.plan.layout, self.kv_sources.auxiliary
 
         def auxiliary_scores(scorer: Any) -> list[torch.Tensor]:
             assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
@@ -182,7 +182,7 @@ class _FusedPass(_Choice):
         unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
         texts = list(dict.fromkeys(span.whole for span in unread))
         numbers = {text: number for number, text in enumerate(texts)}
-        with self.sources.primary.read_ahead(texts, once=True) as reading:
+        with self.kv_sources.primary.read_ahead(texts, once=True) as reading:
             if not plan.method.needs_auxiliary:  # whose KV is needed first
                 with clock.phase("read"):
                     reading.start()
@@ -231,7 +231,7 @@ class _FusedPass(_Choice):
                     write(layer)
         if is_changed:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
-            return fuse(self.runtime, kept, self.sources, capacity=self.capacity, clock=clock, trace=self.trace)
+            return fuse(self.runtime, kept, self.kv_sources, capacity=self.capacity, clock=clock, trace=self.trace)
 
         began: list[float] = []
 
@@ -301,25 +301,15 @@ class _FusedPass(_Choice):
         chosen = chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
         trace = trace_of(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
-        stale = None if cache.geometry is not None else self._stale_after(scorable, rows)
+        stale = None if cache.geometry is not None else stale_tokens(plan, rows, self.stale)
         return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
-
-    def _stale_after(self, spans: Sequence[Span], rows: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Which tokens of the prompt keep their stored KV: those of ``spans`` that are no ``rows``, now or earlier."""
-        stale = np.zeros(self.plan.layout.num_tokens, np.bool_)
-        for span in spans:
-            stale[span.start : span.stop] = True
-        if self.stale is not None:
-            stale[: len(self.stale)] = self.stale
-        stale[rows.numpy()] = False
-        return stale
 
     def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
         layout = self.plan.layout
         reused, pieces = list[Span](), list[tuple[int, KV]]()
         if layout.num_prefix and not layout.num_cached:
-            pieces.append((0, part_of(self.sources.prefix.prefix, 0, layout.num_prefix)))
+            pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix_kv, 0, layout.num_prefix)))
         for span in self.plan.reused:
             if layout.is_cached(span):
                 reused.append(span)
@@ -348,6 +338,18 @@ def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
     found: list[int] = numbers[inside].tolist()
     return found
+
+
+def stale_tokens(plan: Plan, rows: torch.Tensor, known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    """``(num_tokens,)`` bool: tokens that keep a chunk's KV as it was stored, after ``rows`` were computed. ``known``:
+    the same of continued KV."""
+    stale = np.zeros(plan.layout.num_tokens, np.bool_)
+    for span in plan.reused:
+        stale[span.start : span.stop] = not plan.layout.is_exact(span)
+    if known is not None:
+        stale[: len(known)] = known
+    stale[rows.numpy()] = False
+    return stale
 
 
 def trace_of(

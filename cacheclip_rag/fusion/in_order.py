@@ -9,38 +9,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from ..base.clock import PhaseClock
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..plan.sources import Sources
 from ..runtime.llamacpp.context import Cells
 from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
-from .fuse import choose_ahead, choose_rows, chunk_rows, trace_of
+from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens, trace_of
 from .fused import Fused
 from .wire import runs_of
 
 
 def fuse_in_order(
-    runtime: LlamaRuntime, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    runtime: LlamaRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
-        match: Match | ContinuedMatch = sources.continued_match(plan) if plan.continues else sources.match(plan)
+        match: Match | ContinuedMatch = kv_sources.continued_match(plan) if plan.continues else kv_sources.match(plan)
     with match:
         layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
-        return _fused(runtime, replace(plan, layout=layout), sources, match, capacity, clock, trace)
+        return _fused(runtime, replace(plan, layout=layout), kv_sources, match, capacity, clock, trace)
 
 
 def _fused(
     runtime: LlamaRuntime,
     plan: Plan,
-    sources: Sources,
+    kv_sources: KVSources,
     match: Match | ContinuedMatch,
     capacity: int,
     clock: PhaseClock,
@@ -48,16 +45,16 @@ def _fused(
 ) -> Fused | None:
     known = None if match.stale is None else match.stale[: plan.layout.num_cached]
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
-    with sources.primary.read_ahead(texts) as reading:
+    with kv_sources.primary.read_ahead(texts) as reading:
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen, scores = choose_ahead(plan, sources, clock=clock, when_read=reading.start, stale=known)
+        chosen, scores = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start, stale=known)
         with clock.phase("read"):
             stored = _read(reading, texts)
         clock.reading_s += reading.busy_s()
         with clock.phase("assemble"):
-            kept, held = _placed(runtime, plan, sources, match, stored)
+            kept, held = _placed(runtime, plan, kv_sources, match, stored)
     if not kept.reused:
         return None
     layout, reused = kept.layout, kept.reused
@@ -72,7 +69,7 @@ def _fused(
         len(computed),
         float(len(computed)),
         int(rows[0]),
-        _stale(kept, computed, known),
+        stale_tokens(kept, rows, known),
         match.turns,
         trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
@@ -92,7 +89,7 @@ def _read(reading: ReadAhead, texts: Sequence[str]) -> dict[str, KV | None]:
 def _placed(
     runtime: LlamaRuntime,
     plan: Plan,
-    sources: Sources,
+    kv_sources: KVSources,
     match: Match | ContinuedMatch,
     stored: Mapping[str, KV | None],
 ) -> tuple[Plan, Cells]:
@@ -100,7 +97,7 @@ def _placed(
     layout, prefix = plan.layout, None
     by_piece = {}
     if layout.num_prefix and not layout.num_cached:
-        kv = sources.prefix.prefix
+        kv = kv_sources.prefix_caches.prefix_kv
         prefix = PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0)
     for span in plan.reused:
         whole = None if layout.is_cached(span) else stored[span.whole]
@@ -115,14 +112,3 @@ def _placed(
         span for span in plan.reused if layout.is_cached(span) or (span.start in by_piece and span.start not in gone)
     ]
     return replace(plan.reusing(readable), layout=layout), held
-
-
-def _stale(plan: Plan, computed: Sequence[int], known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored; ``known`` is the same of continued KV."""
-    stale = np.zeros(plan.layout.num_tokens, np.bool_)
-    for span in plan.reused:
-        stale[span.start : span.stop] = not plan.layout.is_exact(span)
-    if known is not None:
-        stale[: len(known)] = known
-    stale[list(computed)] = False
-    return stale

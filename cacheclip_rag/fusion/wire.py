@@ -6,8 +6,6 @@ computed, so that nothing is left to decide where the plan is carried out. It ho
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any
 
 from ..base.checks import is_whole_number
 from ..base.errors import ConfigurationError
+from ..base.keys import json_digest
 
 FORMAT_VERSION = 1
 """Increase this number when fields change meaning. Plans of other versions are refused."""
@@ -124,13 +123,13 @@ class FusionPlan:
     @property
     def digest(self) -> str:
         """Identifies the KV that the plan makes: 32 hexadecimal digits."""
-        return _digest(self.to_dict())
+        return json_digest(self.to_dict())[:32]
 
     @property
     def lineage(self) -> str:
         """Identifies prompts whose KV is the same where their first tokens are, because the same tokens of the same
         entries are computed: 32 hexadecimal digits."""
-        return _digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})
+        return json_digest({name: value for name, value in self.to_dict().items() if name != "token_ids"})[:32]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -177,10 +176,6 @@ def runs_of(positions: Sequence[int]) -> tuple[Interval, ...]:
         else:
             runs.append([position, position + 1])
     return tuple((start, stop) for start, stop in runs)
-
-
-def _digest(values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _covers(pieces: Sequence[Interval], computed: Sequence[Interval], end: int) -> bool:

@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from ..base.sampling import SamplingParams
     from ..fusion.answer import Answer
+    from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
-    from ..plan.sources import Sources
 
 __all__ = ["ObservedAnswer", "Observer", "Verified"]
 
@@ -50,7 +50,7 @@ class ObservedAnswer:
 class Observer:
     """Base of all observers. Each method does nothing by default. Observers must be safe to share between threads."""
 
-    def on_plan(self, plan: Plan, sources: Sources) -> Plan | None:
+    def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:
         """Called before a plan is carried out. An observer may raise an error to refuse it, or return another plan."""
         return None
 

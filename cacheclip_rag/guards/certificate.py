@@ -6,7 +6,6 @@ It is a file in the cache folder. Its digest detects damage, not forgery, so pro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import shlex
@@ -20,7 +19,8 @@ import torch
 import transformers
 
 from ..base.errors import CertificateError
-from ..base.paths import atomic_path, cache_home
+from ..base.keys import json_digest
+from ..base.paths import atomic_path, cache_home, write_json
 from ..base.version import __version__
 from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
@@ -29,8 +29,8 @@ from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.settings import describe
 from ..models.load import concrete
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..plan.sources import Sources
 from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 from .promise import Guarantee, PromiseWatch
@@ -92,7 +92,7 @@ class Identity:
     def digest(self) -> str:
         # an empty backend does not count, so that certificates without one stay what they were
         fields = {name: value for name, value in asdict(self).items() if name != "backend" or value}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return json_digest(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +242,10 @@ class Certificate:
 
     def _write(self) -> Path:
         content = self.to_dict()
-        content["sha256"] = _digest(content)
+        content["sha256"] = json_digest(content)
         path = self.path
         try:
-            with atomic_path(path) as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
+            write_json(path, content)
         except OSError as error:
             raise _not_writable(error) from error
         return path
@@ -364,21 +363,21 @@ class CertificateGuard(Observer):
     def __init__(self, config: EngineConfig, watch: PromiseWatch | None = None) -> None:
         """``watch`` is told what certificates promise."""
         self._config, self._watch = config, watch
-        self._covered: dict[tuple[type, str], weakref.ref[Sources]] = {}
+        self._covered: dict[tuple[type, str], weakref.ref[KVSources]] = {}
         """Checked methods by type and settings, each with the models of the check, whose weights it does not keep."""
 
-    def on_plan(self, plan: Plan, sources: Sources) -> Plan | None:
+    def on_plan(self, plan: Plan, kv_sources: KVSources) -> Plan | None:
         if not plan.reused or plan.bypass is not None:
             return None
         method = type(plan.method), repr(plan.method)
         covered = self._covered.get(method)
-        if covered is None or covered() is not sources:
-            context = sources.primary.context
-            identity = identity_of(self._config, plan.method, sources.prefix, sources.auxiliary, context)
+        if covered is None or covered() is not kv_sources:
+            context = kv_sources.primary.context
+            identity = identity_of(self._config, plan.method, kv_sources.prefix_caches, kv_sources.auxiliary, context)
             certificate = check_certificate(self._config, plan.method, identity)
             if self._watch is not None and certificate is not None:
                 self._watch.begin(plan.method, certificate.guarantee)
-            self._covered[method] = weakref.ref(sources)
+            self._covered[method] = weakref.ref(kv_sources)
         if self._config.require_certificate and self._watch is not None and self._watch.is_broken(plan.method):
             return replace(plan, bypass="comparisons with full prefill contradict the promise of the certificate")
         return None
@@ -505,7 +504,7 @@ def _read(path: Path) -> Certificate | None:
     try:
         content = json.loads(path.read_text())
         recorded = content.pop("sha256")
-        if recorded != _digest(content):
+        if recorded != json_digest(content):
             raise ValueError("digest")
         return Certificate.from_dict(content)
     except FileNotFoundError:
@@ -513,10 +512,6 @@ def _read(path: Path) -> Certificate | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("not a certificate: %s (%s)", path, error)
         return None
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _folder() -> Path:

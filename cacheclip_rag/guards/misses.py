@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from .base import Observer
 
 if TYPE_CHECKING:
+    from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
-    from ..plan.sources import Sources
 
 __all__ = ["MissWarning"]
 
@@ -36,12 +36,12 @@ class MissWarning(Observer):
     def __init__(self) -> None:
         self._warned = self._warned_of_nothing = False
 
-    def on_plan(self, plan: Plan, sources: Sources) -> None:
+    def on_plan(self, plan: Plan, kv_sources: KVSources) -> None:
         if self._warned or plan.reused or plan.fallback is None or plan.obstructed:
             return
         if not _seems_to_hold_chunks(plan):
             return
-        if not sources.primary.has_texts:
+        if not kv_sources.primary.store.has_texts:
             self._say_that_nothing_is_stored(plan)
             return
         self._warned = True

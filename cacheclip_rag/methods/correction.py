@@ -120,12 +120,10 @@ class Chunks:
         """The split for a layer that computes ``slots``, ``(num_rows,)`` on the CPU, for use on ``device``; None if no
         chunk has both chosen and stale tokens. Layers that share one tensor of slots share the split; it is made again
         after rows left the pass or the device changed."""
-        if self._last is None or self._last[0] is not slots or self._last[1] != device:
-            self._last = slots, device, self._make(slots, device)
-        return self._last[2]
-
-    def _make(self, slots: torch.Tensor, device: torch.device) -> Split | None:
-        """Computed on the CPU, so that no number is read from the accelerator."""
+        if self._last is not None and self._last[0] is slots and self._last[1] == device:
+            return self._last[2]
+        self._last = slots, device, None
+        # on the CPU, so that no number is read from the accelerator
         numbers, count = self._numbers, self._count
         is_inside = (slots >= self.start) & (slots < self.stop)
         rows = is_inside.nonzero().flatten()
@@ -144,4 +142,5 @@ class Chunks:
         of_kept = of_rows[kept]
         means[of_kept, torch.arange(len(kept))] = 1.0 / counts[of_kept].float()
         parts = rows[kept], at[kept], means, chunk_of_slot
-        return Split(self.start, self.stop, *(part.to(device) for part in parts))
+        self._last = slots, device, Split(self.start, self.stop, *(part.to(device) for part in parts))
+        return self._last[2]

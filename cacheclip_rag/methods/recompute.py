@@ -83,12 +83,12 @@ class Recompute(Method):
 
     def score(self, view: PromptView) -> list[torch.Tensor]:
         if self.budget.is_open(view):
-            return self.scorer.early(view)
+            return self.scorer.before_read(view)
         return super(Recompute, self).score(view)
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.budget.is_open(view):
-            scores = self.scorer.late(view, scores)
+            scores = self.scorer.after_read(view, scores)
             view.record_scores(scores)
         return self.budget.select(view, scores)
 

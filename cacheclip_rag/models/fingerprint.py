@@ -15,7 +15,7 @@ import struct
 from io import FileIO
 from pathlib import Path
 
-from ..base.paths import atomic_path, cache_home
+from ..base.paths import cache_home, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,6 @@ def _remembered(memo: Path, sample: str | None) -> str | None:
 
 def _remember(memo: Path, found: dict[str, str]) -> None:
     try:
-        with atomic_path(memo) as temporary:
-            temporary.write_text(json.dumps(found) + "\n")
+        write_json(memo, found)
     except OSError as error:
         logger.debug("the fingerprint of %s is not cached: %s", found["folder"], error)

@@ -330,7 +330,7 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
 
     from ..fusion.fuse import fuse
     from ..runtime.transformers.model import ModelRuntime
-    from ..runtime.transformers.packed import pack_weights
+    from ..runtime.transformers.packed_weights import pack_weights
     from ..runtime.transformers.text import quiet_transformers
     from .memory import check_fits
 

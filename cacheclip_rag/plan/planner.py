@@ -9,14 +9,14 @@ from ..finding.common_parts import standing_in
 from ..methods.base import Method
 from ..prompt.layout import check_least_length, check_length, lay_out
 from ..prompt.segments import Chunk, Segment
-from .plan import Plan
-from .sources import Sources
+from .kv_sources import KVSources
+from .plan import ROWS_FOR_EXACT_KV, Plan
 
 
 def make_plan(
     segments: Sequence[Segment],
     method: Method,
-    sources: Sources,
+    kv_sources: KVSources,
     *,
     question: str | None = None,
     given: Sequence[str] = (),
@@ -24,10 +24,12 @@ def make_plan(
     """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
     ``question``: text that scores the chunks; default the text after the last chunk. ``given``: texts that should stand
     in the prompt. Raises PromptTooLongError."""
-    runtime = sources.primary.runtime
-    context = sources.primary.context
+    runtime = kv_sources.primary.runtime
+    context = kv_sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
-    layout = lay_out(segments, runtime, sources.primary.tokenize, sources.prefix.prefix_ids, isolated=context.isolated)
+    layout = lay_out(
+        segments, runtime, kv_sources.primary.tokenize, kv_sources.prefix_caches.prefix_ids, isolated=context.isolated
+    )
     layout = replace(layout, exact_after_prefix=not context.isolated and not context.text)
     check_length(layout, runtime.context_tokens)
     looked_for = set(given) - set(layout.altered)
@@ -41,13 +43,23 @@ def make_plan(
             f"above {runtime.reuse_tokens}: reuse would not be exact"
         )
         return replace(plan, fallback=obstacle, obstructed=True)
-    found = sources.held(layout.chunks)
+    found = kv_sources.held(layout.chunks)
     missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
-    plan = replace(plan, unusable=sum(map(sources.primary.is_known, missing)))
+    plan = replace(plan, unusable=sum(map(kv_sources.primary.store.holds_text, missing)))
     if not found:
-        return replace(plan, fallback=_nothing_found(plan, sources))
-    keys = tuple(sources.primary.key(span.whole) for span in found)
+        return replace(plan, fallback=_nothing_found(plan, kv_sources))
+    keys = tuple(kv_sources.primary.key(span.whole) for span in found)
     return replace(plan, reused=found, keys=keys)
+
+
+def least_computed(plan: Plan, known: int, continued: int) -> Plan:
+    """The plan, or what computes fewer rows: plain prefill after ``known`` exact tokens, or the recompute after
+    ``continued`` ones, of which those after ``known`` are approximate. Exact KV is worth a few rows."""
+    plain, fused = plan.layout.num_tokens - known, plan.computed_after(known)
+    shorter = plan.computed_after(known, continued) if continued > known else fused
+    if plain < fused and plain <= shorter + ROWS_FOR_EXACT_KV:
+        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
 
 
 def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Iterable[Segment]) -> int:
@@ -68,7 +80,7 @@ def _overlaps(chunk: Chunk, text: str) -> bool:
     return at >= 0 and at < chunk.at + len(chunk.text) and chunk.at < at + len(text)
 
 
-def _nothing_found(plan: Plan, sources: Sources) -> str:
+def _nothing_found(plan: Plan, kv_sources: KVSources) -> str:
     missing = list(dict.fromkeys(span.whole for span in plan.missing))
     if not missing and plan.layout.altered:
         return (
@@ -81,12 +93,12 @@ def _nothing_found(plan: Plan, sources: Sources) -> str:
     why = f"none of the prompt's {len(missing)} chunks is in the store"
     if not plan.unusable:
         return why
-    scored = sources.auxiliary is not None and len(sources.primary.held(missing))
+    scored = kv_sources.auxiliary is not None and len(kv_sources.primary.held(missing))
     others = plan.unusable - scored
     reasons = []
     if scored:
-        assert sources.auxiliary is not None
-        name = sources.auxiliary.runtime.name
+        assert kv_sources.auxiliary is not None
+        name = kv_sources.auxiliary.runtime.name
         reasons.append(f"{scored} are stored for the primary model, but not for the auxiliary model {name!r}")
     if others > 0:
         reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")

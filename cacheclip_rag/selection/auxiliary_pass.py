@@ -90,7 +90,16 @@ class AuxiliaryPass:
         for span in spans:
             start, stop = edges.get(span.whole, (span.at, 0))
             edges[span.whole] = min(start, span.at), max(stop, span.at + len(span.segment.text))
-        return {text: _Piece.of(text, self.caches.tokenize(text), *ends) for text, ends in edges.items()}
+        found = {}
+        for text, (start, stop) in edges.items():
+            tokens = self.caches.tokenize(text)
+            first, last = 0, len(tokens)
+            if (start, stop) != (0, len(text)):  # those that share a character with it
+                offsets = tokens.columns[1]
+                inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
+                first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (first, last)
+            found[text] = _Piece(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
+        return found
 
     def _scores(
         self,
@@ -111,7 +120,7 @@ class AuxiliaryPass:
                 with clock.phase_within("read", "select"):
                     kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
-                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix)
+                    kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix_kv)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         def before_layer(layer: int) -> None:
@@ -121,7 +130,7 @@ class AuxiliaryPass:
         try:
             return score_chunks(
                 runtime,
-                caches.prefix,
+                caches.prefix_kv,
                 chunks(),
                 asked,
                 [len(piece.tokens) for piece in pieces],
@@ -146,16 +155,6 @@ class _Piece:
     """Offsets are those in the whole text."""
     first: int
     """Number of the first token."""
-
-    @classmethod
-    def of(cls, text: str, tokens: TokenizedText, start: int, stop: int) -> _Piece:
-        """The tokens that share a character with ``[start, stop)``."""
-        offsets = tokens.columns[1]
-        inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
-        first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, len(tokens))
-        if (start, stop) == (0, len(text)):
-            first, last = 0, len(tokens)
-        return cls(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
 
 
 def question_ids(auxiliary: Runtime, text: str) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class HeadSets:
                     self._named[name] = found
             return {name: self._named[name] for name in names}
 
-    def scorer(self, names: Collection[str]) -> AuxiliaryPass | None:
+    def auxiliary_pass(self, names: Collection[str]) -> AuxiliaryPass | None:
         """The auxiliary model with its default head set and those of these names; None if there is no auxiliary."""
         caches = self._auxiliary()
         return None if caches is None else AuxiliaryPass(caches, self.default, self.named(names))

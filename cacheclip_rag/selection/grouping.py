@@ -82,7 +82,7 @@ class Windows(Grouping):
         means = runs.means(_joined(scores))
         rank = torch.empty(len(means), dtype=torch.int64)  # of each window, over all chunks
         rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
-        return _take_first(scores, _ahead(runs.smallest(rank), first), count)
+        return _take_first(scores, runs.smallest(rank), count, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +177,16 @@ class _Runs:
 
 
 def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:
-    return _take_first(scores, _ahead(torch.zeros(sum(map(len, scores)), dtype=torch.int64), first), budget)
+    return _take_first(scores, torch.zeros(sum(map(len, scores)), dtype=torch.int64), budget, first)
 
 
-def _ahead(rank: torch.Tensor, first: Scores | None) -> torch.Tensor:
-    """Ranks with the tokens of ``first`` before all others."""
-    return rank.masked_fill(_joined(first), -1) if first else rank
-
-
-def _take_first(scores: Scores, rank: torch.Tensor, budget: int) -> Masks:
-    """The first ``budget`` tokens by (rank ascending, score descending, index ascending)."""
+def _take_first(scores: Scores, rank: torch.Tensor, budget: int, first: Scores | None) -> Masks:
+    """The first ``budget`` tokens by (those of ``first``, rank ascending, score descending, index ascending)."""
     lengths = [len(s) for s in scores]
     if not lengths:
         return []
+    if first:
+        rank = rank.masked_fill(_joined(first), -1)
     flat_scores = _joined(scores)
     by_score = flat_scores.argsort(descending=True, stable=True)
     order = by_score[rank[by_score].argsort(stable=True)]

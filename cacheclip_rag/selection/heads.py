@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..base.errors import ConfigurationError, ModelError
+from ..base.keys import json_digest
 from ..base.paths import cache_home
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
@@ -225,7 +226,7 @@ def model_digest(runtime: Any) -> str:
         "rope_theta": None if rope_theta is None else float(rope_theta),
         "probe_ids": list(runtime.tokenize(_PROBE).ids),
     }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return json_digest(identity)
 
 
 @cache

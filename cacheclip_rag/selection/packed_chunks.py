@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..runtime.transformers.attention_plan import AttentionPlan, Geometry, Probe, SideBySide
+from ..runtime.transformers.attention_pattern import AttentionPattern, Geometry, Probe, SideBySide
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 from ..store import KV
@@ -134,8 +134,8 @@ class PackedChunks:
             if after_layer is not None:
                 after_layer(layer)
 
-        plan = AttentionPlan(self.blocks, probe, before_layer=fill)
-        auxiliary.run_rows(self.cache, self.ids, self.positions, plan, slots=self.slots, head=False)
+        pattern = AttentionPattern(self.blocks, probe, before_layer=fill)
+        auxiliary.run_rows(self.cache, self.ids, self.positions, pattern, slots=self.slots, head=False)
 
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from ..base.errors import ConfigurationError
-from ..runtime.transformers.attention_plan import Block, Probe
+from ..runtime.transformers.attention_pattern import Block, Probe
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
 

@@ -28,6 +28,7 @@ from ..base.checks import check_namespace
 from ..base.errors import ConfigurationError
 from ..base.keys import FRAME_VERSION
 from ..finding.texts import TextRow
+from .backend import Sink
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -382,6 +383,44 @@ class Frame:
     @property
     def layer_size(self) -> int:
         return CODECS[self.codec].num_bytes(self.shape[1:])
+
+
+class FrameSink(Sink):
+    """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
+
+    def __init__(self, key: str, shape: Sequence[int] | None = None) -> None:
+        """``shape``: that the KV must have; None: any."""
+        self.key, self.shape = key, shape
+        self.memory = memoryview(b"")
+        self.frame: Frame | None = None
+        self.verified = 0
+        """Layers compared."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        self.memory = new_memory(num_bytes)
+        return self.memory
+
+    def received(self, num_bytes: int) -> None:
+        if self.frame is None:
+            if num_bytes < min(self.memory.nbytes, Frame.header_bytes(self.memory[:num_bytes])):
+                return  # a short read
+            self.frame = checked_frame(Frame.parse(self.memory, self.key), self.shape)
+        self.verified = self.frame.verify(self.verified, num_bytes)
+
+
+def new_memory(num_bytes: int) -> memoryview:
+    """Memory that is not cleared. Raises MemoryError."""
+    try:
+        return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+    except RuntimeError as error:  # what torch raises if there is no memory
+        raise MemoryError(str(error)) from error
+
+
+def checked_frame(frame: Frame, shape: Sequence[int] | None) -> Frame:
+    """The frame. Raises FrameError if its KV has another shape."""
+    if shape is not None and frame.shape != tuple(shape):
+        raise FrameError(f"it has the shape {frame.shape}, but KV of this model has {tuple(shape)}")
+    return frame
 
 
 def encode_frame(

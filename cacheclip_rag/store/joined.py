@@ -3,8 +3,8 @@
 A prompt of 36 chunks would otherwise cost 36 times as many small operations per layer. Each of them starts and stops
 all threads, which is slow where other programs use the same cores.
 
-A layer is put side by side with numpy, whose copies start no threads, when it is asked for. So memory holds one layer
-side by side, and the other layers need not be there yet.
+A layer is put side by side when it is asked for: with numpy, whose copies start no threads, or on the accelerator, so
+that memory of the host holds it once. The other layers need not be there yet.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import numpy as np
 import torch
 
 from .codecs import CODECS, KV, LayerKV, StoredKV
+
+
+_ALL_HEADS = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +47,25 @@ class Joined:
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         return torch.from_numpy(np.concatenate(runs))
 
-    def layer(self, number: int, device: torch.device | str) -> LayerKV:
-        """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``."""
+    def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
+        """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
         first = self.pieces[0]
         if not isinstance(first, StoredKV):
             layers = [kv[number] for kv in self.pieces if isinstance(kv, torch.Tensor)]
             joined = torch.cat(layers, dim=2) if len(layers) > 1 else layers[0]
-            return LayerKV(*joined.to(device))
+            return LayerKV(*joined[:, heads].to(device))
         codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
         arrays = []
         for index, part in enumerate(codec.parts((*before, 2, width))):
-            found = [of_piece[index][number] for of_piece in self._arrays]
-            side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
+            own = (*(slice(None),) * (part.axis - 1), heads)
+            found = [of_piece[index][number][own] for of_piece in self._arrays]
             if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                side_by_side = side_by_side.repeat(self.lengths, part.axis)
-            arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
+                found = [np.concatenate(found, part.axis).repeat(self.lengths, part.axis)]
+            if torch.device(device).type == "cpu":
+                found = [np.concatenate(found, part.axis)] if len(found) > 1 else found
+            moved = [torch.from_numpy(each).view(part.dtype).to(device) for each in found]
+            arrays.append(torch.cat(moved, part.axis) if len(moved) > 1 else moved[0])
         return codec.combine(arrays)
 
 

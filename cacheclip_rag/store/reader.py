@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .backend import Sink
-from .codecs import Frame, FrameError, StoredKV, keeps
+from .codecs import Frame, FrameError, FrameSink, StoredKV, keeps
 from .disk import DiskBackend
 
 
@@ -23,13 +22,14 @@ class StoreReader:
     def get(self, key: str, *, codec: str) -> StoredKV:
         """The KV of a key, compared with its checksums. Raises FrameError if the payload is missing, damaged, of a
         coarser codec, or another tenant's; OSError if it cannot be read now."""
-        data = self._backend.read(key, Sink())
+        sink = FrameSink(key)
+        data = self._backend.read(key, sink)
         if data is None:
             raise FrameError(f"entry {key[:12]}… is not in {self.folder}")
-        frame = Frame.parse(data, key)
+        frame = sink.frame or Frame.parse(data, key)
         if frame.namespace != self.namespace:
             raise FrameError(f"entry {key[:12]}… belongs to another tenant")
         if not keeps(frame.codec, codec):
             raise FrameError(f"entry {key[:12]}… is stored as {frame.codec}, which is coarser than {codec}")
-        frame.verify()
+        frame.verify(sink.verified)
         return StoredKV(frame)

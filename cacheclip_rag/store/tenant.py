@@ -19,10 +19,20 @@ from ..base.database import is_busy
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import TextIndex, text_row
-from .backend import Sink
 from .catalog import Entry
 from .chunk_store import ChunkStore
-from .codecs import CODECS, Frame, FrameError, OtherVersionError, StoredKV, encode_frame, most_bytes
+from .codecs import (
+    CODECS,
+    Frame,
+    FrameError,
+    FrameSink,
+    OtherVersionError,
+    StoredKV,
+    checked_frame,
+    encode_frame,
+    most_bytes,
+    new_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,38 +62,26 @@ class ReadBuffer:
     def allocate(self, num_bytes: int) -> memoryview:
         """Memory for ``num_bytes`` bytes, not cleared."""
         if self._memory.nbytes < num_bytes:
-            self._memory = _new_memory(num_bytes)
+            self._memory = new_memory(num_bytes)
         return self._memory[:num_bytes]
 
 
-class _FrameSink(Sink):
-    """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
+class _EntrySink(FrameSink):
+    """Takes the payload of an entry, and nothing that its header does not explain."""
 
-    def __init__(
-        self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None, shape: Shape | None
-    ) -> None:
-        """``num_bytes``: what the entry says."""
-        self._store, self._key, self._expected, self._buffer, self._shape = store, key, num_bytes, buffer, shape
-        self._memory = memoryview(b"")
-        self.frame: Frame | None = None
-        self.verified = 0
-        """Layers compared."""
+    store: ChunkStore
+    expected: int
+    """Bytes of the entry."""
+    buffer: ReadBuffer | None
 
     def allocate(self, num_bytes: int) -> memoryview:
-        if self._shape is not None and num_bytes > _MOST_HEADER_BYTES + most_bytes(self._shape):
+        if self.shape is not None and num_bytes > _MOST_HEADER_BYTES + most_bytes(self.shape):
             raise FrameError(f"it has {num_bytes} bytes, more than KV of this shape can have")
         # a payload that was replaced just now may be larger than its entry
-        if num_bytes > self._expected and self._store.header(self._key) is None:
+        if num_bytes > self.expected and self.store.header(self.key) is None:
             raise FrameError(f"it has {num_bytes} bytes, which its header does not explain")
-        self._memory = _new_memory(num_bytes) if self._buffer is None else self._buffer.allocate(num_bytes)
-        return self._memory
-
-    def received(self, num_bytes: int) -> None:
-        if self.frame is None:
-            if num_bytes < min(self._memory.nbytes, Frame.header_bytes(self._memory[:num_bytes])):
-                return  # a short read
-            self.frame = _checked(Frame.parse(self._memory, self._key), self._shape)
-        self.verified = self.frame.verify(self.verified, num_bytes)
+        self.memory = new_memory(num_bytes) if self.buffer is None else self.buffer.allocate(num_bytes)
+        return self.memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +189,7 @@ class TenantStore:
             found = self.chunk_store.tiers.head(key, _HEAD_BYTES)
             if found is None:
                 return None
-            frame = _checked(Frame.parse(found[0], key, num_bytes=found[1]), shape)
+            frame = checked_frame(Frame.parse(found[0], key, num_bytes=found[1]), shape)
             if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
                 return None
             memory = _returnable_memory(found[1])
@@ -242,7 +240,9 @@ class TenantStore:
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        sink = _FrameSink(self.chunk_store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
+        sink = _EntrySink(key, shape)
+        sink.store, sink.buffer = self.chunk_store, buffer
+        sink.expected = entry.num_bytes if entry is not None else 0
         tier = len(tiers.backends) - 1
         try:
             found = tiers.find(key, sink)
@@ -251,7 +251,7 @@ class TenantStore:
                     self._correct(key)
                 return None
             data, tier = found
-            frame = sink.frame or _checked(Frame.parse(data, key), shape)
+            frame = sink.frame or checked_frame(Frame.parse(data, key), shape)
             if frame.namespace != self.namespace:
                 raise FrameError("it belongs to another tenant")
             if not tiers.backends[tier].in_memory:
@@ -432,18 +432,5 @@ class TenantStore:
 def _returnable_memory(num_bytes: int) -> memoryview:
     """Memory of which parts can be given back, where the system has that."""
     if not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return _new_memory(num_bytes)
+        return new_memory(num_bytes)
     return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _new_memory(num_bytes: int) -> memoryview:
-    try:
-        return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-    except RuntimeError as error:  # what torch raises if there is no memory
-        raise MemoryError(str(error)) from error
-
-
-def _checked(frame: Frame, shape: Shape | None) -> Frame:
-    if shape is not None and frame.shape != tuple(shape):
-        raise FrameError(f"it has the shape {frame.shape}, but KV of this model has {tuple(shape)}")
-    return frame

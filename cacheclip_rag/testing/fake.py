@@ -29,8 +29,8 @@ from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
+    from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
-    from ..plan.sources import Sources
     from ..prompt.layout import Span
     from ..runtime.base import Message
 
@@ -144,10 +144,10 @@ class FakeRuntime(Runtime):
         return " ".join(_ANSWER[byte % len(_ANSWER)] for byte in digest[1 : 5 + digest[0] % 7])
 
     def fuse(
-        self, plan: Plan, sources: Sources, *, capacity: int, clock: PhaseClock, trace: bool = False
+        self, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
     ) -> Fused | None:
         with clock.phase("read"):
-            reused = tuple(span for span in plan.reused if self._is_whole(span, sources))
+            reused = tuple(span for span in plan.reused if self._is_whole(span, kv_sources))
         if not reused:
             return None
         plan = plan.reusing(reused)
@@ -157,13 +157,13 @@ class FakeRuntime(Runtime):
         recomputed = min(plan.budget_tokens, stale)
         return Fused(state, logits, plan, recomputed, float(recomputed), None)
 
-    def _is_whole(self, span: Span, sources: Sources) -> bool:
+    def _is_whole(self, span: Span, kv_sources: KVSources) -> bool:
         """Whether the chunk's stored KV can be read.
 
         Raises:
             ConfigurationError: the KV belongs to another text.
         """
-        kv = sources.primary.read(span.whole)
+        kv = kv_sources.primary.read(span.whole)
         if kv is None:
             return False
         own = slice(span.first, span.first + len(span.tokens))

@@ -190,11 +190,11 @@ class RuntimeConformance:
         full = engine.generate(_PROMPT, _SHORT, method="full")
         engine.prefixes.clear()
         method = engine.make_method()
-        sources = engine.parts.sources(method)
+        kv_sources = engine.parts.kv_sources(method)
         plan = engine.plan(_PROMPT)
         assert len(plan.reused) == len(_CHUNKS)
         engine.release(_CHUNKS)
-        fused = sources.primary.runtime.fuse(plan, sources, capacity=512, clock=PhaseClock())
+        fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=512, clock=PhaseClock())
         assert fused is None
         again = engine.generate(_PROMPT, _SHORT, documents=_CHUNKS)
         assert again.token_ids == full.token_ids and again.stats.misses == len(_CHUNKS)

@@ -19,7 +19,6 @@ Source of the idea to choose the ratio by measured lines: CacheBlend (arXiv:2405
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import logging
@@ -33,10 +32,11 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import ConfigurationError
-from ..base.paths import atomic_path, cache_home
+from ..base.keys import json_digest
+from ..base.paths import cache_home, write_json
 from ..fusion.answer import FusionStats
+from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan, Prediction, Reading
-from ..plan.sources import Sources
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)
@@ -148,12 +148,12 @@ class Profile:
         """Seconds before the recompute, and of it."""
         return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
 
-    def reading(self, plan: Plan, sources: Sources, known: int) -> Reading:
+    def reading(self, plan: Plan, kv_sources: KVSources, known: int) -> Reading:
         """What reading a plan's chunks takes, from where they are now, after ``known`` leading tokens of the prefix
         cache. Reads no payload. All layers of the auxiliary count, although a head set may need fewer."""
         if not self.media.keys() - {PAGE_CACHE}:
             return NOTHING_TO_READ
-        primary, scorer = sources.primary, sources.auxiliary
+        primary, scorer = kv_sources.primary, kv_sources.auxiliary
         unread = [span for span in plan.reused if span.stop > known]
         scored = {span.whole for span in unread if not plan.layout.is_exact(span)}
         auxiliary_s = self._read_s(scorer.caches.reads_of(scored)) if scorer is not None else {}
@@ -162,7 +162,7 @@ class Profile:
         medium = max(by_medium, key=lambda name: by_medium[name], default=PAGE_CACHE)
         if medium == PAGE_CACHE:  # the lines hold it already
             return NOTHING_TO_READ
-        beside = "" if plan.method.reads_cache else "recompute" if primary.reads_parts else "scoring"
+        beside = "" if plan.method.reads_cache else "recompute" if primary.store.reads_parts else "scoring"
         return Reading(medium, sum(auxiliary_s.values()), sum(primary_s.values()), beside)
 
     def _read_s(self, reads: Mapping[str, tuple[int, int]]) -> dict[str, float]:
@@ -194,8 +194,7 @@ class Profile:
         """
         content = {"format": _FORMAT, **asdict(self)}
         try:
-            with atomic_path(self.path) as temporary:
-                temporary.write_text(json.dumps(content, indent=2) + "\n")
+            write_json(self.path, content)
         except OSError as error:
             raise ConfigurationError(
                 f"the profile cannot be written to {self.path.parent} ({error}), so that other engines do not find it. "
@@ -267,8 +266,7 @@ def _line(numbers: Mapping[str, Any]) -> Cost:
 
 
 def _path_of(identity: Mapping[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return cache_home() / "profiles" / f"{digest}.json"
+    return cache_home() / "profiles" / f"{json_digest(identity)}.json"
 
 
 class Controller:

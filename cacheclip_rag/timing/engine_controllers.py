@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..base.machine import unit_name
-from ..guards.coverage import Certificates
+from ..guards.engine_certificates import Certificates
 from ..methods.base import Method
 from ..runtime.base import Runtime
 from .controller import Controller, Profile, find_profile

@@ -64,13 +64,12 @@ class CapturingConnector(CacheClipConnector):
         if given is None:
             super().on_new_request(request)
             return
-        self._requests.arrive(request)
         try:
             check_request(request)
             capture = Capture.of(given, len(request.prompt_token_ids))
             if capture.context is not None:
                 self._check_context(capture)
-                self._requests.keep(request, Ready(capture.start, context=capture.context))
+                self._requests.keep(request.request_id, Ready(capture.start, context=capture.context))
         except (CacheClipError, ValueError, OSError) as error:
             self._requests.tell(request.request_id, "plain", str(error))
             return
@@ -87,8 +86,8 @@ class CapturingConnector(CacheClipConnector):
             raise ConfigurationError("the context was made for other weights, another dtype, or another length")
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        loads = super().build_connector_meta(scheduler_output)
-        return Step(loads.loads, self._schedule.step(scheduler_output))
+        found = super().build_connector_meta(scheduler_output)
+        return Step(found.loads, found.room, found.is_idle, self._schedule.step(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         self._schedule.remove(request.request_id)
@@ -109,16 +108,15 @@ class CapturingConnector(CacheClipConnector):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(connector_metadata, Step) and not connector_metadata.loads:
-            self._begin(connector_metadata)  # vLLM asks for loads after the forward pass if there are none
+        assert isinstance(connector_metadata, Step)
+        self._begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Called behind the forward pass. Loads write too, and recompute wraps the writers itself."""
+        self._end()
         super().start_load_kv(forward_context, **kwargs)
-        metadata = self._get_connector_metadata()
-        if isinstance(metadata, Step) and metadata.loads:
-            self._begin(metadata)  # loads write too, and recompute wraps the writers itself
 
-    def wait_for_save(self) -> None:
+    def _end(self) -> None:
         if not self._is_wrapped:
             return
         for layer in self._layers.values():

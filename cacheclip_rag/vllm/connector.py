@@ -2,23 +2,22 @@
 
 vLLM is not changed. It loads this class by its module path (:func:`~cacheclip_rag.vllm.offline.engine_options`
 gives the settings) and makes one in the scheduler and one in every worker. The scheduler's decides, before a token is
-scheduled, whether a request's KV can be made. The workers' makes it. Whatever fails on the way is ordinary prefill by
-vLLM, counted, and logged once per reason.
+scheduled, whether a request's KV can be made: a thread reads the plan, and the request waits for it. The workers' makes
+the KV, behind the forward passes of other requests' steps, and no more of it in a step than vLLM would compute there.
+Whatever fails on the way is ordinary prefill by vLLM, counted, and logged once per reason.
 
 KV made by reuse is approximate. It must not enter vLLM's prefix cache under the hash of the exact KV, where every
 later prompt with the same first tokens would find it. So the scheduler's connector gives a request hashes of its own
 from the first stored chunk on (:mod:`.prefix_blocks`). If that cache holds so much exact KV that plain prefill computes
 less than the plan, the request is plain.
 
-vLLM enters the hashes of a request's blocks in that cache when it schedules their load, and leaves them there when the
-load fails, because it will compute these blocks. A request that leaves before that would leave blocks with hashes and
-without KV. So the scheduler's connector takes the blocks of failed loads out of the cache.
+vLLM enters the hashes of a request's blocks in that cache when all workers have reported their load.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from ..base.errors import CacheClipError
 from ..models.load import load_planning
 from .loading import Loader
 from .once import WarnOnce
@@ -42,11 +40,20 @@ from .worker import model_runner
 logger = init_logger("vllm.cacheclip")
 
 
+_IDLE_WAIT_S = 0.002
+"""For a plan that is being read, while nothing else is computed."""
+
+
 @dataclass
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
-    """The loads of one step, from the scheduler to the workers."""
+    """What the scheduler tells the workers in one step."""
 
     loads: list[Load] = field(default_factory=list)
+    """Those that begin."""
+    room: int = 0
+    """Rows that the step has room for beside the tokens that vLLM computes in it."""
+    is_idle: bool = False
+    """Whether vLLM computes none."""
 
 
 @dataclass
@@ -94,27 +101,57 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         scheduler = vllm_config.scheduler_config
         self._room = {"max_runs": scheduler.max_num_seqs, "max_rows": scheduler.max_num_batched_tokens}
-        self._requests = RequestLoads(self._block_size, lambda: self._kv_cache_manager)
+        self._requests = RequestLoads(self._block_size)
+        self._reading: dict[str, Future[Ready]] = {}
+        """Plans of requests that have just come."""
+        self._reader = ThreadPoolExecutor(1, "cacheclip-intake")
+        self._is_idle = True
         self._blocks = PrefixBlocks(self._block_size, kv_cache_config.num_blocks, lambda: self._kv_cache_manager)
         self._counters = LoadCounters()
         self._warn_once = WarnOnce(logger)
         # the workers'
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
+        self._finished: set[str] = set()
 
     # -- scheduler --------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether the request's KV can be made, and whether that computes less than plain prefill."""
-        self._requests.arrive(request)
+        """Begin to read the request's plan, if it has one."""
         carried = request.kv_transfer_params
         given = carried.get(PARAMETER) if isinstance(carried, Mapping) else None  # a client may send anything
-        if given is None:
-            return
+        if given is not None:
+            self._reading[request.request_id] = self._reader.submit(self._read, request, given)
+
+    def _read(self, request: Any, given: Any) -> Ready:
+        check_request(request)
+        return Ready.of(given, request.prompt_token_ids, self._settings, self._runtime, **self._room)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Before the answer to a request's first question, its hashes may change, so that vLLM must look again."""
+        reading = self._reading.get(request.request_id)
+        if reading is not None:
+            if self._is_idle:
+                wait([reading], _IDLE_WAIT_S)
+            if not reading.done():
+                return None, False
+            del self._reading[request.request_id]
+            self._decide(request, reading)
+            if self._blocks.known(request) != num_computed_tokens or not self._blocks.is_exact(request):
+                return None, False
+        if self._blocks.is_better_plain(request, num_computed_tokens, **self._room):
+            self._counters.add(exact_requests=1)
+            self._requests.leave(request.request_id, "exact", EXACT)
+            return None, False
+        self._blocks.see(request, num_computed_tokens)
+        found = self._requests.matched(request.request_id, num_computed_tokens)
+        return found, found > 0
+
+    def _decide(self, request: Any, reading: Future[Ready]) -> None:
+        """Whether the request's KV can be made, and whether that computes less than plain prefill."""
         try:
-            check_request(request)
-            ready = Ready.of(given, request.prompt_token_ids, self._settings, self._runtime, **self._room)
-        except (CacheClipError, ValueError, OSError) as error:
+            ready = reading.result()
+        except Exception as error:
             self._counters.add(plain_requests=1)
             self._requests.tell(request.request_id, "plain", str(error))
             self._warn_once("answering by plain prefill: %s", error)
@@ -124,36 +161,30 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._counters.add(exact_requests=1)
             self._requests.tell(request.request_id, "exact", EXACT)
             return
-        self._requests.keep(request, ready)
+        self._requests.keep(request.request_id, ready)
         self._requests.tell(request.request_id, "cached")
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._blocks.is_better_plain(request, num_computed_tokens, **self._room):
-            self._counters.add(exact_requests=1)
-            self._requests.leave(request.request_id, "exact", EXACT)
-            return None, False  # vLLM looks again, by its own hashes
-        self._blocks.see(request, num_computed_tokens)
-        found = self._requests.matched(request.request_id, num_computed_tokens)
-        return (None if found and self._requests.must_wait(request) else found), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._blocks.place(request)
-        self._requests.schedule(request.request_id, num_external_tokens)
+        if num_external_tokens > 0:
+            first = self._requests.begin(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._counters.add(fused_requests=int(first))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        loads, first = self._requests.step(scheduler_output)
-        if first:
-            self._counters.add(fused_requests=first)
-        return Loads(loads)
+        scheduled = scheduler_output.total_num_scheduled_tokens
+        self._is_idle = not scheduled
+        return Loads(self._requests.take(), max(0, self._room["max_rows"] - scheduled), self._is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        for request, num_tokens in self._requests.fail(connector_output.invalid_block_ids):
-            self._blocks.cut(request, num_tokens)
+        done, failed = connector_output.finished_recving or (), connector_output.invalid_block_ids
+        for request, num_tokens in self._requests.end(done, failed):
+            self._blocks.fail(request, num_tokens)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """What became of the request is in its output's ``kv_transfer_params``."""
+        self._reading.pop(request.request_id, None)
         continued = self._blocks.finish(request)
-        told = self._requests.finish(request.request_id, block_ids)
+        told = self._requests.finish(request.request_id)
         if told is not None and continued.num_tokens:
             told[PARAMETER].update(continued.to_dict())
             if told[PARAMETER]["reason"] == UNREADABLE:  # vLLM computed the rest, after approximate KV
@@ -187,17 +218,28 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
         for load in metadata.loads:
-            began = time.perf_counter()
-            try:
-                rows = self._loader.load(load)
-            except Exception as error:  # vLLM computes these blocks itself then
+            self._loader.load(load)
+        for load, found in self._loader.work(metadata.room, waits=metadata.is_idle):
+            self._finished.add(load.request_id)
+            if isinstance(found, Exception):  # vLLM computes these blocks itself then
                 self._failed_blocks.update(load.failed_blocks(self._block_size))
                 self._count(failed_loads=1)
-                self._warn_once("loading failed, answering by plain prefill: %s", error)
-                logger.debug("request %s", load.request_id, exc_info=True)
+                self._warn_once("loading failed, answering by plain prefill: %s", found)
+                logger.debug("request %s", load.request_id, exc_info=found)
             else:
-                seconds = time.perf_counter() - began
-                self._count(loaded_tokens=load.stop - load.start, computed_rows=rows, load_s=seconds)
+                self._count(loaded_tokens=load.stop - load.start, computed_rows=found.rows, load_s=found.seconds)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose load has ended, also because the request has: vLLM keeps its blocks until then."""
+        found, self._finished = self._finished, set()
+        if self._loader is not None:
+            found |= self._loader.forget(finished_req_ids)
+        return None, found
+
+    def shutdown(self) -> None:
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._loader is not None:
+            self._loader.close()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()

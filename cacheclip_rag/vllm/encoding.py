@@ -30,6 +30,7 @@ from ..models.load import concrete, load_planning
 from ..runtime.transformers.planning import PlanningRuntime
 from ..runtime.transformers.rotary import rotate, unrotate
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
+from .internals import check_vllm
 from .offline import engine_options, worker_of
 from .served import Served
 
@@ -203,17 +204,16 @@ def start_vllm(model: str, dtype: str, ours: Mapping[str, Any], options: Mapping
 
     Raises:
         ConfigurationError: an option is not one of vLLM's, changes what chunks are computed with, or is set here.
-        MissingExtraError: vLLM is not installed.
+        MissingExtraError: vLLM is not installed. ConfigurationError: it lacks what is used of it.
         ModelError: vLLM does not start; the message has its reason.
     """
     _check_options(options, ours)
     # before vLLM is imported: stdout is the caller's
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise MissingExtraError("vLLM", "vllm") from error
+    check_vllm()
+    from vllm import LLM
+
     from ..models.load import resolve
 
     folder = str(resolve(model))

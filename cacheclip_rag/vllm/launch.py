@@ -24,13 +24,15 @@ from ..serving.access import check_origins
 from ..serving.server import address_of, check_reachable
 from ..serving.server import served_name as name_of
 from .offline import engine_options, worker_of
-from .options import absolute_paths, check_flags, check_vllm, is_on, value_of
+from .internals import check_vllm, is_tried
+from .options import absolute_paths, check_flags, is_on, value_of
 from .parameters import NAMESPACES_VARIABLE
 from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-_MODULE = "vllm.entrypoints.openai.api_server"
+_VLLM = ("-m", "vllm.entrypoints.cli.main", "serve")
+"""The command ``vllm``, which may not be in the path."""
 _MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20
 """Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a
@@ -53,12 +55,10 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
     engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
     arguments = [
-        *python_command("-m", _MODULE),
-        *("--model", str(resolve(config.primary))),
+        *python_command(*_VLLM, str(resolve(config.primary))),
         *("--served-model-name", settings.name),
         *("--host", host, "--port", str(port)),
         *("--dtype", config.dtype),
-        "--async-scheduling" if engine["async_scheduling"] else "--no-async-scheduling",
         *("--worker-cls", engine["worker_cls"]),
         *("--kv-transfer-config", json.dumps(engine["kv_transfer_config"])),
         *("--middleware", _MIDDLEWARE),
@@ -66,6 +66,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--shutdown-timeout", str(_SHUTDOWN_S)),
     ]
     environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
+    environment["VLLM_USE_RUST_FRONTEND"] = "0"  # it has no middleware
     # of a flag given twice, the last one counts
     return Command((*arguments, *absolute_paths(flags)), environment)
 
@@ -119,6 +120,7 @@ def launch(
         body_bytes,
         calls_tools=is_on(flags, "enable-auto-tool-choice"),
         shows_metrics=is_on(flags, "enable-per-request-metrics"),
+        is_untried=not is_tried(),
     )
     check_reachable(host, settings.access)
     check_origins(origins, settings.access)

@@ -6,8 +6,13 @@ layout, its dtype and its scales; and it is never read here. vLLM's objects come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +27,41 @@ from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
 from .scheduling import Load
-from .stored import StoredInterval, check_shape, slots_of
+from .stored import StoredInterval, check_shape, slots_of, used_pieces
 
 if TYPE_CHECKING:
     from .rows import RowRunner
+
+
+_AHEAD_BYTES = 1 << 30
+"""Bytes of KV that are read ahead of the load that is carried out."""
+_STORED_A_ROW = 8
+"""Tokens whose stored KV is written as fast as one row is computed: of an 8B model over PCIe, about so many."""
+_READERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load took."""
+
+    rows: int
+    """Computed ones."""
+    seconds: float
+    """In which it held up its worker."""
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """A load that is not complete."""
+
+    load: Load
+    entries: dict[str, Future[KV]] | None = None
+    """Its KV by key, once it is being read."""
+    kv: dict[str, KV] = field(default_factory=dict)
+    passes: deque[Pass] | None = None
+    """Those to be carried out; None: none was begun."""
+    rows: int = 0
+    seconds: float = 0.0
 
 
 class Loader:
@@ -53,14 +89,91 @@ class Loader:
         self._block_size, self._max_runs, self._max_rows = block_size, max_runs, max_rows
         self._heads = local_heads(runtime.num_kv_heads, group.rank_in_group, group.world_size)
         self._rows: RowRunner | None = None
+        self._queue: deque[_UnderWay] = deque()
+        self._threads = ThreadPoolExecutor(_READERS, "cacheclip-load")
+
+    def load(self, load: Load) -> None:
+        """Take a load on, and begin to read its KV once those before it leave memory for it."""
+        self._queue.append(_UnderWay(load))
+        self._read_ahead()
 
     @torch.inference_mode()
-    def load(self, load: Load) -> int:
-        """Make the KV of a load; returns the number of computed rows. Raises OSError, ValueError, RuntimeError: some KV
-        cannot be read, on this worker or on another one. Nothing was computed then, and what was written is overwritten
-        by vLLM's own prefill."""
+    def work(self, room: int, *, waits: bool) -> Iterator[tuple[Load, Loaded | Exception]]:
+        """Make KV, in the order in which loads came; yields loads that are complete, or failed: some KV cannot be read,
+        on this worker or on another one, or computed. What a failed one has written is overwritten by vLLM's own
+        prefill.
+
+        Args:
+            room: rows that this step may compute; a pass that needs more runs alone.
+            waits: whether to wait for KV that is not read, because there is nothing else to do.
+        """
+        left = room
+        while self._queue:
+            first = self._queue[0]
+            found: Loaded | Exception
+            try:
+                if first.passes is None:
+                    if not self._is_read(first, waits):
+                        return
+                    first.passes = self._passes(first)
+                began = time.perf_counter()
+                while first.passes:
+                    cost = self._cost(first.passes[0])
+                    if left < room and cost > left:
+                        return
+                    left -= cost
+                    first.rows += self._carry_out(first, first.passes.popleft())
+                    first.seconds += time.perf_counter() - began
+                    began = time.perf_counter()
+                found = Loaded(first.rows, first.seconds)
+            except Exception as error:
+                found = error
+            self._queue.popleft()
+            self._read_ahead()
+            yield first.load, found
+
+    def forget(self, request_ids: Collection[str]) -> set[str]:
+        """Drop the loads of requests that are finished; returns whose loads were not complete."""
+        dropped = {each.load.request_id for each in self._queue} & {*request_ids}
+        self._queue = deque(each for each in self._queue if each.load.request_id not in dropped)
+        return dropped
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _read_ahead(self) -> None:
+        """Begin to read what fits into memory, and the first load in any case."""
+        left = _AHEAD_BYTES
+        for number, each in enumerate(self._queue):
+            if each.load.plan is None:
+                continue
+            left -= self._num_bytes(each.load.plan)
+            if number and left < 0:
+                return
+            if each.entries is None:
+                each.entries = self._read(each.load.plan)
+
+    def _num_bytes(self, plan: FusionPlan) -> int:
+        runtime = self._runtime
+        of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
+        return of_token * sum(piece.num_tokens for piece in used_pieces(plan))
+
+    def _passes(self, each: _UnderWay) -> deque[Pass]:
+        load = each.load
+        if load.plan is None:
+            return deque([Pass(load.start, load.stop, (), ())])
+        return deque(passes(load.plan, load.start, max_runs=self._max_runs, max_rows=self._max_rows))
+
+    @staticmethod
+    def _cost(each: Pass) -> int:
+        """Rows whose computation takes as long as the pass."""
+        return sum(stop - start for start, stop in each.runs) + (each.stop - each.start) // _STORED_A_ROW
+
+    def _carry_out(self, each: _UnderWay, one: Pass) -> int:
+        """Carry out a pass; returns the number of computed rows."""
+        load = each.load
         if load.plan is not None:
-            return self._carry_out(load, load.plan)
+            return self._run(load, load.plan, one, each.kv)
         assert self._settings.exchange is not None and load.context is not None, "the scheduler checked the request"
         self._write_context(load, self._settings.exchange, load.context)
         return 0
@@ -83,53 +196,47 @@ class Loader:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, load: Load, plan: FusionPlan) -> int:
-        entries = self._together(lambda: self._read(plan))
-        ids = torch.tensor(plan.token_ids, dtype=torch.int64)
-        computed = 0
-        for each in passes(plan, load.start, max_runs=self._max_runs, max_rows=self._max_rows):
-            stored = StoredInterval.of(plan, entries, each.begin, each.end, self._runtime)
-            writer = _PassWriter(self, load, plan, each, stored)
-            if not each.runs:
-                for number, layer in self._layers.items():
-                    writer.write_stored(number, layer)
-                continue
-            if self._rows is None:
-                self._rows = self._row_runner()
-            with self._wrapped(writer):
-                self._rows.run(ids, each.runs, load.block_ids)
-            writer.check(self._layers)
-            computed += sum(stop - start for start, stop in each.runs)
-        return computed
+    def _run(self, load: Load, plan: FusionPlan, one: Pass, kv: Mapping[str, KV]) -> int:
+        writer = _PassWriter(self, load, plan, one, StoredInterval.of(plan, kv, one.begin, one.end, self._runtime))
+        if not one.runs:
+            for number, layer in self._layers.items():
+                writer.write_stored(number, layer)
+            return 0
+        if self._rows is None:
+            self._rows = self._row_runner()
+        with self._wrapped(writer):
+            self._rows.run(torch.tensor(plan.token_ids, dtype=torch.int64), one.runs, load.block_ids)
+        writer.check(self._layers)
+        return sum(stop - start for start, stop in one.runs)
 
-    def _read(self, plan: FusionPlan) -> dict[str, KV]:
+    def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
         assert self._settings.store is not None, "the scheduler checked the request"
         reader = StoreReader(self._settings.store, plan.namespace)  # one of the connector's
-        entries: dict[str, KV] = {}
-        for piece in plan.pieces:
-            if piece.key not in entries:
-                entries[piece.key] = reader.get(piece.key, codec=plan.codec)
-        check_shape(plan, entries, self._runtime)
-        return entries
+        keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
+        return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 
-    def _together(self, read: Callable[[], dict[str, KV]]) -> dict[str, KV]:
-        """Read on all tensor-parallel workers, or fail on all of them: a worker that stays out of a forward pass leaves
-        the others waiting in it for ever."""
-        group = self._group
-        found, failed = None, None
-        try:
-            found = read()
-        except Exception as error:
-            failed = error
+    def _is_read(self, each: _UnderWay, waits: bool) -> bool:
+        """Whether all tensor-parallel workers have read a load's KV: a worker that stays out of a forward pass leaves
+        the others waiting in it for ever. Raises what went wrong, on all of them."""
+        entries, group, failed = each.entries or {}, self._group, None
+        if waits:
+            wait(entries.values())
+        is_late = not all(future.done() for future in entries.values())
+        if each.load.plan is not None and not is_late:
+            try:
+                each.kv = {key: future.result() for key, future in entries.items()}
+                check_shape(each.load.plan, each.kv, self._runtime)
+            except Exception as error:
+                failed = error
         if group.world_size > 1:
-            count = torch.tensor([failed is not None], dtype=torch.int32)
+            count = torch.tensor([is_late, failed is not None], dtype=torch.int32)
             torch.distributed.all_reduce(count, group=group.cpu_group)
-            if failed is None and int(count):
+            is_late = bool(count[0])
+            if failed is None and int(count[1]):
                 failed = RuntimeError("another tensor-parallel worker could not read the chunks")
-        if failed is not None:
+        if not is_late and failed is not None:
             raise failed
-        assert found is not None
-        return found
+        return not is_late
 
     @contextmanager
     def _wrapped(self, writer: _PassWriter) -> Iterator[None]:
@@ -198,19 +305,20 @@ class _PassWriter:
         if not len(self._places):
             return
         cache, stored, loader = layer.kv_cache, self._stored, self._loader
-        kv = list(stored.layer(number, cache.device, loader._heads))
+        kv = stored.layer(number, cache.device, loader._heads)
         split = None if self._chunks is None else self._chunks.split(self._rows, cache.device)
         if fresh is not None and split is not None:
             own = slice(split.start - stored.start, split.stop - stored.start)
-            old = kv[0][:, own], kv[1][:, own]
+            old = kv[0][own].transpose(0, 1), kv[1][own].transpose(0, 1)
             new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
             self._tables = self._tables or changed(stored.tables, lambda table: table[own].to(cache.device))
             added = offsets(new, old, split, self._plan.correction, self._tables[number])
             for target, offset in zip(old, added, strict=True):
                 target += offset.to(target.dtype)
-        at = (self._places - stored.start).to(cache.device)
-        keys, values = (each.index_select(1, at).transpose(0, 1).contiguous() for each in kv)
-        write(layer, keys, values, cache, self._slots.to(cache.device))
+        if len(self._places) < len(kv[0]):
+            at = (self._places - stored.start).to(cache.device)
+            kv = kv[0].index_select(0, at), kv[1].index_select(0, at)
+        write(layer, *kv, cache, self._slots.to(cache.device))
 
 
 def local_heads(num_heads: int, rank: int, size: int) -> slice:

@@ -31,12 +31,13 @@ from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
 from ..serving.replies import as_json
 from ..serving.schema import read_json
-from .parameters import request_parameters
+from .internals import PROBE_TOKENS, check_probe, probe
+from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
 from .replies import Result, StreamReply, WholeReply, with_code
 from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, read_completion, take_field
 from .settings import ServerSettings
-from .shadow_checks import ShadowChecks
+from .shadow_checks import ShadowChecks, ask_itself
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,9 @@ _OPEN = frozenset({"/health", "/ping"})
 """Paths for load balancers, which need no key."""
 _OF_TENANTS = frozenset({_CHAT, _COMPLETION, "/v1/models"})
 """Paths that a tenant's key may use. vLLM has many others, whose requests would share its prefix cache."""
-_NAMED = (*_OF_TENANTS, *_OPEN, "/metrics")
+_NEVER_PLANNED = frozenset({"/v1/responses", "/v1/messages"})
+"""Paths whose prompts vLLM makes of other bodies than those that are read here."""
+_NAMED = (*_OF_TENANTS, *_NEVER_PLANNED, *_OPEN, "/metrics")
 """Paths that are counted apart."""
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
@@ -98,6 +101,8 @@ class CacheClip:
             if message["type"] == "lifespan.startup.complete":
                 try:
                     await asyncio.to_thread(self.planning.start)
+                    if self._settings.is_untried:
+                        await self._check_version(scope)
                 except Exception as error:  # the one who started the server is told
                     logger.exception("the planner cannot start")
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
@@ -109,6 +114,20 @@ class CacheClip:
             await send(message)
 
         await self._app(scope, heard, answered)
+
+    async def _check_version(self, scope: Scope) -> None:
+        """Raise ConfigurationError unless a recomputed prompt has the answer of plain prefill."""
+        config = self._settings.config
+        plan = probe(self.planning.planner(config.namespace).primary, config.namespace)
+        body = {"model": self._settings.name, "prompt": list(plan.token_ids), "max_tokens": PROBE_TOKENS}
+        body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        carried = {"kv_transfer_params": request_parameters(plan, key=self._settings.seal)}
+        asked = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": _COMPLETION}
+        asked |= {"query_string": b"", "headers": [], "client": ("127.0.0.1", 0), "server": ("127.0.0.1", 80)}
+        asked |= {name: scope[name] for name in ("asgi", "app", "state") if name in scope}
+        answers = [json.loads(await ask_itself(self._app, asked, {**body, **more})) for more in (carried, {})]
+        told = (answers[0].get("kv_transfer_params") or {}).get(PARAMETER, {})
+        check_probe(told.get("outcome"), *(answer["choices"][0]["token_ids"] for answer in answers))
 
     def _tell_ready(self) -> None:
         settings = self._settings
@@ -164,7 +183,19 @@ class CacheClip:
             return await self._app(_as_text(scope), receive, _changing(send, self._with_cards))
         if path in _READERS and scope["method"] == "POST":
             return await self._asked(path, request, caller, scope, receive, send)
+        if path in _NEVER_PLANNED and scope["method"] == "POST":
+            send = self._counting(f"path {path}", send)
         return await self._app(scope, receive, send)
+
+    def _counting(self, reason: str, send: Send) -> Send:
+        """Counts an answer that no plan can be made for."""
+
+        async def counted(message: Message) -> None:
+            if message.get("status") == 200:
+                self.planning.count("plain", reason)
+            await send(message)
+
+        return counted
 
     def _metrics(self) -> bytes:
         counters = self._counters.text(running=self._running, waiting=self.planning.waiting)

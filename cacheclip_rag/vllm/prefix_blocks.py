@@ -107,6 +107,11 @@ class PrefixBlocks:
         self._salted[request.request_id] = _Salted(plan, first, tuple(hashes), given)
         return True
 
+    def is_exact(self, request: Any) -> bool:
+        """Whether all that the cache holds now of a request is exact KV."""
+        salted = self._salted.get(request.request_id)
+        return salted is None or self.known(request) <= salted.first * self._block_size
+
     def is_better_plain(self, request: Any, num_tokens: int, **room: int) -> bool:
         """Whether exact KV has come since the request arrived, with which plain prefill computes less. If so, the
         request has vLLM's hashes again.
@@ -149,14 +154,14 @@ class PrefixBlocks:
             salted.is_placed = True
             self._note(request, salted)
 
-    def cut(self, request: Any, num_tokens: int) -> None:
-        """Note that vLLM computes the request's tokens from ``num_tokens`` on."""
+    def fail(self, request: Any, num_tokens: int) -> None:
+        """Note that vLLM computes the request's tokens from ``num_tokens`` on. If only exact KV comes before, all of it
+        is exact, and the request has vLLM's hashes again."""
         salted = self._salted.get(request.request_id)
-        if salted is None or num_tokens >= salted.continued.num_tokens:
-            return
-        is_left, stale = num_tokens > salted.first * self._block_size, salted.continued.stale_from
-        stale = stale if stale is not None and stale < num_tokens else None
-        salted.continued = Continued(num_tokens, salted.continued.turns, stale) if is_left else Continued()
+        if salted is not None and num_tokens <= salted.first * self._block_size:
+            del self._salted[request.request_id]
+            request.block_hashes[:], request.cache_salt = salted.exact, salted.cache_salt
+            request.update_block_hashes()
 
     def finish(self, request: Any) -> Continued:
         """What the request continued. Its answer's blocks may be continued from now on."""

@@ -5,7 +5,7 @@ vLLM's objects come in as arguments, and nothing here imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens of one request whose KV is to be made in this step."""
+    """Tokens of one request whose KV is to be made."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -36,27 +36,24 @@ class Load:
 
 
 class RequestLoads:
-    """Requests from their arrival to their end."""
+    """Requests whose KV can be made, from their arrival to their end.
 
-    def __init__(self, block_size: int, manager: Callable[[], Any]) -> None:
-        """``manager``: gives vLLM's manager of blocks, which the connector gets later."""
-        self._block_size, self._manager = block_size, manager
+    Loads are asynchronous: vLLM gives a request its blocks, and lets it wait until all workers have reported its load.
+    Only then do other requests find these blocks in the prefix cache.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
         self._ready: dict[str, Ready] = {}
-        self._requests: dict[str, Any] = {}
-        """All of vLLM's requests."""
         self._outcomes: dict[str, dict[str, Any]] = {}
-        self._scheduled: dict[str, int] = {}
-        """Tokens to load in this step, by request."""
-        self._loading: dict[str, tuple[Load, int]] = {}
-        """A request's last load, and the tokens of its answer before it."""
+        self._loading: dict[str, tuple[Load, Any]] = {}
+        """Loads that are not reported, each with its request."""
+        self._new: list[Load] = []
+        """Those that no worker knows of."""
 
-    def arrive(self, request: Any) -> None:
-        """Know of a request, which may share blocks with those whose KV is made."""
-        self._requests[request.request_id] = request
-
-    def keep(self, request: Any, ready: Ready) -> None:
+    def keep(self, request_id: str, ready: Ready) -> None:
         """Take on a request whose KV can be made."""
-        self._ready[request.request_id] = ready
+        self._ready[request_id] = ready
 
     def tell(self, request_id: str, outcome: str, reason: str | None = None) -> None:
         """What a request's output says of it, if nothing else becomes of it."""
@@ -72,85 +69,43 @@ class RequestLoads:
         ready = self._ready.get(request_id)
         return 0 if ready is None else max(ready.num_ready - num_computed_tokens, 0)
 
-    def must_wait(self, request: Any) -> bool:
-        """Whether this step computes some KV that vLLM counts as the request's: a load, which comes before all that the
-        step computes, would compute rows over what is not there yet."""
-        manager = self._manager()
-        known = {block.block_id for block in manager.get_computed_blocks(request)[0].blocks[0]}
-        for request_id, other in self._requests.items() if known else ():
-            (blocks,) = manager.get_blocks(request_id).blocks
-            if any(block.block_id in known for block in blocks[other.num_computed_tokens // self._block_size :]):
-                return True
-        return False
+    def begin(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> bool:
+        """vLLM has found blocks for so many tokens, which are to be loaded. Returns whether it is the request's first
+        load: a preempted request asks again."""
+        request_id = request.request_id
+        ready, is_first = self._ready[request_id], self._outcomes[request_id]["outcome"] == "cached"
+        start = ready.num_ready - num_tokens
+        load = Load(request_id, tuple(block_ids), start, ready.num_ready, ready.plan, ready.context)
+        self._loading[request_id] = load, request
+        self._new.append(load)
+        self.tell(request_id, "fused")
+        return is_first
 
-    def schedule(self, request_id: str, num_tokens: int) -> None:
-        """vLLM has found blocks for so many tokens, which this step loads."""
-        if num_tokens > 0:
-            self._scheduled[request_id] = num_tokens
-
-    def step(self, scheduler_output: Any) -> tuple[list[Load], int]:
-        """The loads of a step, and how many of them are the first of their request."""
-        for request_id in scheduler_output.preempted_req_ids or ():
-            self._forget_unreported(request_id)
-        placed: dict[str, tuple[list[int], int]] = {
-            new.req_id: (new.block_ids[0], new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
-        }
-        cached = scheduler_output.scheduled_cached_reqs
-        for number, request_id in enumerate(cached.req_ids):
-            if request_id in cached.resumed_req_ids:  # after a preemption, which took its blocks
-                placed[request_id] = cached.new_block_ids[number][0], cached.num_computed_tokens[number]
-        loads, first = [], 0
-        for request_id, num_tokens in self._scheduled.items():
-            ready, (block_ids, stop) = self._ready[request_id], placed[request_id]
-            load = Load(request_id, tuple(block_ids), stop - num_tokens, stop, ready.plan, ready.context)
-            loads.append(load)
-            self._loading[request_id] = load, self._requests[request_id].num_output_tokens
-            first += self._outcomes[request_id]["outcome"] == "cached"  # not again after a preemption
-            self.tell(request_id, "fused")
-        self._scheduled.clear()
-        return loads, first
-
-    def fail(self, failed: set[int]) -> list[tuple[Any, int]]:
-        """Have vLLM compute what stands in failed blocks and behind them; returns the requests, and from which token
-        on."""
-        found = []
-        for request_id, request in self._requests.items() if failed else ():
-            (blocks,) = self._manager().get_block_ids(request_id)
-            first = next((number for number, block in enumerate(blocks) if block in failed), None)
-            if first is not None:
-                self._manager().evict_blocks(set(blocks[first:]))
-                self._fall_back(request, first * self._block_size)
-                found.append((request, first * self._block_size))
+    def take(self) -> list[Load]:
+        """The loads that began since the last call."""
+        found, self._new = self._new, []
         return found
 
-    def _fall_back(self, request: Any, start: int) -> None:
-        """vLLM computes the request's tokens from ``start`` on. Where requests with the same plan share failed blocks,
-        it would have only the first of them do so, which may leave before it has. Others may share the exact blocks
-        before."""
-        request.num_computed_tokens = min(request.num_computed_tokens, start)
-        if request.request_id in self._ready:
-            self.tell(request.request_id, "plain", UNREADABLE)
-        stats = request.prefill_stats
-        if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
-            stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, start), 0)
+    def end(self, done: Iterable[str], failed: Collection[int]) -> list[tuple[Any, int]]:
+        """Loads were reported, and some blocks have no KV. Returns the requests whose load failed, and from which token
+        on vLLM computes them: vLLM itself has seen to that, and does not ask for them again."""
+        found = []
+        for request_id, (load, request) in [*self._loading.items()] if failed else ():
+            if failed.isdisjoint(load.failed_blocks(self._block_size)):
+                continue
+            self.leave(request_id, "plain", UNREADABLE)
+            stats = request.prefill_stats
+            if stats is not None:  # no token was made so far; vLLM would count the failed ones as cached
+                stats.set(stats.num_prompt_tokens, min(stats.num_local_cached_tokens, load.start), 0)
+            found.append((request, load.start))
+        for request_id in done:
+            self._loading.pop(request_id, None)
+        return found
 
-    def _forget_unreported(self, request_id: str, block_ids: Sequence[int] = ()) -> None:
-        """Take a request's blocks, as they are now, out of the prefix cache if their load may fail without our knowing.
-        A report comes after its step. Where steps are scheduled ahead of reports, the request may be gone by then, and
-        its blocks may be other requests', which lose a hash then, and nothing else. A token of its answer since the
-        load says that the load was reported."""
-        load, num_output_tokens = self._loading.pop(request_id, (None, 0))
-        if load is not None and self._requests[request_id].num_output_tokens == num_output_tokens:
-            first = load.start // self._block_size
-            self._manager().evict_blocks({*load.block_ids[first:], *block_ids[first:]})
-
-    def finish(self, request_id: str, block_ids: Sequence[int]) -> dict[str, Any] | None:
-        """What became of a request, for its output's ``kv_transfer_params``. Only now is its plan no longer needed: a
-        preempted request asks for it again."""
-        self._forget_unreported(request_id, block_ids)
+    def finish(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request, for its output's ``kv_transfer_params``. Only now is its plan no longer needed."""
         self._ready.pop(request_id, None)
-        self._scheduled.pop(request_id, None)
-        self._requests.pop(request_id, None)
+        self._loading.pop(request_id, None)
         outcome = self._outcomes.pop(request_id, None)
         return None if outcome is None else {PARAMETER: outcome}
 

@@ -45,6 +45,8 @@ class ServerSettings:
     """How vLLM runs the primary."""
     json_to: int | None = None
     """File descriptor to which a JSON object is written when the server is ready; None: a line on stderr."""
+    is_untried: bool = False
+    """Whether this vLLM was never tried, so that a tiny answer is compared at start."""
 
     @property
     def access(self) -> Access:

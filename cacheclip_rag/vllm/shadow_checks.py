@@ -71,7 +71,7 @@ class ShadowChecks:
     async def _check(self, scope: Scope, body: Mapping[str, Any], stats: FusionStats, sent: bytes | bytearray) -> None:
         try:
             again = _again(body, min(stats.generated_tokens, SHADOW_TOKENS))
-            answer, plain = ReplyText.of(sent), ReplyText.of(await self._ask(scope, again))
+            answer, plain = ReplyText.of(sent), ReplyText.of(await ask_itself(self._app, scope, again))
             # the plain answer is cut at a number of tokens, and the other one is cut where it was
             text = answer.text[: len(plain.text) + _BEYOND * plain.has_ended]
             given, chosen = await self._planning.token_ids(text, plain.text)
@@ -84,28 +84,29 @@ class ShadowChecks:
         except Exception as error:
             self._shadow.skip(error)
 
-    async def _ask(self, scope: Scope, body: Mapping[str, Any]) -> bytes:
-        """vLLM's response to a request of this server itself."""
-        content = as_json(body)
-        request: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
-        status, found = 0, bytearray()
 
-        async def receive() -> Message:
-            if not request:
-                await asyncio.Event().wait()  # this client never leaves
-            return request.pop()
+async def ask_itself(app: ASGIApp, scope: Scope, body: Mapping[str, Any]) -> bytes:
+    """vLLM's response to a request of this server itself. Raises RuntimeError: it is an error."""
+    content = as_json(body)
+    request: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+    status, found = 0, bytearray()
 
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            found.extend(message.get("body", b""))
+    async def receive() -> Message:
+        if not request:
+            await asyncio.Event().wait()  # this client never leaves
+        return request.pop()
 
-        headers = [(name, value) for name, value in scope["headers"] if name.lower() in (b"host", b"authorization")]
-        headers += [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await self._app({**scope, "headers": headers}, receive, send)
-        if status != 200:
-            raise RuntimeError(f"vLLM answered with status {status}")
-        return bytes(found)
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        found.extend(message.get("body", b""))
+
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() in (b"host", b"authorization")]
+    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await app({**scope, "headers": headers}, receive, send)
+    if status != 200:
+        raise RuntimeError(f"vLLM answered with status {status}")
+    return bytes(found)
 
 
 def _again(body: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:

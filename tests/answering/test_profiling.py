@@ -138,8 +138,8 @@ def test_the_own_stores_speed_is_measured(
     assert set(found.media) == {"throttled"}
     prediction = engine.plan(rag_prompt(CHUNKS)).prediction
     took_s = engine.generate(rag_prompt(CHUNKS), max_tokens=1, recompute_ratio=0.2).stats.reading_s
-    sources = engine.parts.sources(engine.make_method())
-    reading = found.reading(engine.plan(rag_prompt(CHUNKS), recompute_ratio=0.2), sources, 0)
+    kv_sources = engine.parts.kv_sources(engine.make_method())
+    reading = found.reading(engine.plan(rag_prompt(CHUNKS), recompute_ratio=0.2), kv_sources, 0)
     assert reading.seconds == pytest.approx(took_s, rel=0.2) and took_s > 0.5
     assert (reading.auxiliary_s > 0) == (method == "cacheclip") and reading.primary_s > 0
     assert prediction is not None and prediction.seconds == prediction.plain_s, "the first answer is plain prefill"

@@ -43,17 +43,16 @@ def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pat
     assert not hostile.exists()
 
 
-@pytest.mark.parametrize("path", ["{}", ":{}", "{}:"], ids=["full", "empty part first", "empty part last"])
-def test_vllm(hostile: Path, tmp_path: Path, path: str) -> None:
-    server = tmp_path / "packages" / "vllm" / "entrypoints" / "openai"
+def test_vllm(hostile: Path, tmp_path: Path) -> None:
+    server = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
     server.mkdir(parents=True)
-    (server / "api_server.py").write_text("import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv)")
+    (server / "main.py").write_text("import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv)")
     program = (
         "import os\n"
         "from cacheclip_rag.base.python import python_command\n"
-        "from cacheclip_rag.vllm.launch import _MODULE, Command, _become\n"
-        f"os.environ['PYTHONPATH'] = {path.format(tmp_path / 'packages')!r}\n"
-        "_become(Command(tuple(python_command('-m', _MODULE, '--seed')), {'A': 'b'}))"
+        "from cacheclip_rag.vllm.launch import _VLLM, Command, _become\n"
+        f"os.environ['PYTHONPATH'] = {f':{tmp_path}/packages:'!r}\n"
+        "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)

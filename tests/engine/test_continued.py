@@ -291,7 +291,7 @@ class TestNeverMoreThanPlain:
         """Each prompt computes at most the rows that plain prefill would compute at that moment. Planted: exact KV is
         not looked at."""
         if planted:
-            monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+            monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
         engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
         engine.precompute(passages)
         for _ in range(8):

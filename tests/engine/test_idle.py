@@ -159,7 +159,7 @@ class TestHalfDone:
     ) -> None:
         """Also where every chunk is exact: what comes after it followed approximate KV. None of it is put into the
         prefix cache."""
-        monkeypatch.setattr("cacheclip_rag.answering.pipeline.ROWS_FOR_EXACT_KV", 0)
+        monkeypatch.setattr("cacheclip_rag.plan.planner.ROWS_FOR_EXACT_KV", 0)
         messages = [{"role": "user", "content": rag(passages, "Who?")}]
         answer = half.generate(messages, SHORT, finish="none")
         prefilled = logits(half, messages, preset("full"))

@@ -33,7 +33,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import model as runtime_module
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION
 
@@ -80,11 +80,11 @@ class TestExactness:
         """The mask of the published implementations, aligned to the bottom-right corner."""
         import cacheclip_rag.runtime.transformers.model as runtime
 
-        def plan(rows: torch.Tensor, device: torch.device | None = None, *_: object) -> AttentionPlan:
+        def plan(rows: torch.Tensor, device: torch.device | None = None, *_: object) -> AttentionPattern:
             visible = torch.arange(int(rows[-1]) + 1 - len(rows), int(rows[-1]) + 1)
-            return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, int(rows[-1]) + 1), visible, device)])
+            return AttentionPattern([Block.of(slice(0, len(rows)), slice(0, int(rows[-1]) + 1), visible, device)])
 
-        monkeypatch.setattr(runtime, "causal_plan", plan)
+        monkeypatch.setattr(runtime, "causal_pattern", plan)
 
     @pytest.mark.parametrize("primary", ["llama", "gemma3"], indirect=True)
     def test_twin_mask_that_sees_the_future(self, primary: str, tiny_models: dict[str, str], leaky: None) -> None:
@@ -263,7 +263,7 @@ class TestCertify:
         config = replace(config, recompute_ratio=0.3)
         with monkeypatch.context() as patched:
             if planted:
-                patched.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+                patched.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
             turns = certify(config, quick=True, turns=5).turns
         assert [each.turn for each in turns] == [1, 2, 3, 4, 5] and not turns[0].continued_tokens
         engine = CacheClipEngine(config)

@@ -16,7 +16,7 @@ from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.layout import Layout, lay_out
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, Block
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument
 from tests.conftest import CACHECLIP
 
@@ -87,17 +87,19 @@ class Case:
             self.runtime.fill(cache, piece, slot=start, position=start + (shift if start else 0))
         return cache
 
-    def run(self, cache: Any, rows: torch.Tensor, plan: AttentionPlan, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def run(
+        self, cache: Any, rows: torch.Tensor, plan: AttentionPattern, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         ids = self.layout.ids if ids is None else ids
         logits = self.runtime.run_rows(cache, ids[rows], rows, plan)
         assert logits is not None
         return logits
 
 
-def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPlan:
+def bottom_right_plan(rows: torch.Tensor, num_tokens: int) -> AttentionPattern:
     """The mistake of the published implementations: row i of R sees keys up to T - R + i, whatever its position."""
     visible = torch.arange(num_tokens - len(rows), num_tokens)
-    return AttentionPlan([Block.of(slice(0, len(rows)), slice(0, num_tokens), visible)])
+    return AttentionPattern([Block.of(slice(0, len(rows)), slice(0, num_tokens), visible)])
 
 
 def make_engine(folder: str, auxiliary: str, store: Any = None, **options: Any) -> CacheClipEngine:
@@ -113,7 +115,7 @@ def make_case(
     prompt = opening + "\n\n".join(texts) + "\n\nQuestion: What is the magic number?"
     caches = engine.parts.caches_after_prefix
     layout = lay_out(engine.segment(prompt), caches.runtime, caches.tokenize, caches.prefix_ids)
-    kv = {0: caches.prefix} | {span.start: stored_kv(caches, span) for span in layout.chunks}
+    kv = {0: caches.prefix_kv} | {span.start: stored_kv(caches, span) for span in layout.chunks}
     assert layout.num_prefix and len(layout.chunks) == len(texts) and all(v is not None for v in kv.values())
     return Case(folder, engine, layout, kv)
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.runtime.transformers import attention, attention_plan
+from cacheclip_rag.runtime.transformers import attention, attention_pattern
 from cacheclip_rag.runtime.transformers.attention import block_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionPlan, AttentionRule, Block, causal_plan
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, AttentionRule, Block, causal_pattern
 from cacheclip_rag.runtime.transformers.rotary import rotate
 from tests.conftest import TINY_MODELS
 from tests.fusion.cases import (
@@ -76,7 +76,7 @@ class TestRatioOne:
             # every other row: were all moved alike, a sliding window would not notice
             positions = rows + shift * (rows % 2)
             logits = case.runtime.run_rows(
-                case.assembled(), case.layout.ids[rows], positions, causal_plan(rows), slots=rows
+                case.assembled(), case.layout.ids[rows], positions, causal_pattern(rows), slots=rows
             )
             assert test(gap(logits, expected)), shift
 
@@ -87,7 +87,7 @@ class TestRatioOne:
         expected = reference_logits(case.folder, case.layout.ids)
         assert gap(case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens)), expected) < EXACT
         early = (rows - 5).clamp(min=0)
-        past = AttentionPlan([Block.of(slice(0, len(rows)), slice(0, case.layout.num_tokens), early)])
+        past = AttentionPattern([Block.of(slice(0, len(rows)), slice(0, case.layout.num_tokens), early)])
         assert gap(case.run(case.assembled(), rows, past), expected) > BROKEN
 
 
@@ -96,7 +96,7 @@ class TestPartialRecompute:
     def test_equals_unmodified_transformers_with_explicit_mask(self, case: Case, ratio: float) -> None:
         rows = case.rows(ratio)
         ours = case.assembled()
-        logits = case.run(ours, rows, causal_plan(rows))
+        logits = case.run(ours, rows, causal_pattern(rows))
         theirs, expected = scatter_reference(case, rows)
         assert gap(logits, expected) < EXACT
         for left, right in zip(ours.layers, theirs.layers, strict=True):
@@ -131,20 +131,20 @@ class TestPartialRecompute:
 
     def test_twin_wrong_position(self, case: Case) -> None:
         rows = case.rows(0.3)
-        right = case.run(case.assembled(), rows, causal_plan(rows))
-        wrong = case.run(case.assembled(shift=5), rows, causal_plan(rows))
+        right = case.run(case.assembled(), rows, causal_pattern(rows))
+        wrong = case.run(case.assembled(shift=5), rows, causal_pattern(rows))
         assert gap(right, wrong) > BROKEN
 
     def test_twin_bottom_right_mask(self, case: Case) -> None:
         rows = case.rows(0.3)
-        right = case.run(case.assembled(), rows, causal_plan(rows))
+        right = case.run(case.assembled(), rows, causal_pattern(rows))
         wrong = case.run(case.assembled(), rows, bottom_right_plan(rows, case.layout.num_tokens))
         assert gap(right, wrong) > BROKEN
 
     def test_twin_partial_recompute_is_not_full_prefill(self, case: Case) -> None:
         """The chunks do differ from joint prefill, or every test above would pass on a no-op."""
         rows = case.rows(0.3)
-        partial = case.run(case.assembled(), rows, causal_plan(rows))
+        partial = case.run(case.assembled(), rows, causal_pattern(rows))
         assert gap(partial, reference_logits(case.folder, case.layout.ids)) > BROKEN
 
 
@@ -200,7 +200,7 @@ class TestNoFuture:
         ids[border:] = torch.randint(3, case.runtime.vocab_size, ids[border:].shape, generator=generator)
         return kv, ids
 
-    def difference(self, case: Case, plan: AttentionPlan, rows: torch.Tensor, border: int) -> float:
+    def difference(self, case: Case, plan: AttentionPattern, rows: torch.Tensor, border: int) -> float:
         kv, ids = self.changed_later(case, border)
         before, after = case.assembled(), case.assembled(kv=kv)
         case.run(before, rows, plan)
@@ -213,7 +213,7 @@ class TestNoFuture:
 
     def test_earlier_rows_do_not_move(self, case: Case) -> None:
         rows, border = case.rows(0.3), case.layout.chunks[2].start
-        assert self.difference(case, causal_plan(rows), rows, border) <= 1e-6
+        assert self.difference(case, causal_pattern(rows), rows, border) <= 1e-6
 
     def test_twin_plan_that_leaks(self, case: Case) -> None:
         rows, border = case.rows(0.3), case.layout.chunks[2].start
@@ -292,7 +292,7 @@ class TestBlockAttention:
         )
         unmasked = data.draw(st.sampled_from([1, 40, 1000]), "keys that are multiplied apart")
         with patch.object(attention, "_UNMASKED", unmasked), torch.inference_mode():
-            got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+            got = block_attention(query, key, value, causal_pattern(rows).blocks, rule)
         assert gap(got.double(), self.dense(query, key, value, rows, rule)) < 1e-5
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -308,7 +308,7 @@ class TestBlockAttention:
         for unmasked in (1024, 4000):
             parts = patch.object(attention, "_in_two_parts", wraps=attention._in_two_parts)
             with patch.object(attention, "_UNMASKED", unmasked), torch.inference_mode(), parts as split:
-                got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+                got = block_attention(query, key, value, causal_pattern(rows).blocks, rule)
             assert split.call_count == (3 if unmasked == 1024 else 0)
             gaps.append((got.double() - expected).abs().max().item())
         assert gaps[0] < (1e-5 if dtype == torch.float32 else 1e-2), gaps
@@ -316,14 +316,14 @@ class TestBlockAttention:
 
     def test_long_prompts_have_blocks_of_twice_as_many_rows(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        slots = attention_plan._LONG + 50
+        slots = attention_pattern._LONG + 50
         rows = torch.randperm(slots, generator=generator)[:300].sort().values
         rows[-1] = slots - 1
         query = torch.randn(1, 2, 300, 8, generator=generator)
         key, value = torch.randn(2, 1, 1, slots, 8, generator=generator)
         for window in (None, 1, 700, slots):
             rule = AttentionRule(scaling=0.3, window=window)
-            blocks = causal_plan(rows).blocks
+            blocks = causal_pattern(rows).blocks
             assert [len(block.positions) for block in blocks] == [128, 128, 44]
             with torch.inference_mode():
                 got = block_attention(query, key, value, blocks, rule)
@@ -335,9 +335,9 @@ class TestBlockAttention:
         query = torch.randn(1, 2, 200, 8, generator=generator)
         key, value = torch.randn(2, 1, 1, 400, 8, generator=generator)
         rule, found = AttentionRule(scaling=0.3), []
-        for most in (attention_plan._MASK_BYTES, 100_000, 0):
-            with patch.object(attention_plan, "_MASK_BYTES", most):
-                blocks = causal_plan(rows).blocks
+        for most in (attention_pattern._MASK_BYTES, 100_000, 0):
+            with patch.object(attention_pattern, "_MASK_BYTES", most):
+                blocks = causal_pattern(rows).blocks
                 found.append([block_attention(query, key, value, blocks, rule) for _ in range(2)])
             masks = blocks[0].masks
             assert masks.num_bytes == sum(mask.nbytes for mask in masks.by_use.values()) <= most
@@ -349,7 +349,7 @@ class TestBlockAttention:
         query, key, value = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
         rule = AttentionRule(scaling=0.5)
         with patch.object(attention, "_UNMASKED", 1):
-            found = block_attention(query[:, :, 4:], key, value, causal_plan(torch.arange(4, 8)).blocks, rule)
+            found = block_attention(query[:, :, 4:], key, value, causal_pattern(torch.arange(4, 8)).blocks, rule)
         found.square().sum().backward()
         ours = key.grad
         key.grad = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers.attention_plan import causal_plan
+from cacheclip_rag.runtime.transformers.attention_pattern import causal_pattern
 from cacheclip_rag.runtime.transformers.cache import FusedLayer
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, Case, gap, make_engine, prefilled, reference_logits, scatter
@@ -40,14 +40,14 @@ class TestTwins:
         """At ratio 1 only the prefix is left of what was stored: even that must show."""
         expected = reference_logits(case.folder, case.layout.ids)
         rows = case.rows(1.0)
-        assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) < EXACT
+        assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) < EXACT
         prefix_ids = case.layout.ids[: case.layout.num_prefix].tolist()
         with pytest.MonkeyPatch.context() as patch:
             for layer in case.runtime.model.base_model.layers:
                 patch.setattr(layer.self_attn.k_norm, "forward", lambda keys: keys)
             unnormed = case.runtime.encode(prefix_ids)
         wrong = case.assembled(kv={**case.kv, 0: unnormed})
-        assert gap(case.run(wrong, rows, causal_plan(rows)), expected) > BROKEN
+        assert gap(case.run(wrong, rows, causal_pattern(rows)), expected) > BROKEN
 
     @pytest.mark.parametrize("primary", SLIDING, indirect=True)
     def test_sliding_cache_cut_to_its_window(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ class TestTwins:
             return keys, values
 
         monkeypatch.setattr(FusedLayer, "update", update)
-        assert gap(case.run(cache, rows, causal_plan(rows)), expected) > BROKEN
+        assert gap(case.run(cache, rows, causal_pattern(rows)), expected) > BROKEN
 
     @pytest.mark.parametrize("primary", SLIDING, indirect=True)
     def test_window_forgotten(self, case: Case) -> None:
@@ -80,8 +80,8 @@ class TestTwins:
         rule = runtime.AttentionRule
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
-            assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) > BROKEN
-        assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) < EXACT
+            assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) > BROKEN
+        assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) < EXACT
 
     @pytest.mark.parametrize("primary", ["gemma2", "gpt-oss"], indirect=True)
     def test_soft_cap_or_sinks_forgotten(self, case: Case) -> None:
@@ -93,7 +93,7 @@ class TestTwins:
         with pytest.MonkeyPatch.context() as patch:
             without = {"softcap": None, "sinks": None}
             patch.setattr(runtime, "AttentionRule", lambda **given: rule(**{**given, **without}))
-            assert gap(case.run(case.assembled(), rows, causal_plan(rows)), expected) > BROKEN
+            assert gap(case.run(case.assembled(), rows, causal_pattern(rows)), expected) > BROKEN
 
 
 class TestIndependence:
@@ -175,7 +175,7 @@ class TestRandomPrompts:
 
         rows = active.nonzero().flatten()
         ours = assembled()
-        logits = runtime.run_rows(ours, ids[rows], rows, causal_plan(rows))
+        logits = runtime.run_rows(ours, ids[rows], rows, causal_pattern(rows))
         assert logits is not None
         assert gap(logits, scatter(folder, assembled(), ids, rows)[1]) < EXACT
         if all(chosen):
@@ -185,7 +185,7 @@ class TestRandomPrompts:
         changed = ids.clone()
         changed[at] = 3 + (changed[at] - 2) % 388
         after = assembled()
-        runtime.run_rows(after, changed[rows], rows, causal_plan(rows))
+        runtime.run_rows(after, changed[rows], rows, causal_pattern(rows))
         for left, right in zip(ours.layers, after.layers, strict=True):
             assert gap_or_0(left.keys[:, :, :at], right.keys[:, :, :at]) <= 1e-5
             assert gap_or_0(left.values[:, :, :at], right.values[:, :, :at]) <= 1e-5

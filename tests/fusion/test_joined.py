@@ -18,7 +18,7 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.transformers.attention_plan import Geometry
+from cacheclip_rag.runtime.transformers.attention_pattern import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_rag.selection.heads import HeadSet
 from cacheclip_rag.selection.packed_chunks import score_chunks

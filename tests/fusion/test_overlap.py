@@ -70,11 +70,11 @@ class Slow:
 
     def keys(self, role: str, method: str = "cacheclip") -> list[str]:
         """Keys of the chunks in the order in which they are read."""
-        sources = self.engine.parts.sources(preset(method))
+        kv_sources = self.engine.parts.kv_sources(preset(method))
         if role == "primary":
-            return [sources.primary.key(text) for text in CHUNKS]
-        assert sources.auxiliary is not None
-        caches = sources.auxiliary.caches
+            return [kv_sources.primary.key(text) for text in CHUNKS]
+        assert kv_sources.auxiliary is not None
+        caches = kv_sources.auxiliary.caches
         return [caches.key(text) for text in sorted(CHUNKS, key=lambda text: len(caches.tokenize(text)))]
 
 
@@ -228,9 +228,9 @@ class TestDelays:
     def test_the_auxiliary_is_read_up_to_its_last_scored_layer(self, slow: Slow) -> None:
         slow.ask()
         key = slow.keys("auxiliary")[0]
-        sources = slow.engine.parts.sources(preset("cacheclip"))
-        assert sources.auxiliary is not None
-        heads = sources.auxiliary.heads
+        kv_sources = slow.engine.parts.kv_sources(preset("cacheclip"))
+        assert kv_sources.auxiliary is not None
+        heads = kv_sources.auxiliary.heads
         layers = slow.engine.parts.auxiliary_caches.runtime.num_layers
         used = layers if heads is None else max(heads.layers) + 1
         assert sum(1 for each, *_ in slow.reads if each == key) == used

@@ -140,8 +140,6 @@ class TestModels:
         assert changed(before, found[0]) == changed(*found) == {"method_settings"}
 
 
-OTHERS = {"v": "k", "single": "gradual"}
-"""Of settings that take certain words only."""
 RATIOS = {"recompute_ratio", "ratio", "min_confidence"}
 """Settings that a certificate has figures for, one by one."""
 NAMES = ("cacheclip", "cacheblend", "epic", "query_attention", "ape", "direct")
@@ -172,7 +170,7 @@ def another(value: Any) -> Any:
         return value + 1
     if isinstance(value, float):
         return value / 2 if value else 0.25
-    return OTHERS.get(value, f"not {value}")
+    return f"not {value}"
 
 
 class TestMethods:

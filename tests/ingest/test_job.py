@@ -186,7 +186,7 @@ def test_a_document_is_written_while_it_is_computed_and_progress_counts_what_is_
     primary, tiers, meeting = workshop.engine.primary, workshop.engine.store.chunk_store.tiers, threading.Barrier(2)
     auxiliary = workshop.engine.chunk_caches()[1]
     for caches in workshop.engine.chunk_caches():
-        _ = caches.prefix
+        _ = caches.prefix_kv
     real, put, shares = primary.encode_many, tiers.put, []
     keys = []
 

@@ -155,7 +155,7 @@ class TestEarlierPrompts:
     ) -> None:
         """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
         if planted:
-            monkeypatch.setattr("cacheclip_rag.answering.pipeline._least_computed", lambda plan, *_: plan)
+            monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
         rows, decode = list[int](), Context.decode_many
 
         def counted(self: Any, parts: Any, **options: Any) -> Any:

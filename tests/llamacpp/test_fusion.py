@@ -210,7 +210,7 @@ class TestStored:
         """Checksums are right, and the content is not."""
         engine = make()
         engine.precompute(CHUNKS)
-        caches = engine.parts.sources(engine.make_method()).primary
+        caches = engine.parts.kv_sources(engine.make_method()).primary
         runtime, length = engine.primary, len(engine.primary.tokenize(CHUNKS[1]))
         kv = torch.zeros(runtime.kv_shape(length), dtype=torch.uint8)
         if change == "shorter":

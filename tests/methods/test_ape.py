@@ -12,7 +12,7 @@ from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.attention import block_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, Geometry, causal_plan
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Geometry, causal_pattern
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
 from tests.methods.spying import few, plain, run
 from tests.methods.test_own_positions import assembled
@@ -59,7 +59,7 @@ class TestApe:
     @torch.inference_mode()
     def logits(self, case: Case, ids: torch.Tensor, slots: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         cache = assembled(case, geometry)
-        plan = causal_plan(slots, geometry=geometry)
+        plan = causal_pattern(slots, geometry=geometry)
         found = case.runtime.run_rows(cache, ids[slots], geometry.positions_of(slots), plan, slots=slots)
         assert found is not None
         return found
@@ -73,7 +73,7 @@ class TestApe:
         slots = torch.tensor([6, 10, 11])
         positions = torch.arange(12)
         geometry = Geometry(positions, contexts, temperature=0.8, scale=0.7)
-        ours = block_attention(query, key, value, causal_plan(slots, geometry=geometry).blocks, AttentionRule(0.35))
+        ours = block_attention(query, key, value, causal_pattern(slots, geometry=geometry).blocks, AttentionRule(0.35))
         for head in range(4):
             for row, slot in enumerate(slots.tolist()):
                 logits = (key[0, head // 2] @ query[0, head, row]) * 0.35
@@ -93,7 +93,7 @@ class TestApe:
         query, key, value = (torch.randn(1, 1, n, 4, generator=generator) for n in (1, 8, 8))
         contexts = torch.arange(8) < 4
         geometry = Geometry(torch.arange(8), contexts, 0.9, 0.9)
-        plan = causal_plan(torch.tensor([7]), geometry=geometry)
+        plan = causal_pattern(torch.tensor([7]), geometry=geometry)
         ours = block_attention(query, key, value, plan.blocks, AttentionRule(1.0, window=window))
         weights = (key[0, 0, -window:] @ query[0, 0, 0]).softmax(0)
         assert gap(ours[0, 0, 0], weights @ value[0, 0, -window:]) < 1e-6

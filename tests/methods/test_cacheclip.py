@@ -37,13 +37,13 @@ class TestCacheClip:
         assert stored is not None
         for layer in range(runtime.num_layers):
             cache = runtime.new_cache(layout.num_tokens)
-            runtime.fill(cache, caches.prefix, slot=0, position=0)
+            runtime.fill(cache, caches.prefix_kv, slot=0, position=0)
             runtime.fill(cache, stored.tensor(), slot=span.start, position=span.start)
             view = replace(spy.seen["view"], spans=layout.chunks, cache=cache)
             with torch.inference_mode():
                 [theirs] = QueryAttention(layers=f"{layer}").score(view)
             [raw] = score_chunks(
-                runtime, caches.prefix, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
+                runtime, caches.prefix_kv, [stored], runtime.tokenize(question).ids, layers=pick_layers(f"{layer}", 8)
             )
             ours = torch.from_numpy(map_scores(raw.numpy(), span.tokens.columns[1], span.tokens.columns[1]))
             assert gap(ours, theirs) < 1e-5, layer
@@ -65,11 +65,11 @@ class TestCacheClip:
         runtime = auxiliary.runtime
         kv = [auxiliary.read(span.segment.text) for span in case.layout.chunks]
         question = runtime.tokenize("What is the magic number?").ids
-        pooled = score_chunks(runtime, auxiliary.prefix, kv, question, pooled=True)
+        pooled = score_chunks(runtime, auxiliary.prefix_kv, kv, question, pooled=True)
         assert sum(float(s.sum()) for s in pooled) == pytest.approx(1.0, abs=1e-5)
-        apart = score_chunks(runtime, auxiliary.prefix, kv, question)
+        apart = score_chunks(runtime, auxiliary.prefix_kv, kv, question)
         assert all(float(s.sum()) < 1.0 for s in apart)
-        swapped = score_chunks(runtime, auxiliary.prefix, kv[::-1], question, pooled=True)[::-1]
+        swapped = score_chunks(runtime, auxiliary.prefix_kv, kv[::-1], question, pooled=True)[::-1]
         assert all(gap(a, b) < 1e-6 for a, b in zip(pooled, swapped, strict=True))
 
     @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import pytest
@@ -10,12 +9,9 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import FixedStarts
 from cacheclip_rag.testing.methods import Observed
-from tests.conftest import SENTENCES
-from tests.fusion.cases import EXACT, Case, gap, make_engine, reference_logits
+from tests.fusion.cases import EXACT, Case, gap, reference_logits
 from tests.methods.spying import few, made, plain, same, spied
 
 
@@ -30,41 +26,10 @@ class TestFixedNumbers:
         if first == 10_000:
             assert gap(result.logits, reference_logits(case.folder, case.layout.ids)) < EXACT
 
-    @plain
-    def test_last_tokens(self, case: Case) -> None:
-        _, spy = spied(case, "epic-paper", budget={"first": 0, "last": 3})
-        assert all(mask.nonzero().flatten().tolist() == list(range(len(mask) - 3, len(mask))) for mask in spy.masks)
-
-    @plain
-    def test_a_skipped_first_chunk(self, case: Case) -> None:
-        _, spy = spied(case, "epic-paper", budget={"first": 5, "last": 2, "skip_first_chunk": True})
-        assert not case.layout.is_exact(case.layout.chunks[0])
-        assert [int(mask.sum()) for mask in spy.masks] == [0, 7, 7]
-
-    def test_a_skipped_first_chunk_in_several_pieces(self, tiny_models: dict[str, str]) -> None:
-        engine = make_engine(tiny_models["llama"], tiny_models["auxiliary"])
-        text, other = " ".join(SENTENCES[:6]), " ".join(SENTENCES[6:8])
-        engine.precompute([text, other])
-        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(text, 100))
-        method = vary(made("epic-paper"), {"budget": {"first": 5, "last": 2, "skip_first_chunk": True}})
-        observed = Observed(method)
-        plan = engine.plan(f"Read this first.\n\n{quoted}\n\n{other}\n\nWho?", method=method)
-        assert [span.continues for span in plan.reused].count(False) == 2 and len(plan.reused) > 3
-        with torch.inference_mode():
-            engine.prefill([span.segment for span in plan.layout.spans], method=observed)
-        counts = [int(mask.sum()) for mask in observed.seen["masks"]]
-        assert counts == [0] * (len(plan.reused) - 1) + [7]
-        budget = vary(preset("anchored"), {"budget": {"ratio": 0.3, "skip_first_chunk": True}})
-        observed = Observed(budget)
-        with torch.inference_mode():
-            engine.prefill([span.segment for span in plan.layout.spans], method=observed)
-        counts = [int(mask.sum()) for mask in observed.seen["masks"]]
-        assert not any(counts[:-1]) and counts[-1] > 7
-
     def test_there_is_no_ratio(self) -> None:
         with pytest.raises(ConfigurationError, match="'epic-paper' has no recompute ratio, got 0.3"):
             made("epic-paper").at(0.3)
-        for wrong in ({"first": -1}, {"last": 1.5}, {"first": True}, {"skip_first_chunk": 1}):
+        for wrong in ({"first": -1}, {"first": True}):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
                 FixedStarts(**wrong)  # type: ignore[arg-type]
 

@@ -11,23 +11,12 @@ from cacheclip_rag import SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.chunks.context import CONTEXTS
 from cacheclip_rag.selection.budget import Budget
-from tests.conftest import CHUNKS, LLAMA, build_model
-from tests.fusion.cases import EXACT, Case, gap, make_case, make_engine
-from tests.methods.spying import made, plain, run, same, spied
+from tests.conftest import CHUNKS
+from tests.fusion.cases import EXACT, Case, gap, make_engine
+from tests.methods.spying import made, plain, run, spied
 
 
 class TestBudget:
-    @plain
-    @pytest.mark.parametrize("ratio", [0.1, 0.4])
-    def test_first_tokens_come_before_all_others(self, case: Case, ratio: float) -> None:
-        _, spy = spied(case, "random", ratio, budget={"first_tokens": 4})
-        budget = round(ratio * spy.view.num_chunk_tokens)
-        assert sum(int(m.sum()) for m in spy.masks) == budget
-        firsts = sum(int(mask[:4].sum()) for mask in spy.masks)
-        assert firsts == min(budget, 4 * len(spy.masks))
-        _, without = spied(case, "random", ratio)
-        assert not same(spy.masks, without.masks)
-
     @plain
     @pytest.mark.parametrize(("share", "ratio"), [(0.5, 0.4), (0.1, 0.4), (1.0, 0.4), (0.5, 0.9), (0.5, 0.01)])
     def test_the_share_for_chunk_starts(self, case: Case, share: float, ratio: float) -> None:
@@ -36,20 +25,8 @@ class TestBudget:
         budget = round(ratio * spy.view.num_chunk_tokens)
         each = min(16, int(share * budget / len(spy.masks)))
         assert all(bool(mask[:each].all()) for mask in spy.masks)
-        _, counted = spied(case, "random", ratio, budget={"first_tokens": each})
-        assert same(spy.masks, counted.masks), "and no other token is preferred"
         assert sum(int(m.sum()) for m in spy.masks) == budget
         assert each > 0 or ratio == 0.01
-
-    @plain
-    @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.95])
-    def test_a_skipped_first_chunk(self, case: Case, ratio: float) -> None:
-        """The others take its share, as far as they have tokens."""
-        result, spy = spied(case, "query_attention", ratio, budget={"skip_first_chunk": True}, correction=1.0)
-        first, *others = case.layout.chunks
-        assert not case.layout.is_exact(first) and not bool(spy.masks[0].any())
-        expected = min(round(ratio * result.stats.chunk_tokens), sum(len(span.tokens) for span in others))
-        assert sum(int(mask.sum()) for mask in spy.masks) == result.stats.recomputed_tokens == expected
 
     def test_scores_are_spared_where_nothing_is_chosen(self, case_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from cacheclip_rag.selection.scorers import QueryAttention
@@ -70,9 +47,6 @@ class TestBudget:
             ({"ratio": True}, "recompute_ratio must be between 0"),
             ({"ratio": "0.2"}, "recompute_ratio must be between 0"),
             ({"chunk_starts": 1.5}, "chunk_starts must be a share of the budget, 0 to 1, got 1.5"),
-            ({"first_tokens": -1}, "first_tokens must be a whole number of tokens, 0 or more"),
-            ({"first_tokens": True}, "first_tokens"),
-            ({"skip_first_chunk": "yes"}, "skip_first_chunk must be True or False"),
             ({"grouping": 8}, "grouping must be a Grouping"),
         ],
     )
@@ -117,27 +91,8 @@ class TestCorrection:
 
     @pytest.mark.parametrize("wrong", [2, -0.1, True, "0.5"])
     def test_wrong_weights(self, wrong: Any) -> None:
-        for name in ("random", "cacheblend"):
-            with pytest.raises(ConfigurationError, match="correction must be a share of the mean change, 0 to 1"):
-                made(name, correction=wrong)
-
-
-@pytest.fixture(scope="module")
-def deep(tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Twelve layers, so that many can choose after each other."""
-    folder = build_model(tmp_path_factory.mktemp("deep"), {**LLAMA, "num_hidden_layers": 12})
-    return make_case(str(folder), tiny_models["auxiliary"], CHUNKS[:3])
-
-
-@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7])
-@pytest.mark.parametrize("first_tokens", [0, 9])
-def test_choosing_among_what_is_left_spends_every_layers_budget(deep: Case, first_tokens: int, ratio: float) -> None:
-    budget = {"grouping": {"type": "Windows"}, "first_tokens": first_tokens}
-    method = made("cacheblend", ratio, schedule="gradual", check_layer=0, budget=budget)
-    stats, layers = run(deep, method).stats, deep.runtime.num_layers
-    budgets = method.budgets(layers, stats.chunk_tokens, stats.chunk_tokens - stats.exact_tokens)
-    assert stats.recomputed_tokens == budgets[-1]
-    assert stats.charged_ratio == pytest.approx(sum(budgets) / layers / stats.chunk_tokens)
+        with pytest.raises(ConfigurationError, match="correction must be a share of the mean change, 0 to 1"):
+            made("random", correction=wrong)
 
 
 class TestChunkContexts:

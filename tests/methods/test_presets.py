@@ -53,7 +53,7 @@ class TestNames:
         assert isinstance(paper, Recompute) and paper.correction == 0.0 and paper.chunk_context == "prefix"
         assert paper.scorer == AuxiliaryAttention(layers="last")
         assert paper.budget == Budget(0.2, AlignedWindows(8, 5), chunk_starts=0.0)
-        assert made("epic-paper").budget == FixedStarts(first=16, last=0)
+        assert made("epic-paper").budget == FixedStarts(first=16)
         assert made("cacheblend-equal-charge") == CacheBlend(equal_charge=True, name="cacheblend-equal-charge")
 
     def test_the_gated_one_is_cacheclip_with_a_gate(self) -> None:

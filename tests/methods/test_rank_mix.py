@@ -52,7 +52,7 @@ def scores(case: Case, scorer: Scorer) -> tuple[Any, torch.Tensor]:
     _, spy = spied(case, Recompute(scorer))
     view = replace(spy.view, cache=case.assembled())
     with torch.inference_mode():
-        return view, torch.cat(scorer.late(view, scorer.early(view)))
+        return view, torch.cat(scorer.after_read(view, scorer.before_read(view)))
 
 
 def test_it_needs_what_its_parts_need(tiny_models: dict[str, str]) -> None:

@@ -20,7 +20,7 @@ from cacheclip_rag.answering.prefill import Prefilled
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import block_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, causal_plan
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
 from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
@@ -138,9 +138,9 @@ class TestAttentionKernels:
         key, value = torch.randn(2, 1, 2, 90, 16, generator=generator)
         rows = torch.randperm(90, generator=generator)[:40].sort().values
         rule = AttentionRule(0.25, window=window)
-        default = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+        default = block_attention(query, key, value, causal_pattern(rows).blocks, rule)
         with sdpa_kernel([backend, SDPBackend.MATH]):
-            got = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+            got = block_attention(query, key, value, causal_pattern(rows).blocks, rule)
         assert gap(got, default) < 1e-5
 
     @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class TestAttentionKernels:
     def test_mask_goes_where_the_layer_is(self, rule: AttentionRule) -> None:
         """Under a device map the plan is made for the first layer's device; others take it to theirs."""
         query, key, value = (torch.empty(1, heads, n, 16, device="meta") for heads, n in ((6, 40), (2, 90), (2, 90)))
-        blocks = causal_plan(torch.arange(0, 80, 2)).blocks
+        blocks = causal_pattern(torch.arange(0, 80, 2)).blocks
         assert block_attention(query, key, value, blocks, rule).device.type == "meta"
 
     def test_no_cudnn_on_cuda(self) -> None:
@@ -270,9 +270,9 @@ class TestAccelerator:
         key, value = torch.randn(2, 1, 2, 90, 64, generator=generator)
         rows = torch.randperm(90, generator=generator)[:40].sort().values
         rule = AttentionRule(0.125, window=window)
-        expected = block_attention(query, key, value, causal_plan(rows).blocks, rule)
+        expected = block_attention(query, key, value, causal_pattern(rows).blocks, rule)
         monkeypatch.setattr(attention, "sdpa_backends", lambda device: sdpa_kernel([backend, SDPBackend.MATH]))
-        blocks = causal_plan(rows, torch.device(device)).blocks
+        blocks = causal_pattern(rows, torch.device(device)).blocks
         got = block_attention(query.to(device), key.to(device), value.to(device), blocks, rule)
         assert gap(got.cpu(), expected) < 1e-3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cacheclip_rag.runtime.transformers.attention import row_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule
 
 HEADS, KV_HEADS, DIM, KEYS = 6, 2, 8, 9
 

@@ -10,7 +10,7 @@ import torch
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.attention import query_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, causal_plan
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
 from cacheclip_rag.testing.tiny import tiny_spec
 from tests.conftest import build_model
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits, reference_model
@@ -86,7 +86,7 @@ def test_weights_of_one_row_at_the_border(num_keys: int) -> None:
     """What a probe is given of the last row: nothing outside the window, something everywhere within."""
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 8, generator=generator), torch.randn(2, num_keys, 8, generator=generator)
-    [block] = causal_plan(torch.tensor([num_keys - 1])).blocks
+    [block] = causal_pattern(torch.tensor([num_keys - 1])).blocks
     weights = query_attention(query, key, block, AttentionRule(0.3, window=7))
     outside = max(0, num_keys - 7)
     assert bool((weights[..., :outside] == 0).all()) and bool((weights[..., outside:] > 0).all())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import Chunk, Fresh
-from cacheclip_rag.answering.calls import read_calls
+from cacheclip_rag.answering.text import read_calls
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event

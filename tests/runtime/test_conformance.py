@@ -38,7 +38,7 @@ class TestFake(RuntimeConformance):
         """Twin of equal answers: the fake must notice KV that is not the chunk's, or equality would prove nothing."""
         text, other = "A chunk of seven words and more.", "Another chunk of words that is stored."
         engine.precompute([text, other])
-        caches = engine.parts.sources(engine.make_method()).primary
+        caches = engine.parts.kv_sources(engine.make_method()).primary
         foreign = caches.read(other)
         assert foreign is not None
         engine.store.put(caches.key(text), foreign.tensor(), "float32", text=text)

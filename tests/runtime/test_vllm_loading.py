@@ -7,6 +7,7 @@ computed.
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.store import StoreReader
+from cacheclip_rag.vllm import loading
 from cacheclip_rag.vllm.loading import Loader, local_heads
 from cacheclip_rag.vllm.parameters import Settings
 from cacheclip_rag.vllm.passes import passes
@@ -94,7 +97,11 @@ class Worker:
         return tuple(each[0, self.heads, : len(self.ids)].transpose(0, 1) for each in (layer.keys, layer.values))  # type: ignore[return-value]
 
     def load(self, start: int = 0) -> int:
-        return self.loader.load(Load("a", self.block_ids, start, self.plan.num_ready, plan=self.plan))
+        self.loader.load(Load("a", self.block_ids, start, self.plan.num_ready, plan=self.plan))
+        ((_, found),) = self.loader.work(10**6, waits=True)
+        if isinstance(found, Exception):
+            raise found
+        return found.rows
 
     def check(self, start: int = 0) -> None:
         """All positions from ``start`` to the end of the plan are there, and no slot of another position."""
@@ -152,10 +159,11 @@ class TestLoads:
         worker = Worker(made, "corrected", rank, 2)
         worker.load()
         worker.check()
-        assert reduced == [[0]]
+        assert reduced == [[0, 0]]
 
     def test_another_worker_cannot_read(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: count.add_(1))
+        failure = torch.tensor([0, 1], dtype=torch.int32)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: count.add_(failure))
         worker = Worker(made, "epic", 0, 2)
         with pytest.raises(RuntimeError, match="another tensor-parallel worker"):
             worker.load()
@@ -168,6 +176,44 @@ class TestLoads:
         with pytest.raises(RuntimeError, match=r"layers \[1\] by other means than do_kv_cache_update"):
             worker.load()
         assert not any("do_kv_cache_update" in vars(layer.impl) for layer in worker.layers.values())
+
+    def test_several_loads_share_steps(self, made: dict[str, Any]) -> None:
+        """In the order in which they came, no more of them than a step has room for, and one pass in any case."""
+        worker = Worker(made, "epic", max_rows=60)
+        count = len(passes(worker.plan, 0, **worker.room))
+        names = ["a", "b", "c"]
+        for name in names:
+            worker.loader.load(Load(name, worker.block_ids, 0, worker.plan.num_ready, plan=worker.plan))
+        assert count > 1 and worker.loader.forget(["b", "another"]) == {"b"}
+        done = [[load.request_id for load, _ in worker.loader.work(1, waits=True)] for _ in range(2 * count)]
+        assert done == [*[[]] * (count - 1), ["a"]] + [*[[]] * (count - 1), ["c"]]
+        assert len(worker.rows.runs) == 2 * count
+        worker.check()
+
+    def test_a_step_does_not_wait_for_what_is_being_read(
+        self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gate, get = threading.Event(), StoreReader.get
+
+        def late(*args: Any, **options: Any) -> Any:
+            assert gate.wait(60)
+            return get(*args, **options)
+
+        monkeypatch.setattr(StoreReader, "get", late)
+        worker = Worker(made, "epic")
+        worker.loader.load(Load("a", worker.block_ids, 0, worker.plan.num_ready, plan=worker.plan))
+        assert [*worker.loader.work(999, waits=False)] == [] and not worker.rows.runs
+        gate.set()
+        assert [load.request_id for load, _ in worker.loader.work(999, waits=True)] == ["a"]
+        worker.check()
+
+    def test_what_is_read_ahead_is_limited(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loading, "_AHEAD_BYTES", 1)
+        worker = Worker(made, "epic")
+        for name in ("a", "b"):
+            worker.loader.load(Load(name, worker.block_ids, 0, worker.plan.num_ready, plan=worker.plan))
+        assert [each.entries is not None for each in worker.loader._queue] == [True, False]
+        assert [load.request_id for load, _ in worker.loader.work(9999, waits=True)] == ["a", "b"]
 
     def test_what_fits_another_model_only(self, made: dict[str, Any]) -> None:
         worker = Worker(made, "epic")

@@ -184,18 +184,19 @@ class TestContinued:
             engine.fused([*(n + 1000 * question for n in prompt(question))])
         assert len(engine.blocks._made) == 30 and not engine.blocks._salted
 
-    def test_a_cut(self) -> None:
-        """A failed load or a preemption: tokens after it are computed again."""
-        chunks = (PREFIX + 2 * CHUNK) // BLOCK * BLOCK
-        for cut, expected in ((chunks, chunks), (chunks - BLOCK, chunks - BLOCK), (PREFIX, 0), (0, 0)):
-            engine = Engine()
-            engine.fused(prompt(1))
-            request = Request(prompt(2), "b")
-            assert engine.blocks.choose(request, plan_of(prompt(2)), **ROOM)
-            engine.begin(request)
-            engine.blocks.cut(request, cut)
-            found = engine.blocks.finish(request)
-            assert (found.num_tokens, found.turns) == (expected, 1 if expected else 0)
+    @pytest.mark.parametrize("found", [0, PREFIX, PREFIX + 2 * BLOCK])
+    def test_a_failed_load(self, found: int) -> None:
+        """What vLLM computes then is everybody's, unless approximate KV comes before it."""
+        engine = Engine()
+        engine.fused(prompt(1))
+        request = Request(prompt(2), "b")
+        own, is_exact = [*request.block_hashes], found <= PREFIX
+        assert engine.blocks.choose(request, plan_of(prompt(2)), **ROOM)
+        engine.blocks.see(request, found)
+        engine.blocks.fail(request, found)
+        assert (request.block_hashes == own) is is_exact
+        told = engine.blocks.finish(request)
+        assert (told.num_tokens, told.turns) == ((0, 0) if is_exact else (found, 1))
 
     def test_what_is_told(self) -> None:
         assert Continued().to_dict() == {}
@@ -238,7 +239,7 @@ class TestWaiting:
         engine, request = Engine(), Request(prompt(1))
         own = [*request.block_hashes]
         engine.begin(request)
-        engine.blocks.cut(request, 0)
+        engine.blocks.fail(request, 0)
         assert not engine.blocks.is_better_plain(request, 0, **ROOM)
         assert engine.blocks.finish(request) == Continued() and request.block_hashes == own
 

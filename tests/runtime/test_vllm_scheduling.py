@@ -146,20 +146,6 @@ class TestRequest:
             check_request(SimpleNamespace(**{**REQUEST, **changed}))
 
 
-class Blocks:
-    """In place of vLLM's manager of blocks, which are 32 tokens long."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, list[int]] = {}
-        self.evicted: set[int] = set()
-
-    def get_block_ids(self, request_id: str) -> tuple[list[int]]:
-        return (self.held[request_id],)
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        self.evicted |= block_ids
-
-
 class Counted:
     """In place of vLLM's statistics of a prefill."""
 
@@ -173,58 +159,18 @@ class Scheduler:
     """What vLLM's scheduler does with requests whose first 150 tokens' KV can be made."""
 
     def __init__(self) -> None:
-        self.blocks = Blocks()
-        self.loads = RequestLoads(32, lambda: self.blocks)
-        self.requests: dict[str, Any] = {}
+        self.loads = RequestLoads(32)
 
-    def arrive(self, name: str, outcome: str = "cached") -> Any:
-        request = SimpleNamespace(
-            request_id=name, num_output_tokens=0, num_computed_tokens=150, prefill_stats=Counted()
-        )
-        self.requests[name] = request
-        self.loads.arrive(request)
-        self.loads.keep(request, Ready(150, context=f"context of {name}"))
-        self.loads.tell(name, outcome)
+    def begin(self, name: str, block_ids: tuple[int, ...], num_tokens: int = 86) -> Any:
+        """A request with 64 tokens in the cache, whose load begins."""
+        request = SimpleNamespace(request_id=name, prefill_stats=Counted())
+        self.loads.keep(name, Ready(150, context=f"context of {name}"))
+        self.loads.tell(name, "cached")
+        assert self.loads.begin(request, block_ids, num_tokens), "its first"
         return request
 
-    def step(
-        self,
-        new: dict[str, tuple[list[int], int]] | None = None,
-        going: dict[str, tuple[Any, int]] | None = None,
-        resumed: tuple[str, ...] = (),
-        preempted: tuple[str, ...] = (),
-    ) -> tuple[list[Load], int]:
-        """Requests by name, each with its blocks and the tokens whose KV it has after the load."""
-        for name in preempted:
-            self.blocks.held[name] = []
-        going = going or {}
-        for name, (block_ids, _) in {**(new or {}), **{name: going[name] for name in resumed}}.items():
-            self.blocks.held[name] = list(block_ids)
-        return self.loads.step(
-            SimpleNamespace(
-                preempted_req_ids=set(preempted),
-                scheduled_new_reqs=[
-                    SimpleNamespace(req_id=name, block_ids=(block_ids,), num_computed_tokens=count)
-                    for name, (block_ids, count) in (new or {}).items()
-                ],
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=[*going],
-                    resumed_req_ids=set(resumed),
-                    new_block_ids=[(blocks,) for blocks, _ in going.values()],
-                    num_computed_tokens=[count for _, count in going.values()],
-                ),
-            )
-        )
-
-    def finish(self, name: str) -> Any:
-        return self.loads.finish(name, self.blocks.held[name])
-
-    def begin(self, name: str, block_ids: tuple[int, ...]) -> Any:
-        """A request with 64 tokens in the cache whose load is under way, as scheduled before its report came."""
-        request = self.arrive(name)
-        self.loads.schedule(name, 150 - 64)
-        self.step({name: ([*block_ids], 150)})
-        return request
+    def outcome(self, name: str) -> Any:
+        return self.loads.finish(name)[PARAMETER]["outcome"]  # type: ignore[index]
 
 
 @pytest.fixture
@@ -234,39 +180,32 @@ def scheduler() -> Scheduler:
 
 class TestSteps:
     def test_tokens_that_can_be_made(self, scheduler: Scheduler) -> None:
-        scheduler.arrive("a")
+        scheduler.loads.keep("a", Ready(150))
         assert [scheduler.loads.matched("a", known) for known in (0, 64, 149, 150, 180)] == [150, 86, 1, 0, 0]
         assert scheduler.loads.matched("another", 0) == 0
 
     def test_a_load(self, scheduler: Scheduler) -> None:
-        """Of what vLLM's own cache lacks, once. Requests without a load have none."""
-        for name in ("a", "b", "c"):
-            scheduler.arrive(name)
-        scheduler.loads.schedule("a", 86)
-        scheduler.loads.schedule("b", 0)
-        scheduler.loads.schedule("c", 150)
-        found, first = scheduler.step({"b": ([9], 32), "c": ([4, 1, 7, 8, 2], 150), "a": ([3, 5, 6, 11, 12], 150)})
+        """Of what vLLM's own cache lacks, once."""
+        scheduler.begin("a", (3, 5, 6, 11, 12))
+        scheduler.begin("c", (4, 1, 7, 8, 2), 150)
+        found = scheduler.loads.take()
         assert found == [
             Load("a", (3, 5, 6, 11, 12), 64, 150, context="context of a"),
             Load("c", (4, 1, 7, 8, 2), 0, 150, context="context of c"),
         ]
-        assert first == 2 and scheduler.step(going={"a": (None, 151)}) == ([], 0)
+        assert scheduler.loads.take() == []
         assert [each.failed_blocks(32) for each in found] == [(6, 11, 12), (4, 1, 7, 8, 2)]
-        assert scheduler.finish("a") == {PARAMETER: {"outcome": "fused", "reason": None}}
-        assert scheduler.finish("b") == {PARAMETER: {"outcome": "cached", "reason": None}}
-        assert scheduler.finish("a") is None and scheduler.loads.matched("a", 0) == 0
+        assert scheduler.loads.end(["a", "c"], set()) == []
+        assert scheduler.loads.finish("a") == {PARAMETER: {"outcome": "fused", "reason": None}}
+        assert scheduler.loads.finish("a") is None and scheduler.loads.matched("a", 0) == 0
 
     def test_after_a_preemption_it_is_loaded_into_new_blocks(self, scheduler: Scheduler) -> None:
         """And counted once."""
-        scheduler.begin("a", (1, 2, 3, 4, 5))
-        scheduler.requests["a"].num_output_tokens = 1
-        assert scheduler.step(preempted=("a",)) == ([], 0)
-        scheduler.loads.schedule("a", 150)
-        going = {"other": (None, 40), "a": ([6, 7, 8, 9, 10], 150)}
-        assert scheduler.step(going=going, resumed=("a",)) == (
-            [Load("a", (6, 7, 8, 9, 10), 0, 150, context="context of a")],
-            0,
-        )
+        request = scheduler.begin("a", (1, 2, 3, 4, 5))
+        scheduler.loads.take(), scheduler.loads.end(["a"], set())
+        assert scheduler.loads.matched("a", 0) == 150
+        assert not scheduler.loads.begin(request, (6, 7, 8, 9, 10), 150)
+        assert scheduler.loads.take() == [Load("a", (6, 7, 8, 9, 10), 0, 150, context="context of a")]
 
     @pytest.mark.parametrize(
         ("start", "stop", "blocks"),
@@ -277,48 +216,29 @@ class TestSteps:
 
 
 class TestFailures:
-    def test_the_request_is_computed_from_the_first_failed_block_on(self, scheduler: Scheduler) -> None:
-        """Whatever vLLM had of it before; requests with other blocks go on."""
+    def test_the_request_is_not_loaded_again(self, scheduler: Scheduler) -> None:
+        """Requests with other blocks go on, and blocks before the load are good."""
         hit, other = scheduler.begin("hit", (1, 2, 3, 4, 5)), scheduler.begin("other", (6, 7, 8, 9, 10))
-        scheduler.loads.fail(set())
-        assert scheduler.blocks.evicted == set() and hit.num_computed_tokens == 150
-        scheduler.loads.fail({4, 5, 99})
-        assert (hit.num_computed_tokens, other.num_computed_tokens) == (96, 150)
-        assert scheduler.blocks.evicted == {4, 5}
-        assert hit.prefill_stats.numbers == (200, 70, 0) and not hasattr(other.prefill_stats, "numbers")
-        scheduler.loads.fail({2})
-        assert hit.num_computed_tokens == 32 and hit.prefill_stats.numbers == (200, 32, 0)
-        assert scheduler.finish("hit") == {PARAMETER: {"outcome": "plain", "reason": UNREADABLE}}
-        assert scheduler.finish("other") == {PARAMETER: {"outcome": "fused", "reason": None}}
+        assert scheduler.loads.end(["hit"], {1, 2, 99}) == []
+        hit = scheduler.begin("hit", (1, 2, 3, 4, 5))
+        assert scheduler.loads.end(["hit", "other"], {4, 99}) == [(hit, 64)]
+        assert hit.prefill_stats.numbers == (200, 64, 0) and not hasattr(other.prefill_stats, "numbers")
+        assert [scheduler.loads.matched(name, 0) for name in ("hit", "other")] == [0, 150]
+        assert scheduler.loads.finish("hit") == {PARAMETER: {"outcome": "plain", "reason": UNREADABLE}}
+        assert scheduler.outcome("other") == "fused"
 
-    def test_it_has_computed_less_already(self, scheduler: Scheduler) -> None:
+    def test_its_answer_has_begun(self, scheduler: Scheduler) -> None:
+        """Before a preemption; vLLM has counted its prefill then."""
         request = scheduler.begin("a", (1, 2, 3, 4, 5))
-        request.num_computed_tokens, request.prefill_stats = 20, None
-        scheduler.loads.fail({3})
-        assert request.num_computed_tokens == 20
+        request.prefill_stats = None
+        assert scheduler.loads.end(["a"], {3}) == [(request, 64)]
 
-    def test_blocks_of_a_preempted_request_are_no_longer_its_own(self, scheduler: Scheduler) -> None:
-        """Another request's load into them may fail."""
-        for name, blocks in {"gone": (1, 2, 3, 4), "here": (5, 6, 2, 7)}.items():
-            scheduler.begin(name, blocks)
-        scheduler.step(preempted=("gone",))
-        scheduler.loads.fail({2})
-        outcomes = {name: scheduler.finish(name)[PARAMETER]["outcome"] for name in ("gone", "here")}
-        assert outcomes == {"gone": "fused", "here": "plain"}
-        assert scheduler.requests["here"].num_computed_tokens == 64
-
-    @pytest.mark.parametrize("num_new_tokens", [0, 1])
-    def test_a_request_is_gone_before_its_load_is_reported(self, scheduler: Scheduler, num_new_tokens: int) -> None:
-        """A token since the load says that the load was reported, and its blocks are good or were evicted then."""
-        first, second = scheduler.begin("preempted", (1, 2, 3, 4)), scheduler.begin("left", (5, 6, 7, 8))
-        first.num_output_tokens = second.num_output_tokens = num_new_tokens
-        scheduler.step(preempted=("preempted",))
-        scheduler.blocks.held["left"] = [5, 6, 7, 8, 9]
-        scheduler.finish("left")
-        assert scheduler.blocks.evicted == (set() if num_new_tokens else {3, 4, 7, 8, 9})
-        scheduler.blocks.held["preempted"] = [11, 12, 13]
-        scheduler.finish("preempted")
-        assert not {11, 12, 13} & scheduler.blocks.evicted, "nothing of it is under way"
+    def test_it_is_gone_before_the_report(self, scheduler: Scheduler) -> None:
+        """Its blocks are another's then."""
+        scheduler.begin("gone", (1, 2, 3, 4))
+        scheduler.loads.finish("gone")
+        scheduler.begin("here", (5, 6, 7, 8))
+        assert scheduler.loads.end(["gone"], {3}) == [] and scheduler.outcome("here") == "fused"
 
 
 class Hashed:

@@ -10,7 +10,7 @@ import torch
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import model as runtime_module
 from cacheclip_rag.runtime.transformers.attention import query_attention
-from cacheclip_rag.runtime.transformers.attention_plan import AttentionRule, Block, Geometry, SideBySide
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Block, Geometry, SideBySide
 from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CHUNKS, QUESTION
 from tests.selection.test_auxiliary_scores import Scored

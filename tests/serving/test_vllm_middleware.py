@@ -398,6 +398,7 @@ class TestAsItIs:
 
     def test_other_paths(self, served: Served) -> None:
         assert served.client.post("/v1/responses", content=b"not read").json() == {"path": "/v1/responses"}
+        assert metric(served, 'plain_total{reason="path /v1/responses"}') == 1
         assert served.client.get("/health").status_code == 200
         assert served.client.get("/elsewhere").status_code == 404
 
@@ -520,7 +521,7 @@ class TestReplies:
         served.inner.told, served.inner.cached = {"outcome": "plain", "reason": UNREADABLE}, 0
         try:
             served.ask()
-            served.middleware.planning._thread.submit(int).result()
+            served.middleware.planning._checker.submit(int).result()
             assert key in store and "damaged" not in caplog.text, "nothing is wrong with it"
             payload = Path(str(config.store)) / "kv" / key[:2] / f"{key}.kv"
             payload.write_bytes(payload.read_bytes()[:-1] + b"x")
@@ -793,15 +794,17 @@ class TestKeys:
 
 
 async def test_planning_does_not_block_the_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, may_plan, alone = Planner.plan, threading.Event(), threading.Lock()
+    plan, may_plan, places, both = Planner.plan, threading.Event(), threading.Semaphore(2), threading.Barrier(2)
 
     def slowly(self: Planner, *args: Any, **options: Any) -> Any:
-        assert alone.acquire(blocking=False), "one prompt at a time"
+        assert places.acquire(blocking=False), "two prompts at a time"
         try:
+            if not may_plan.is_set():
+                both.wait(30)
             assert may_plan.wait(30)
             return plan(self, *args, **options)
         finally:
-            alone.release()
+            places.release()
 
     monkeypatch.setattr(Planner, "plan", slowly)
     async with httpx.AsyncClient(base_url=served.address, timeout=60) as client:
@@ -809,7 +812,7 @@ async def test_planning_does_not_block_the_server(served: Served, monkeypatch: p
         asked = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(3)]
         while "cacheclip_questions_waiting 3\n" not in (await client.get("/metrics")).text:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(served.middleware.planning._queue, "_most_waiting", 2)
+        monkeypatch.setattr(served.middleware.planning._queue, "_most_waiting", 1)
         other = (await client.post(CHAT, json=body)).json()["cacheclip"]
         assert other["reason"] == "too many prompts wait to be planned"
         may_plan.set()
@@ -989,7 +992,7 @@ async def broken(scope: Any, receive: Any, send: Any) -> None:
 
 
 class TestStarting:
-    def life(self, settings: ServerSettings) -> list[dict[str, Any]]:
+    def life(self, settings: ServerSettings, inner: Inner | None = None) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
 
         async def live() -> None:
@@ -1001,7 +1004,8 @@ class TestStarting:
             async def send(message: Any) -> None:
                 sent.append(message)
 
-            await CacheClip(Inner().app, settings)({"type": "lifespan", "app": None, "state": {}}, receive, send)
+            app = (inner or Inner()).app
+            await CacheClip(app, settings)({"type": "lifespan", "app": None, "state": {}}, receive, send)
 
         asyncio.run(live())
         return sent
@@ -1022,6 +1026,27 @@ class TestStarting:
             assert failed["type"] == "lifespan.startup.failed" and words in failed["message"]
         failed = self.life(ServerSettings(replace(config, require_certificate=True), "tiny", seal=SEAL))[0]
         assert "no valid certificate" in failed["message"]
+
+    @pytest.mark.parametrize(
+        ("told", "plain", "starts"),
+        [("fused", WORDS, True), ("plain", WORDS, False), ("fused", WORDS[1:], False)],
+    )
+    def test_a_vllm_that_was_never_tried(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, told: str, plain: list[str], starts: bool
+    ) -> None:
+        """A plan that computes every token has the answer of plain prefill, or the server does not start."""
+        inner = Inner()
+        inner.told, inner.plain = {"outcome": told, "reason": None}, (plain, "length")
+        message = self.life(ServerSettings(config, "tiny", seal=SEAL, is_untried=True), inner)[0]
+        assert message["type"] == f"lifespan.startup.{'complete' if starts else 'failed'}"
+        assert starts or "to have plain prefill's answer" in message["message"]
+        fused, again = inner.bodies
+        assert fused["prompt"] == again["prompt"] and "kv_transfer_params" not in again
+        monkeypatch.setenv(SEAL_VARIABLE, SEAL)
+        given, room = fused["kv_transfer_params"][PARAMETER], {"max_runs": 1, "max_rows": 8}
+        runtime = load_planning(config.primary, dtype=config.dtype)
+        ready = Ready.of(given, fused["prompt"], Settings(Path(str(config.store)), sealed=True), runtime, **room)
+        assert ready.plan is not None and ready.plan.num_rows == len(fused["prompt"])
 
     def test_settings_travel_in_the_environment(self, config: EngineConfig, tmp_path: Path) -> None:
         file = tmp_path / "tenants.json"

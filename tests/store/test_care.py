@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
-from cacheclip_rag.chunks.library import ChunkLibrary
+from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.ingest.library import Library
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
@@ -397,7 +397,7 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
 
 def test_a_text_that_is_stored_while_it_is_released_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = opened(folder)
-    library = ChunkLibrary(store)
+    library = ChunkTexts(store)
     remove = store.index.remove
 
     def stored_meanwhile(texts: list[str]) -> None:

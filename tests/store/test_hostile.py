@@ -354,6 +354,6 @@ class TestShapes:
         change(folder, f"UPDATE entries SET bytes = {len(huge)} WHERE key = '{key(1)}'")
         taken: list[int] = []
         monkeypatch.setattr(
-            "cacheclip_rag.store.tenant._new_memory", lambda size: taken.append(size) or memoryview(bytearray(size))
+            "cacheclip_rag.store.tenant.new_memory", lambda size: taken.append(size) or memoryview(bytearray(size))
         )
         assert opened(folder).get(key(1), shape=(2, 2, 2, 4, 4)) is None and taken == []

@@ -498,10 +498,10 @@ class TestReading:
     def test_what_the_prefix_cache_has_is_not_read(self, tmp_path: Path) -> None:
         tiered = Tiered(tmp_path, 1.0)
         plan = tiered.engine.plan(TestEngine.PROMPT, recompute_ratio=0.2)
-        sources = tiered.engine.parts.sources(plan.method)
+        kv_sources = tiered.engine.parts.kv_sources(plan.method)
         profile = replace(PROFILE, media={SLOW: Cost(0.0, 1.0, 0.0)})
         known = [0, plan.reused[0].stop - 1, plan.reused[0].stop, plan.reused[2].stop]
-        assert [profile.reading(plan, sources, each).primary_s for each in known] == [4, 4, 3, 1]
+        assert [profile.reading(plan, kv_sources, each).primary_s for each in known] == [4, 4, 3, 1]
 
     def test_files_in_the_page_cache_change_no_prediction(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

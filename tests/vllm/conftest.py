@@ -146,6 +146,18 @@ def started(setting: Setting, **options: Any) -> Iterator[FusedLLM]:
         clean_up()
 
 
+@contextmanager
+def no_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the block, workers cannot read chunks."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cacheclip_rag.store.StoreReader.get", fails)
+        yield
+
+
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where certificates are."""

@@ -235,11 +235,11 @@ class TestFailures:
         engine = made.engine(None)
         engine.precompute(CHUNKS[:1])
 
-        def fails(self: Any, load: Any) -> int:
+        def fails(*_: Any) -> int:
             raise OSError("planted")
 
         with monkeypatch.context() as patch:
-            patch.setattr(Loader, "load", fails)
+            patch.setattr(Loader, "_carry_out", fails)
             with pytest.raises(EncodingError, match="could not be read or computed"):
                 engine.precompute(CHUNKS[1:3])
         assert not engine.is_stored(CHUNKS[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.vllm.conftest import (
     TOKENS,
     Setting,
     ask,
+    no_disk,
     outputs,
     started,
 )
@@ -65,20 +67,20 @@ class Rows:
         from cacheclip_rag.vllm.connector import CacheClipConnector
         from cacheclip_rag.vllm.loading import Loader
 
-        known, arrive, load = PrefixBlocks.known, CacheClipConnector.on_new_request, Loader.load
+        known, arrive, run = PrefixBlocks.known, CacheClipConnector.on_new_request, Loader._run
         self.loaded, self.plain, self.over = 0, 0, 0
 
         def arriving(connector: Any, request: Any) -> None:
             self.plain = request.num_prompt_tokens - known(connector._blocks, request)
             arrive(connector, request)
 
-        def loading(loader: Any, each: Any) -> int:
-            found = load(loader, each)
+        def running(*args: Any) -> int:
+            found = run(*args)
             self.loaded += found
             return found
 
         monkeypatch.setattr(CacheClipConnector, "on_new_request", arriving)
-        monkeypatch.setattr(Loader, "load", loading)
+        monkeypatch.setattr(Loader, "_run", running)
         self._fused = fused
 
     def ask(self, prompt: Any, method: Any, tokens: int = 4) -> Any:
@@ -196,13 +198,7 @@ class TestContinued:
     def test_after_a_failed_load_it_is_exact(
         self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from cacheclip_rag.vllm.loading import Loader
-
-        def fails(*_: Any) -> int:
-            raise OSError("the disk is gone")
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Loader, "load", fails)
+        with no_disk(monkeypatch):
             (found,) = outputs(fused, [rag("Who?")], "direct")
         assert told(found) == {"outcome": "plain", "reason": UNREADABLE}
         assert [ids(found)] == setting.expected([rag("Who?")], "full")
@@ -253,9 +249,8 @@ class TestNeverInAnExactCache:
         llm = fused.llm.llm_engine
         scheduler = llm.engine_core.engine_core.scheduler
         llm.add_request("fused", {"prompt_token_ids": list(planned.token_ids)}, sampling(planned.fusion))
-        if is_preempted:
+        while is_preempted and not scheduler.running:
             llm.step()
-            assert scheduler.running
         assert fused.llm.reset_prefix_cache(reset_running_requests=is_preempted)
         found = []
         while llm.has_unfinished_requests():
@@ -269,19 +264,16 @@ class TestNeverInAnExactCache:
         self, fused: FusedLLM, setting: Setting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It shares the exact blocks before the chunks, which the fused one, who leaves, would have computed."""
-        from cacheclip_rag.vllm.loading import Loader
-
-        def fails(*_: Any) -> int:
-            raise OSError("the disk is gone")
-
         planned = fused.planner.plan(PROMPTS[0], method="cacheclip")
         prompt = {"prompt_token_ids": list(planned.token_ids)}
         llm = fused.llm.llm_engine
         llm.add_request("fused", prompt, sampling(planned.fusion))
         llm.add_request("plain", prompt, sampling())
-        with monkeypatch.context() as patched:
-            patched.setattr(Loader, "load", fails)
-            llm.step()
+        connector = llm.engine_core.engine_core.scheduler.connector
+        with no_disk(monkeypatch):
+            wait(connector._reading.values())
+            while connector._reading or connector._requests._ready:
+                llm.step()
         llm.abort_request(["fused"])
         found = []
         while llm.has_unfinished_requests():

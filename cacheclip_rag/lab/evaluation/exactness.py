@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from ...answering.prefill import Prefilled
+from ...answering.turns import turns_of
 from ...base.errors import ConfigurationError
 from ...engine import CacheClipEngine
 from ...fusion.fuse import choose_rows
@@ -159,9 +160,9 @@ def check_reuse(prefilled: Prefilled) -> Prefilled:
 
 @contextmanager
 def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
-    """The model with one of transformers' own attention functions, under the exclusive lock."""
+    """The model with one of transformers' own attention functions, while it has the turn of a prompt."""
     model = runtime.model
-    with runtime.passes.exclusive():
+    with turns_of(runtime).prompt():
         ours = model.config._attn_implementation
         model.set_attn_implementation(implementation)
         try:
@@ -239,7 +240,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     caches = engine.parts.caches_after_prefix
     layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
-    pieces = {0: caches.prefix} if layout.num_prefix else {}
+    pieces = {0: caches.prefix_kv} if layout.num_prefix else {}
     for span in layout.chunks:
         kv = caches.read(span.whole)
         assert kv is not None, "its chunks were precomputed"

@@ -10,7 +10,7 @@ import torch
 from ...base.errors import ModelError
 from ...chunks.caches import ChunkCaches
 from ...runtime.base import TokenizedText
-from ...runtime.transformers.attention_plan import Probe
+from ...runtime.transformers.attention_pattern import Probe
 from ...runtime.transformers.model import ModelRuntime
 from ...selection.auxiliary_pass import question_ids
 from ...selection.packed_chunks import pack_chunks
@@ -55,9 +55,9 @@ def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> Seen:
     """
     runtime = transformers_model(caches.runtime)
     tokens = [caches.tokenize(chunk) for chunk in sample.chunks]
-    kv = [runtime.encode(each.ids, caches.prefix if caches.prefix_ids else None) for each in tokens]
+    kv = [runtime.encode(each.ids, caches.prefix_kv if caches.prefix_ids else None) for each in tokens]
     layers, question = range(runtime.num_layers), question_ids(runtime, sample.question)
-    packed = pack_chunks(runtime, caches.prefix, kv, question)
+    packed = pack_chunks(runtime, caches.prefix_kv, kv, question)
     hidden = packed.sinks(sinks, spare=True)
     found: dict[int, list[torch.Tensor]] = {layer: [] for layer in layers}
 

@@ -107,7 +107,7 @@ class _Recording(Method):
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if not self.inner.budget.is_open(view):
             raise _Recorded
-        kept = self.inner.scorer.late(view, scores)
+        kept = self.inner.scorer.after_read(view, scores)
         for span, tensor in zip(view.spans, kept, strict=True):
             self.found.setdefault(span.whole, []).append((span.first, tensor))
         raise _Recorded

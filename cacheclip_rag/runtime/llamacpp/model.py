@@ -32,6 +32,9 @@ __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
+_LEAST_CALLS = 6
+"""Larger calls cost less, but a run sees the others of its call as stored. So they grow only where that leaves as many
+of them as this."""
 _SEPARATOR_TOKENS = 2
 """Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
@@ -225,10 +228,10 @@ class LlamaRuntime(ChatText):
 
     # -- fusion -------------------------------------------------------------------------------------------------
 
-    def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
         assert self._fuse is not None, "this runtime was loaded without fuse"
         check_process(self.name, self._process)
-        return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
 
     def place(
         self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
@@ -278,8 +281,10 @@ class LlamaRuntime(ChatText):
 def grouped(
     runs: Iterable[tuple[int, int]], stored: Iterable[tuple[int, int]], *, most: int
 ) -> list[list[tuple[int, int]]]:
-    """Runs that are computed in one call. Runs are cut so that a call has 64 tokens or a multiple of it: two more would
-    take a third longer.
+    """Runs that are computed in one call, in which they see each other as stored.
+
+    All calls but the first have 64 tokens or a multiple of it: two more would take a third longer. The first takes what
+    is left, because a token of a small call costs least near the prompt's beginning.
 
     Args:
         runs: neighbouring positions, ascending.
@@ -287,17 +292,28 @@ def grouped(
             comes after it.
         most: runs of a call.
     """
-    groups, edges = list[list[tuple[int, int]]](), np.array([edge for pair in stored for edge in pair], np.int64)
-    group, rows = list[tuple[int, int]](), 0
+    edges = np.array([edge for pair in stored for edge in pair], np.int64)
+    stretches = [list[tuple[int, int]]()]
     for start, stop in runs:
-        new = int((np.searchsorted(edges, np.arange(start, stop), side="right") % 2 == 0).sum())
-        while rows + stop - start >= _CALL_TOKENS:
-            size = _CALL_TOKENS - rows if group else (stop - start) // _CALL_TOKENS * _CALL_TOKENS
-            groups.append([*group, (start, start + size)])
-            start, group, rows = start + size, [], 0
-        if start < stop:
-            group, rows = [*group, (start, stop)], rows + stop - start
-        if group and (new > _SEPARATOR_TOKENS or len(group) == most):
-            groups.append(group)
-            group, rows = [], 0
-    return [*groups, group] if group else groups
+        stretches[-1].append((start, stop))
+        new = np.searchsorted(edges, np.arange(start, stop), side="right") % 2 == 0
+        if new.sum() > _SEPARATOR_TOKENS:
+            stretches.append([])
+    return [group for stretch in stretches for group in _calls(stretch, most)]
+
+
+def _calls(runs: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    rows = sum(stop - start for start, stop in runs)
+    size = _CALL_TOKENS * max(1, rows // (_LEAST_CALLS * _CALL_TOKENS))
+    group, room = list[tuple[int, int]](), rows % _CALL_TOKENS or size
+    for start, stop in runs:
+        while start < stop:
+            if not group and stop - start > room:  # a long run sees itself
+                room = max(room, (stop - start) // _CALL_TOKENS * _CALL_TOKENS)
+            group.append((start, start := min(stop, start + room)))
+            room -= group[-1][1] - group[-1][0]
+            if not room or len(group) == most:
+                yield group
+                group, room = [], size
+    if group:
+        yield group

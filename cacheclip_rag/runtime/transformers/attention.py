@@ -1,4 +1,4 @@
-"""Exact attention over the rows and keys of a plan's blocks (:mod:`.attention_plan`)."""
+"""Exact attention over the rows and keys of a pattern's blocks (:mod:`.attention_pattern`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_plan import AttentionRule, Block, Geometry, SideBySide
+from .attention_pattern import AttentionRule, Block, Geometry, SideBySide
 
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .attention_plan import Geometry
+from .attention_pattern import Geometry
 from .rotary import Tables
 
 

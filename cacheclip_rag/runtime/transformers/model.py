@@ -2,15 +2,15 @@
 
 Models are used unmodified, through two extension points of transformers. A ``Cache`` scatters new rows into the fused
 KV. An attention function, registered as ``cacheclip``, follows an
-:class:`~cacheclip_rag.runtime.transformers.attention_plan.AttentionPlan` in the forward's keyword arguments.
+:class:`~cacheclip_rag.runtime.transformers.attention_pattern.AttentionPattern` in the forward's keyword arguments.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,10 +24,10 @@ from ...base.clock import PhaseClock
 from ...store import KV, join, layer_of
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
-from .attention_plan import AttentionPlan, AttentionRule, Geometry, PassEnded, Probe, causal_plan
+from .attention_pattern import AttentionPattern, AttentionRule, Geometry, PassEnded, Probe, causal_pattern
+from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
-from .packing import encode_packed, packs
 from .prefix_cache import Match
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
@@ -39,8 +39,8 @@ ATTENTION_NAME = "cacheclip"
 
 
 def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """The registered attention function: follows the plan if there is one, else attends causally."""
-    plan: AttentionPlan | None = kwargs.pop("cacheclip_plan", None)
+    """The registered attention function: follows the pattern if there is one, else attends causally."""
+    pattern: AttentionPattern | None = kwargs.pop("cacheclip_pattern", None)
     rule = AttentionRule(
         scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
         window=kwargs.get("sliding_window"),
@@ -52,11 +52,11 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
         layers = [cache.layers[module.layer_idx] for cache in caches]
         each = [row_attention(row, own.keys, own.values, rule) for row, own in zip(rows, layers, strict=True)]
         return torch.cat(each, dim=1), None
-    if plan is None and query.shape[2] == 1:  # a decoded token
+    if pattern is None and query.shape[2] == 1:  # a decoded token
         return row_attention(query, key, value, rule), None
-    if plan is None:
+    if pattern is None:
         return _causal_attention(module, query, key, value, rule, kwargs), None
-    probe = plan.probe
+    probe = pattern.probe
     layer = module.layer_idx
     if probe is not None and layer in probe.layers:
         for number, block in enumerate(probe.blocks):
@@ -65,9 +65,9 @@ def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: An
             probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
         if layer == probe.stop:
             raise PassEnded
-    if plan.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
+    if pattern.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
         raise PassEnded
-    return block_attention(query, key, value, plan.blocks, rule), None
+    return block_attention(query, key, value, pattern.blocks, rule), None
 
 
 def _causal_attention(
@@ -75,12 +75,12 @@ def _causal_attention(
 ) -> Any:
     """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
     num_rows, num_keys = query.shape[2], key.shape[2]
-    assert num_rows == num_keys, "several rows on a partly filled cache need a plan"
+    assert num_rows == num_keys, "several rows on a partly filled cache need a pattern"
     if rule.is_dense and rule.covers(num_keys):
         with sdpa_backends(query.device):
             return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
-    plan = causal_plan(torch.arange(num_keys), query.device)
-    return block_attention(query, key, value, plan.blocks, rule)
+    pattern = causal_pattern(torch.arange(num_keys), query.device)
+    return block_attention(query, key, value, pattern.blocks, rule)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -97,61 +97,6 @@ def _is_offloaded(model: torch.nn.Module) -> bool:
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     each = (single for hook in hooks for single in getattr(hook, "hooks", [hook]))
     return any(getattr(hook, "offload", False) for hook in each)
-
-
-class Passes:
-    """Lets forward passes of one model run in parallel, except passes that need the model exclusively.
-
-    Passes that change the model are exclusive: they set another attention function, or rotary frequencies that depend
-    on the length. All passes of a model with offloaded weights are exclusive. The lock is not reentrant.
-    """
-
-    def __init__(self, *, one_at_a_time: bool) -> None:
-        self._one_at_a_time = one_at_a_time
-        self._changed = threading.Condition()
-        self._running = 0
-        self._is_exclusive = False
-        """Whether the running pass is exclusive."""
-        self._waiting = 0
-        """Threads that wait for an exclusive pass. No other pass may start before them: on a busy server they would
-        wait forever."""
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Hold the lock for a pass that may run beside others."""
-        if self._one_at_a_time:
-            with self.exclusive():
-                yield
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and not self._is_exclusive)
-            self._running += 1
-        try:
-            yield
-        finally:
-            self._end()
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Hold the lock for a pass beside which no other pass runs."""
-        with self._changed:
-            self._waiting += 1
-            try:
-                self._changed.wait_for(lambda: not self._running)
-                self._running, self._is_exclusive = 1, True
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        with self._changed:
-            self._running -= 1
-            self._is_exclusive = False
-            self._changed.notify_all()
 
 
 class ModelRuntime(TextModel):
@@ -192,9 +137,11 @@ class ModelRuntime(TextModel):
         self._layer_kinds = self._find_layer_kinds(config)
         install_layer_hooks(model.base_model.layers)
         self.pinned_rope: bool = has_pinned_rope(config)
-        # this kind of rotary module changes its frequencies in place with the length of each pass
         self._offloaded = _is_offloaded(model)
-        self.passes = Passes(one_at_a_time=self.pinned_rope or self._offloaded)
+        # a pinned rotary module changes its frequencies in place with the length of each pass
+        one_at_a_time = self.pinned_rope or self._offloaded
+        self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
+        """Held during a pass."""
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
@@ -212,7 +159,7 @@ class ModelRuntime(TextModel):
     def new_cache(self, capacity: int, *, one_layer: bool = False) -> FusedCache:
         """An empty cache with room for ``capacity`` tokens. It grows if decoding needs more. ``one_layer``: all layers
         share one layer's memory, for a single pass that fills each layer right before it runs
-        (:attr:`AttentionPlan.before_layer`)."""
+        (:attr:`AttentionPattern.before_layer`)."""
         # stored KV is written, by several threads, before the model is first used
         check_process(self.name, self._process)
         shared: dict[torch.device, FusedLayer] = {}
@@ -229,7 +176,7 @@ class ModelRuntime(TextModel):
     def rotary_tables(self, positions: torch.Tensor) -> list[Tables | None]:
         """Per layer the model's float32 cos and sin, each ``(num_tokens, rotary_dim)``, for positions ``(num_tokens,)``
         int64, at least one; None for layers without RoPE. Layers of the same kind share one pair of tensors."""
-        with self.passes.shared():
+        with self.pass_lock:
             by_kind = {kind: self._tables(kind, positions) for kind in set(self._layer_kinds) if kind is not None}
         shared: dict[tuple[str, torch.device], Tables] = {}
         tables: list[Tables | None] = []
@@ -261,7 +208,7 @@ class ModelRuntime(TextModel):
         """Dtype in which the model's rotary module gives tables to its layers. Not all cast them to the model's."""
         kind = next(kind for kind in self._layer_kinds if kind is not None)
         position = torch.zeros(1, dtype=torch.int64, device=next(self.model.base_model.rotary_emb.buffers()).device)
-        with self.passes.shared():
+        with self.pass_lock:
             return self._tables(kind, position, self.dtype)[0].dtype
 
     def _tables(self, kind: str, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Tables:
@@ -359,9 +306,9 @@ class ModelRuntime(TextModel):
     @torch.inference_mode()
     def encode_many(self, chunks: Sequence[Sequence[int]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        for each in packs([len(chunk) for chunk in chunks], 0 if context is None else context.shape[3]):
+        for each in batches_of([len(chunk) for chunk in chunks], 0 if context is None else context.shape[3]):
             group = chunks[each]
-            found += encode_packed(self, group, context) if len(group) > 1 else [self.encode(group[0], context)]
+            found += encode_batch(self, group, context) if len(group) > 1 else [self.encode(group[0], context)]
         return found
 
     # -- forward passes -----------------------------------------------------------------------------------------
@@ -369,7 +316,7 @@ class ModelRuntime(TextModel):
     @torch.inference_mode()
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FusedCache, torch.Tensor]:
         cache = self.new_cache(capacity)
-        with self.passes.shared():
+        with self.pass_lock:
             output = self.model(
                 input_ids=ids[None].to(self.device),
                 use_cache=True,
@@ -386,9 +333,9 @@ class ModelRuntime(TextModel):
     def cut(self, state: FusedCache, num_tokens: int) -> None:
         state.cut(num_tokens)
 
-    def fuse(self, plan: Any, sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
         assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, sources, capacity=capacity, clock=clock, trace=trace)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
 
     @torch.inference_mode()
     def run_rows(
@@ -396,42 +343,42 @@ class ModelRuntime(TextModel):
         cache: FusedCache,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        plan: AttentionPlan,
+        pattern: AttentionPattern,
         *,
         slots: torch.Tensor | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
         """Run tokens ``ids`` at ``positions``, ``(num_rows,)`` int64, best on the CPU, against ``cache``, overwriting
-        their KV at ``slots`` (default the positions). The plan's probe may end the pass before the last layer; then
+        their KV at ``slots`` (default the positions). The pattern's probe may end the pass before the last layer; then
         ``head`` must be False.
 
         Returns:
             Logits of the last row, ``(vocab_size,)``, or ``(logits_to_keep, vocab_size)`` for several rows; None if
             not ``head``: the pass ends with the last layer's KV.
         """
-        assert not head or plan.probe is None or plan.probe.stop is None, "a pass that ends early has no logits"
+        assert not head or pattern.probe is None or pattern.probe.stop is None, "a pass that ends early has no logits"
         if not self._offloaded:
-            plan = replace(plan, last_rows=logits_to_keep if head else 0)
-        elif plan.probe is not None:
+            pattern = replace(pattern, last_rows=logits_to_keep if head else 0)
+        elif pattern.probe is not None:
             # hooks after each layer move weights away again, and an exception would skip them
-            plan = replace(plan, probe=replace(plan.probe, stop=None))
-        if self._offloaded and plan.before_layer is not None:  # it may raise, too
+            pattern = replace(pattern, probe=replace(pattern.probe, stop=None))
+        if self._offloaded and pattern.before_layer is not None:  # it may raise, too
             for layer in range(self.num_layers):
-                plan.before_layer(layer)
-            plan = replace(plan, before_layer=None)
+                pattern.before_layer(layer)
+            pattern = replace(pattern, before_layer=None)
         cache.scatter(positions if slots is None else slots)
-        if plan.position_embeddings is not None:
+        if pattern.position_embeddings is not None:
             positions = positions[-1:]  # the rotary module makes nothing for the others
         arguments = {
             "input_ids": ids[None].to(self.device),
             "position_ids": positions[None].to(self.device),
             "use_cache": True,
-            "cacheclip_plan": plan,
+            "cacheclip_pattern": pattern,
             **cache_argument(self.model, cache),
         }
         try:
-            with self.passes.shared():
+            with self.pass_lock:
                 if not head:
                     self.model.base_model(**arguments)
                     return None
@@ -468,21 +415,21 @@ class ModelRuntime(TextModel):
         as :meth:`run_rows`."""
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
-        plan = causal_plan(slots, self.device, geometry)
-        plan.probe, plan.row_filter, plan.layer_starts = probe, row_filter, layer_starts
-        plan.before_layer = before_layer
-        plan.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None
-        return self.run_rows(cache, ids, positions, plan, slots=slots, head=head, logits_to_keep=logits_to_keep)
+        pattern = causal_pattern(slots, self.device, geometry)
+        pattern.probe, pattern.row_filter, pattern.layer_starts = probe, row_filter, layer_starts
+        pattern.before_layer = before_layer
+        pattern.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None
+        return self.run_rows(cache, ids, positions, pattern, slots=slots, head=head, logits_to_keep=logits_to_keep)
 
     @torch.inference_mode()
     def decode_step(self, state: FusedCache, token_id: int) -> torch.Tensor:
         slot = state.get_seq_length()
-        if state.geometry is not None and self._needs_plan(state.geometry):
+        if state.geometry is not None and self._needs_pattern(state.geometry):
             logits = self.extend(state, torch.tensor([token_id]), slot)
             assert logits is not None
             return logits
         position = state.position_of(slot)
-        with self.passes.shared():
+        with self.pass_lock:
             output = self.model(
                 input_ids=torch.tensor([[token_id]], device=self.device),
                 position_ids=torch.tensor([[position]], device=self.device),
@@ -496,13 +443,13 @@ class ModelRuntime(TextModel):
     def decode_steps(self, states: Sequence[FusedCache], token_ids: Sequence[int]) -> list[torch.Tensor]:
         """One pass in which each state's token is a row of its own: the weights are read once for all."""
         slots = [state.get_seq_length() for state in states]
-        alone = any(state.geometry is not None and self._needs_plan(state.geometry) for state in states)
+        alone = any(state.geometry is not None and self._needs_pattern(state.geometry) for state in states)
         if len(states) == 1 or alone or self.pinned_rope or self._offloaded:
             return super().decode_steps(states, token_ids)
         positions = [state.position_of(slot) for state, slot in zip(states, slots, strict=True)]
         layers = [StepLayer(each) for each in zip(*(state.layers for state in states), strict=True)]
         try:
-            with self.passes.shared():
+            with self.pass_lock:
                 output = self.model(
                     input_ids=torch.tensor([list(token_ids)], device=self.device),
                     position_ids=torch.tensor([positions], device=self.device),
@@ -516,6 +463,6 @@ class ModelRuntime(TextModel):
             raise
         return list(output.logits[0])
 
-    def _needs_plan(self, geometry: Geometry) -> bool:
-        """Whether one appended row needs a plan, because plain attention to all keys would be wrong."""
+    def _needs_pattern(self, geometry: Geometry) -> bool:
+        """Whether one appended row needs a pattern, because plain attention to all keys would be wrong."""
         return geometry.contexts is not None or getattr(self.model.config, "sliding_window", None) is not None

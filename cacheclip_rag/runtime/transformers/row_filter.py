@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention_plan import AttentionPlan, Block, causal_plan, rows_of
+from .attention_pattern import AttentionPattern, Block, causal_pattern, rows_of
 from .cache import FusedCache
 
 
@@ -27,7 +27,7 @@ class RowFilter(ABC):
         self.slots = slots
         self.alive = torch.arange(len(slots))
         """Rows that are still in the pass, as increasing indices into ``slots``."""
-        self._plan: AttentionPlan | None = None
+        self._pattern: AttentionPattern | None = None
 
     @abstractmethod
     def before_layer(self, layer: int) -> torch.Tensor | None:
@@ -45,11 +45,11 @@ class RowFilter(ABC):
             self.alive = self.alive[stays]
             slots = self.slots[self.alive]
             self.cache.scatter(slots)
-            old: AttentionPlan = kwargs["cacheclip_plan"]
+            old: AttentionPattern = kwargs["cacheclip_pattern"]
             first = old.blocks[0]
-            assert isinstance(first, Block), "rows are removed from causal plans only"
-            self._plan = causal_plan(slots, first.positions.device, self.cache.geometry)
-            self._plan.last_rows = old.last_rows
-        if self._plan is None:
+            assert isinstance(first, Block), "rows are removed from causal patterns only"
+            self._pattern = causal_pattern(slots, first.positions.device, self.cache.geometry)
+            self._pattern.last_rows = old.last_rows
+        if self._pattern is None:
             return hidden, kwargs
-        return hidden, {**rows_of(kwargs, self.alive), "cacheclip_plan": self._plan}
+        return hidden, {**rows_of(kwargs, self.alive), "cacheclip_pattern": self._pattern}

@@ -27,7 +27,7 @@ class Scorer(ABC):
 
     @property
     def reads_cache(self) -> bool:
-        """Whether :meth:`late` looks at the KV in the assembled cache."""
+        """Whether :meth:`after_read` looks at the KV in the assembled cache."""
         return True
 
     @property
@@ -36,12 +36,12 @@ class Scorer(ABC):
         return ()
 
     @abstractmethod
-    def early(self, view: PromptView) -> list[torch.Tensor]:
+    def before_read(self, view: PromptView) -> list[torch.Tensor]:
         """Scores that need no KV of the primary: one tensor per span; the last dimension is the span's tokens."""
 
     @abstractmethod
-    def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Final scores, ``(num_tokens,)`` float per span; ``early`` holds the results of :meth:`early`."""
+    def after_read(self, view: CacheView, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Final scores, ``(num_tokens,)`` float per span; ``before`` holds the results of :meth:`before_read`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class PromptScorer(Scorer):
     def score(self, view: PromptView) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` float scores."""
 
-    def early(self, view: PromptView) -> list[torch.Tensor]:
+    def before_read(self, view: PromptView) -> list[torch.Tensor]:
         return self.score(view)
 
-    def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(early)
+    def after_read(self, view: CacheView, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class CacheScorer(Scorer):
     def score(self, view: CacheView) -> list[torch.Tensor]:
         """Per span ``(num_tokens,)`` float scores."""
 
-    def early(self, view: PromptView) -> list[torch.Tensor]:
+    def before_read(self, view: PromptView) -> list[torch.Tensor]:
         return per_span(view.spans, 0.0)
 
-    def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def after_read(self, view: CacheView, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.score(view)

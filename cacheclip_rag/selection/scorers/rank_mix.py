@@ -41,14 +41,14 @@ class RankMix(Scorer):
     def head_sets(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.first.head_sets, *self.second.head_sets)))
 
-    def early(self, view: PromptView) -> list[torch.Tensor]:
-        pairs = zip(self.first.early(view), self.second.early(view), strict=True)
+    def before_read(self, view: PromptView) -> list[torch.Tensor]:
+        pairs = zip(self.first.before_read(view), self.second.before_read(view), strict=True)
         return [torch.stack(pair) for pair in pairs]  # (2, num_tokens) per span
 
-    def late(self, view: CacheView, early: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def after_read(self, view: CacheView, before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lengths = [len(span.tokens) for span in view.spans]
         first, second = (
-            _ranks(torch.cat(part.late(view, [pair[number] for pair in early])))
+            _ranks(torch.cat(part.after_read(view, [pair[number] for pair in before])))
             for number, part in enumerate((self.first, self.second))
         )
         return list((self.weight * first + (1 - self.weight) * second).split(lengths))

@@ -2,7 +2,7 @@
 
 Transformers' mask functions assume that the queries are the last tokens of the sequence. Recomputed tokens can be
 anywhere. Each sees keys at its own position and before, within the layer's sliding window if there is one, and no other
-key. A plan divides the rows into blocks, and gives each block the slice of keys that its rows may see. Within a block
+key. A pattern divides the rows into blocks, and gives each the slice of keys that its rows may see. Within a block
 the mask is ``position - window < key position <= position``. Blocks also save work: early tokens are not multiplied
 with later keys, sliding layers skip keys before the window, and chunks that the auxiliary model scores side by side are
 not multiplied with each other.
@@ -28,8 +28,8 @@ ROWS_PER_BLOCK = 64
 _LONG = 4096
 """Slots from which on a block has twice as many rows: where most keys need no mask, fewer products are faster."""
 _MASK_BYTES = 2**26
-"""Bytes of a plan's masks that layers share; each layer makes the others anew. On an accelerator, whose kernels want a
-mask with a row for each head of a group, those of 16,384 tokens at ratio 0.2 and 7 heads a group take 376 MB in
+"""Bytes of a pattern's masks that layers share; each layer makes the others anew. On an accelerator, whose kernels want
+a mask with a row for each head of a group, those of 16,384 tokens at ratio 0.2 and 7 heads a group take 376 MB in
 bfloat16: kept whole or in row blocks, they would exceed the 200 MB that one question may take beside its KV, and to
 write these rows is most of the work, which stays if only one row for all heads is kept."""
 
@@ -111,7 +111,7 @@ class Block:
     geometry: Geometry | None = None
     """Set if slots and positions differ; ``keys.start`` is then 0."""
     masks: Masks = field(default_factory=Masks, repr=False, compare=False)
-    """Masks of all blocks of a plan."""
+    """Masks of all blocks of a pattern."""
 
     @classmethod
     def of(
@@ -224,7 +224,7 @@ class Probe:
 
 
 @dataclass(slots=True)
-class AttentionPlan:
+class AttentionPattern:
     """Blocks that cover every row once, with an optional probe and row filter."""
 
     blocks: Sequence[Block | SideBySide]
@@ -244,11 +244,11 @@ class AttentionPlan:
     rotary_dim)``; None: the module makes them."""
 
 
-def causal_plan(
+def causal_pattern(
     slots: torch.Tensor,
     device: torch.device | None = None,
     geometry: Geometry | None = None,
-) -> AttentionPlan:
+) -> AttentionPattern:
     """Plan in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
     increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
     blocks, masks = [], Masks()
@@ -262,7 +262,7 @@ def causal_plan(
             stop = max(stop, len(geometry.contexts))
         own = slice(start, start + len(rows))
         blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, masks))
-    return AttentionPlan(blocks)
+    return AttentionPattern(blocks)
 
 
 def _placed(positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.runtime.transformers.packed import PackedLinear, pack_weights
+from cacheclip_rag.runtime.transformers.packed_weights import PackedLinear, pack_weights
 
 
 def packs() -> bool:

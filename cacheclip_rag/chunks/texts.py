@@ -1,4 +1,4 @@
-"""The chunk library of a tenant: stored texts, their sources, and the search for texts in prompts."""
+"""The texts of a tenant: stored texts, their sources, and the search for texts in prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from ..store import TenantStore
 
 
-class ChunkLibrary:
+class ChunkTexts:
     """Texts of one namespace of a store. No model is needed: the catalog knows which entries belong to a text.
 
     A source (a node, a record) may be part of a document, and is removed with the document. A text may have several

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .attention_plan import ROWS_PER_BLOCK, AttentionPlan, Block
+from .attention_pattern import ROWS_PER_BLOCK, AttentionPattern, Block
 from .rotary import unrotate
 
 _ROWS_PER_PASS = 512
@@ -21,7 +21,7 @@ _SLOTS_PER_PASS = 8192
 """Tokens of all chunks and of all copies of the context: they take memory."""
 
 
-def packs(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
+def batches_of(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
     """Divide chunks of these lengths, in order, into passes, with ``num_context`` tokens before each chunk. A chunk
     that is too long for company is alone."""
     begin = rows = slots = 0
@@ -34,7 +34,7 @@ def packs(lengths: Sequence[int], num_context: int) -> Iterator[slice]:
         yield slice(begin, len(lengths))
 
 
-def encode_packed(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.Tensor | None) -> list[torch.Tensor]:
+def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.Tensor | None) -> list[torch.Tensor]:
     """Position-free KV of each chunk, as ``encode`` of the runtime (a ``ModelRuntime``) gives it for the chunk alone,
     but for rounding."""
     start = 0 if context is None else context.shape[3]
@@ -50,8 +50,8 @@ def encode_packed(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.
     positions = torch.cat([start + torch.arange(length) for length in lengths])
     slots = torch.cat([first + start + torch.arange(n) for first, n in zip(firsts, lengths, strict=True)])
     ids = torch.tensor([token for chunk in chunks for token in chunk])
-    plan = AttentionPlan(_blocks(firsts, lengths, start, runtime.device))
-    runtime.run_rows(cache, ids, positions, plan, slots=slots, head=False)
+    pattern = AttentionPattern(_blocks(firsts, lengths, start, runtime.device))
+    runtime.run_rows(cache, ids, positions, pattern, slots=slots, head=False)
     shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
     kv = torch.empty(shape, dtype=runtime.dtype, device=runtime.device)
     everywhere = runtime.rotary_tables(torch.arange(start + max(lengths)))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers import packing
-from cacheclip_rag.runtime.transformers.attention_plan import Block
+from cacheclip_rag.runtime.transformers import batched_encoding
+from cacheclip_rag.runtime.transformers.attention_pattern import Block
+from cacheclip_rag.runtime.transformers.batched_encoding import batches_of
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.runtime.transformers.packing import packs
 from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS
 
 TOLERANCE = 2e-4
@@ -39,18 +39,18 @@ def furthest(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> list
 
 
 @pytest.mark.parametrize("behind", [True, False], ids=["context", "alone"])
-def test_packed_equals_single(runtime: ModelRuntime, behind: bool) -> None:
+def test_batched_equals_single(runtime: ModelRuntime, behind: bool) -> None:
     chunks, context = ids_of(runtime), context_of(runtime) if behind else None
     assert max(map(len, chunks)) > 128
     alone = [runtime.encode(ids, context) for ids in chunks]
-    for packed in (runtime.encode_many(chunks, context), packing.encode_packed(runtime, chunks, context)):
-        assert [kv.shape for kv in packed] == [kv.shape for kv in alone]
-        assert all(kv.is_contiguous() for kv in packed)
+    for batched in (runtime.encode_many(chunks, context), batched_encoding.encode_batch(runtime, chunks, context)):
+        assert [kv.shape for kv in batched] == [kv.shape for kv in alone]
+        assert all(kv.is_contiguous() for kv in batched)
         scale = max(float(kv.abs().max()) for kv in alone)
-        assert max(furthest(packed, alone)) <= TOLERANCE * scale
+        assert max(furthest(batched, alone)) <= TOLERANCE * scale
 
 
-right_blocks = packing._blocks
+right_blocks = batched_encoding._blocks
 
 
 def shifted(firsts: Sequence[int], lengths: Sequence[int], start: int, device: torch.device) -> list[Block]:
@@ -71,20 +71,20 @@ def test_a_wrong_block_is_seen(runtime: ModelRuntime, wrong: Any, monkeypatch: p
     """The twin: without it, a comparison that compares nothing would pass."""
     chunks, context = ids_of(runtime), context_of(runtime)
     alone = [runtime.encode(ids, context) for ids in chunks]
-    monkeypatch.setattr(packing, "_blocks", wrong)
-    packed = packing.encode_packed(runtime, chunks, context)
+    monkeypatch.setattr(batched_encoding, "_blocks", wrong)
+    batched = batched_encoding.encode_batch(runtime, chunks, context)
     scale = max(float(kv.abs().max()) for kv in alone)
-    differ = [each > 5 * TOLERANCE * scale for each in furthest(packed, alone)]
+    differ = [each > 5 * TOLERANCE * scale for each in furthest(batched, alone)]
     assert sum(differ) >= len(chunks) - 2, differ
 
 
 def test_packs_keep_the_order_and_the_limits() -> None:
     lengths = [600, 10, 20, 500, 30, *[5] * 400]
-    passes = list(packs(lengths, 100))
+    passes = list(batches_of(lengths, 100))
     assert [each.start for each in passes] == [0, *(each.stop for each in passes[:-1])] and passes[-1].stop == 405
     assert passes[0] == slice(0, 1), "a chunk that fills a pass is alone"
     for each in passes[1:]:
         own = lengths[each]
         assert sum(own) <= 512 or len(own) == 1
         assert sum(own) + 100 * len(own) <= 8192 or len(own) == 1
-    assert list(packs([], 3)) == []
+    assert list(batches_of([], 3)) == []

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Sources:
+class KVSources:
     """The parts of an engine that one method needs."""
 
     primary: ChunkCaches
     """Chunk caches of the primary model with the method's chunk context."""
-    prefix: ChunkCaches
+    prefix_caches: ChunkCaches
     """Chunk caches of the primary model with context ``prefix``; they hold the shared prefix's KV."""
     auxiliary: AuxiliaryPass | None
     """None if the method needs no auxiliary model."""

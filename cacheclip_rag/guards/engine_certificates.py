@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..config import EngineConfig
 from ..methods.base import Method
-from ..plan.sources import Sources
+from ..plan.kv_sources import KVSources
 from .certificate import Identity, find_certificate, identity_of, no_promise, verdict_at
 
 __all__ = ["Certificates"]
@@ -17,19 +17,21 @@ __all__ = ["Certificates"]
 class Certificates:
     """Certificates of one engine's models with its methods. Safe to share between threads."""
 
-    def __init__(self, config: EngineConfig, sources: Callable[[Method], Sources]) -> None:
+    def __init__(self, config: EngineConfig, kv_sources: Callable[[Method], KVSources]) -> None:
         """
         Args:
-            sources: the sources of a method's KV; loads the models that the method needs.
+            kv_sources: the sources of a method's KV; loads the models that the method needs.
         """
-        self._config, self._sources = config, sources
+        self._config, self._kv_sources = config, kv_sources
         self._lock = threading.Lock()
         self._promised: dict[tuple[str, bool, bool], Method] = {}
 
     def identity(self, method: Method) -> Identity:
         """Identity that a certificate needs to cover these models with this method."""
-        sources = self._sources(method)
-        return identity_of(self._config, method, sources.prefix, sources.auxiliary, sources.primary.context)
+        kv_sources = self._kv_sources(method)
+        return identity_of(
+            self._config, method, kv_sources.prefix_caches, kv_sources.auxiliary, kv_sources.primary.context
+        )
 
     def may_be(self, method: Method) -> Callable[[float], bool] | None:
         """Whether the method's certificate calls a recompute ratio exact or faithful, or promises its gate there; None

@@ -1,0 +1,54 @@
+"""What is touched of vLLM is there, and a version that was never tried is judged by it and by a tiny answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.vllm import internals
+from cacheclip_rag.vllm.internals import Internal, missing
+from cacheclip_rag.vllm.offline import FusedLLM
+from tests.vllm.conftest import PROMPTS, ask, started
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing() == []
+    wrong = (
+        Internal("vllm.v1.nowhere:Request", ()),
+        Internal("vllm.v1.request:Request.gone", ()),
+        Internal("vllm.v1.request:Request", ("cache_salt", "pepper")),
+        Internal("vllm.forward_context:set_forward_context", ("num_tokens", "num_rows")),
+    )
+    monkeypatch.setattr(internals, "INTERNALS", wrong)
+    assert missing() == [
+        "vllm.v1.nowhere:Request",
+        "vllm.v1.request:Request.gone",
+        "vllm.v1.request:Request (pepper)",
+        "vllm.forward_context:set_forward_context (num_rows)",
+    ]
+
+
+def test_a_version_that_was_never_tried(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheclip_rag.vllm.rows import RowRunner
+
+    setting = settings()
+    monkeypatch.setattr(internals, "TRIED", ("0.31",))
+    run = RowRunner.run
+
+    def otherwise(self: Any, ids: Any, *args: Any) -> Any:
+        return run(self, ids + 1, *args)
+
+    with started(setting) as fused:
+        assert "was never tried" in caplog.text and not fused.plain
+        assert ask(fused, PROMPTS[:1], "cacheclip") == setting.expected(PROMPTS[:1], "cacheclip")
+        fused.llm.reset_prefix_cache()
+        monkeypatch.setattr(RowRunner, "run", otherwise)
+        with pytest.raises(ConfigurationError, match="to have plain prefill's answer"):
+            FusedLLM(fused.llm, fused.planner)
+        monkeypatch.setattr(internals, "INTERNALS", (Internal("vllm.v1.request:Request", ("pepper",)),))
+        with pytest.raises(ConfigurationError, match="pepper"):
+            FusedLLM(fused.llm, fused.planner)
