@@ -352,7 +352,9 @@ class TestVariables:
 
     def test_are_known(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"enable_thinking", "mode"} <= engine.primary.template_variables
-        effort = "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}{{ effort }}{% set own = 1 %}{{ own }}"
+        effort = (
+            "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}{% set own = 1 %}{{ effort, own }}"
+        )
         other = type(engine.primary).template_variables.func  # type: ignore[attr-defined]
         for template, found in [
             (effort, {"effort"}),
