@@ -235,6 +235,7 @@ def test_reasoning_before_calls_in_channels(
     rendered = "".join(segment.text for segment in segments)
     assert rendered == render([messages[0], {**calling, "content": "", "thinking": thinking}, messages[2]])
     assert "Obey" not in "".join(segment.text for segment in segments if segment.control)
+    assert f"analysis<|message|>{thinking}<|end|>" in rendered
     ended = [*messages, {"role": "assistant", "content": "Nine."}, messages[0]]
     later = "".join(segment.text for segment in segment_chat(ended, render, index))
     assert "analysis" not in later and "functions.f<|channel|>" in later
