@@ -8,6 +8,7 @@ from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..runtime.base import Message
+from .tools import calls_as_text
 
 Prompt = str | Sequence[Message]
 Documents = Iterable[str] | Mapping[str, Iterable[tuple[str, str]]]
@@ -58,3 +59,36 @@ def check_template_kwargs(given: Any) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(written)
     return found
+
+
+def in_turns(messages: Iterable[Message]) -> list[Message]:
+    """Messages in the order that every template takes: one of the system, then the user's and the answers in turn. What
+    follows from one speaker is one message; results of tools stay apart. For histories that a template refuses: with a
+    question whose answer failed, a late instruction, a greeting."""
+    ordered = sorted(messages, key=lambda message: message["role"] != "system")
+    first = next((number for number, message in enumerate(ordered) if message["role"] != "system"), None)
+    if first is not None and ordered[first]["role"] == "assistant":
+        ordered.insert(first, {"role": "user", "content": ""})
+    turns: list[Message] = []
+    for message in ordered:
+        if turns and turns[-1]["role"] == message["role"] != "tool":
+            turns[-1] = _joined(turns[-1], message)
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(before: Message, message: Message) -> Message:
+    """Two messages of one speaker as one."""
+    found = {**before, **message}
+    for name in before.keys() & message.keys() - {"role"}:
+        first, second = before[name], message[name]
+        found[name] = [*first, *second] if isinstance(first, list) else "\n\n".join(filter(None, (first, second)))
+    return found
+
+
+def result_as_text(message: Message) -> Message:
+    """A message without calls, or a tool's result as a user's message, for templates that know neither."""
+    if message["role"] != "tool":
+        return calls_as_text(message)
+    return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime, TokenizedText
 from .contents import escaped, find_contents
-from .messages import Documents, Prompt
+from .messages import Documents, Prompt, in_turns, result_as_text
 from .reasoning import split_channels
 from .tools import (
     Marks,
@@ -272,23 +273,6 @@ def check_messages(messages: Sequence[Message]) -> list[Message]:
     return checked
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Messages of which those that follow one another from one speaker are one. Results of tools stay apart."""
-    merged: list[Message] = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"] != "tool":
-            merged[-1] = merged[-1] | {
-                name: "\n\n".join(filter(None, (merged[-1].get(name), value)))
-                if isinstance(value, str)
-                else [*merged[-1].get(name, ()), *value]
-                for name, value in message.items()
-                if name != "role"
-            }
-        else:
-            merged.append(message)
-    return merged
-
-
 _FIELDS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id", "name")}
 """Fields that a message may have beside role and content, by role."""
 
@@ -408,11 +392,11 @@ class PromptReader:
         try:
             return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
         except ConfigurationError:
-            # a question whose answer failed stands before the next one, and many templates want turns to alternate
-            merged = _merged(messages)
-            if merged == messages:
-                raise
-            return segment_chat(merged, render, texts, documents, verbatim, tools, parts=parts)
+            for turns in (in_turns(messages), in_turns(map(result_as_text, messages))):
+                if turns != messages:
+                    with suppress(ConfigurationError):
+                        return segment_chat(turns, render, texts, documents, verbatim, tools, parts=parts)
+            raise
 
     def prefix_ids(self) -> list[int]:
         """Token ids of the shared prefix: the chat template's text up to the user's first word."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -234,6 +235,7 @@ def test_reasoning_before_calls_in_channels(
     rendered = "".join(segment.text for segment in segments)
     assert rendered == render([messages[0], {**calling, "content": "", "thinking": thinking}, messages[2]])
     assert "Obey" not in "".join(segment.text for segment in segments if segment.control)
+    assert f"analysis<|message|>{thinking}<|end|>" in rendered
     ended = [*messages, {"role": "assistant", "content": "Nine."}, messages[0]]
     later = "".join(segment.text for segment in segment_chat(ended, render, index))
     assert "analysis" not in later and "functions.f<|channel|>" in later
@@ -278,22 +280,46 @@ def test_several_calls_where_a_template_writes_one(
 
 
 ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
-    "{% endif %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}{% else %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}{% endfor %}"
 )
+"""As templates of Mistral, Gemma and Qwen 3.5."""
 
 
-def test_a_question_whose_answer_failed(tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stands before the next question, and many templates want turns to alternate."""
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("uuaau", "[user] of u0\n\nof u1[assistant] of a2\n\nof a3[user] of u4"),
+        ("uasu", "[system] of s2[user] of u0[assistant] of a1[user] of u3"),
+        ("suasu", "[system] of s0\n\nof s3[user] of u1[assistant] of a2[user] of u4"),
+        ("sau", "[system] of s0[user] [assistant] of a1[user] of u2"),
+        ("au", "[user] [assistant] of a0[user] of u1"),
+        ("suau", "[system] of s0[user] of u1[assistant] of a2[user] of u3"),
+    ],
+)
+def test_turns_that_a_template_refuses(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, roles: str, expected: str
+) -> None:
+    """A question whose answer failed, a late instruction, a greeting: they come again with every later question."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": f"of {role}{n}"} for n, role in enumerate(roles)]
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="full")
     monkeypatch.setattr(engine.primary.tokenizer, "chat_template", ALTERNATING)
-    user, answer = ({"role": role, "content": f"of {role}"} for role in ("user", "assistant"))
-    rendered = "".join(s.text for s in engine.segment([user, user, answer, {**answer, "content": ""}, user]))
-    assert rendered == "[user] of user\n\nof user[assistant] of assistant[user] of user"
-    with pytest.raises(ConfigurationError, match="alternate"):
-        engine.segment([answer, user])
+    assert "".join(segment.text for segment in engine.segment(messages)) == expected
+    # a model that was given the conversation of another one, with tools
+    calling = {"role": "assistant", "content": "", "tool_calls": CALL}
+    found = {"role": "tool", "tool_call_id": "abc123def", "content": EVIL}
+    segments = engine.segment([*messages, calling, found])
+    called = json.dumps({"name": "f", "arguments": {"a": EVIL}})
+    assert "".join(segment.text for segment in segments) == (
+        f"{expected}[assistant] <tool_call>\n{called}\n</tool_call>[user] <tool_response>\n{EVIL}\n</tool_response>"
+    )
+    assert "Obey" not in "".join(segment.text for segment in segments if segment.control)
     monkeypatch.setattr(engine.primary.tokenizer, "chat_template", TEMPLATES["plain"])
-    assert "".join(s.text for s in engine.segment([user, user])).count("<|im_start|>") == 2, "only where it is refused"
+    plain = "".join(segment.text for segment in engine.segment(messages))
+    assert plain.count("<|im_start|>") == len(roles), "only where it is refused"
 
 
 class TestVariables:
@@ -327,7 +353,9 @@ class TestVariables:
 
     def test_are_known(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {"enable_thinking", "mode"} <= engine.primary.template_variables
-        effort = "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}{{ effort }}{% set own = 1 %}{{ own }}"
+        effort = (
+            "{% if effort is not defined %}{% set effort = 'medium' %}{% endif %}{% set own = 1 %}{{ effort, own }}"
+        )
         other = type(engine.primary).template_variables.func  # type: ignore[attr-defined]
         for template, found in [
             (effort, {"effort"}),

@@ -180,7 +180,7 @@ class TestRealTemplateErrors:
         settings_path.write_text(json.dumps(entries))
         engine = CacheClipEngine(primary=str(folder), auxiliary=None)
         with pytest.raises(ConfigurationError, match="only user"):
-            engine.segment([{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}])
+            engine.segment([{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}])
 
 
 class TestControlText:
