@@ -148,9 +148,7 @@ async def many(
     await asyncio.gather(*[one() for _ in range(connections)])
 
 
-async def half_open(
-    address: tuple[str, int], key: str, tally: Counter[str], text: bytes, more: bytes = b"a"
-) -> None:
+async def half_open(address: tuple[str, int], key: str, tally: Counter[str], text: bytes, more: bytes = b"a") -> None:
     """900 connections that send the beginning of a request, then a little now and then."""
 
     async def one() -> None:

@@ -314,7 +314,7 @@ class Body(_ContentPart):
         return False
 
     def ignored(self, variables: Collection[str] = ()) -> list[str]:
-        """Fields that were sent and not read, as they are counted. ``variables``: those that the chat template reads."""
+        """Fields that were sent and not read, as they are counted. ``variables``: those that the template reads."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
     def sampling(self) -> dict[str, Any]:

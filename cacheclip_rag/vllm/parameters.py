@@ -58,7 +58,8 @@ class Settings:
     ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder or a URL."""
 
     def open_reader(self, namespace: str, codec: str | None = None) -> StoreReader:
-        """What reads a tenant's entries, in the worker; of a shared store, those of this codec. Raises ValueError: the function cannot be found."""
+        """What reads a tenant's entries, in the worker; of a shared store, those of this codec. Raises ValueError: the
+        function cannot be found."""
         assert self.store is not None, "the scheduler checked the request"
         if not self.reader:
             return StoreReader(self.store, namespace, codec)

@@ -234,7 +234,8 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
     ("fields", "options"),
     [
         *(
-            ({"verbosity": value}, {"chat_template_kwargs": {"verbosity": value}}) for value in ("low", "medium", "high")
+            ({"verbosity": value}, {"chat_template_kwargs": {"verbosity": value}})
+            for value in ("low", "medium", "high")
         ),
         *(
             (field, {"chat_template_kwargs": {"reasoning_effort": effort}})
