@@ -17,11 +17,13 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import MissingExtraError
+from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.store import Backend, FrameError, StoreReader
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace, object_name, tenant_folder
+from cacheclip_rag.store.shared.place import SharedPlace, need, object_name, tenant_folder
 from cacheclip_rag.store.shared.store import SharedStore
+from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from cacheclip_rag.testing.backends import BackendConformance
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -148,6 +150,23 @@ class TestMachines:
         assert other.release(sources=["book"]) == 2
         shared(one).poll()
         assert one.library.sources() == [] and not one.store.holds_text(CHUNKS[0])
+
+    def test_rows_that_somebody_made_up_are_not_taken_and_change_no_others(
+        self, machine: Machine, store_url: str
+    ) -> None:
+        one, other = machine(), machine()
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        table, payload = TextTable(SharedPlace(store_url), "default"), ("../../a", "int8", 1, 1)
+        (row,) = rows_of("default", [SharedText("Nobody stored this text.", "x", "x", kv=(payload,))]).to_pylist()
+        made = [row, *({**row, "kv": [], "digest": each} for each in ("' OR '1'='1", text_digest(CHUNKS[0]).hex()))]
+        rows = need("pyarrow").Table.from_pylist(made, schema=schema())
+        need("deltalake").write_deltalake(
+            table.address, rows, mode="append", storage_options=SharedPlace(store_url).delta_options
+        )
+        assert shared(other).poll() == (0, 0) and other.library.sources() == []
+        table.commit(rows_of("default", []), Removal(names={"x"}))
+        assert hits(machine()) == len(CHUNKS)
 
     def test_tenants_have_folders_of_their_own(self, machine: Machine, store_url: str) -> None:
         one, other = machine(namespace="one"), machine(namespace="other")

@@ -22,7 +22,7 @@ from ..codecs import Frame, FrameError
 from ..reading_pool import each_in_pool
 from .objects import ObjectBackend, ObjectFound
 from .place import object_name
-from .table import Removal, SharedText, TextTable, place_of
+from .table import Removal, SharedText, TextTable, is_whole, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class SharedCatalog(Catalog):
         found, count = table.read(name), 0
         if found is None:
             return 0
-        rows = [row for row in found.to_pylist() if row["namespace"] == namespace]
+        rows = [row for row in found.to_pylist() if row["namespace"] == namespace and is_whole(row)]
         TextIndex(self.database, namespace).add(dict.fromkeys(row["text"] for row in rows))
         with self.database.transaction() as run:
             file = run("INSERT OR REPLACE INTO files (namespace, name) VALUES (?, ?)", (namespace, name)).lastrowid

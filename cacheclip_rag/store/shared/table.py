@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...base.errors import StoreError
-from ...base.keys import text_digest
+from ...base.keys import is_key, text_digest
 from ...finding.texts import TextRow, text_row
+from ..codecs import CODECS
 from .place import SharedPlace, need, tenant_folder
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _CONFIGURATION = {
     "delta.logRetentionDuration": "interval 1 days",
     "delta.deletedFileRetentionDuration": "interval 1 hours",
 }
+_DIGEST = re.compile("[0-9a-f]{32}")
 Result = TypeVar("Result")
 
 
@@ -90,6 +93,12 @@ def rows_of(namespace: str, texts: Iterable[SharedText]) -> pa.Table:
             }
         )
     return pa.Table.from_pylist(rows, schema=schema())
+
+
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether a row is what :func:`rows_of` writes: its digest is its text's, and names of payloads are names."""
+    payloads = all(is_key(each["key"]) and each["codec"] in CODECS for each in row["kv"] or ())
+    return payloads and row["digest"] == text_digest(row["text"] or "").hex()
 
 
 def place_of(row: dict[str, Any]) -> TextRow | None:
@@ -160,7 +169,7 @@ class TextTable:
             if file in known:
                 self._index[file] = known[file]
             elif (table := self.read(file, _IDENTITY)) is not None:
-                self._index[file] = table.to_pylist()
+                self._index[file] = [row for row in table.to_pylist() if _DIGEST.fullmatch(row["digest"] or "")]
         return self._index
 
     def commit(self, rows: pa.Table, removed: Removal | None = None) -> int:
