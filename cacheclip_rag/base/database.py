@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,6 +62,9 @@ def set_aside(folder: Path, name: str) -> str:
             aside += "~"
         for ending in _FILES:
             root.unlink(f"{aside}{ending}")
+            found = root.status(f"{name}{ending}")
+            if ending and found is not None and not stat.S_ISREG(found.st_mode):
+                root.unlink(f"{name}{ending}")  # SQLite would wait for a pipe's writer
             if root.status(f"{name}{ending}") is not None:
                 root.replace(f"{name}{ending}", root, f"{aside}{ending}")
     return aside
@@ -221,7 +225,8 @@ class Database:
         """Rows of a query of a damaged file with these tables, until the first damaged page. Rows with text that is not
         UTF-8 are left out, and all if the table is not made as ours."""
         self._until = time.monotonic() + _LONGEST_S
-        with suppress(sqlite3.Error, UnicodeError, MemoryError), closing(self._in_memory()) as own:
+        with suppress(StoreError, sqlite3.Error, UnicodeError, MemoryError), closing(self._in_memory()) as own:
+            self._refuse_what_is_no_file(path)
             known = _objects(own)
             with closing(self._connection_to(f"file:{quote(os.fsencode(path))}?mode=ro", uri=True)) as damaged:
                 statement = damaged.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,9 @@ async def test_every_second_is_counted_once(
     transport = httpx.ASGITransport(middleware)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         queue = middleware.planning._queue
-        async with queue.place("default"):  # another prompt is being planned
+        async with AsyncExitStack() as others:
+            for _ in range(planners._THREADS):  # as many other prompts are being planned as can be
+                await others.enter_async_context(queue.place("default"))
             asked = asyncio.create_task(client.post(path, json={**PATHS[path], "stream": stream}))
             while not queue.waiting:
                 await asyncio.sleep(0)

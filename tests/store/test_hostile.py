@@ -178,7 +178,14 @@ class TestLinks:
 
 
 class TestNoFiles:
-    @pytest.mark.parametrize("place", [f"writers/{'0' * 32}", f"tmp/{'0' * 32}-abcd", "catalog.sqlite3-wal"])
+    @pytest.mark.parametrize(
+        "place",
+        [
+            f"writers/{'0' * 32}",
+            f"tmp/{'0' * 32}-abcd",
+            *(f"{name}.sqlite3-{end}" for name in ("catalog", "library") for end in ("wal", "shm", "journal")),
+        ],
+    )
     @pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir])
     def test_in_place_of_a_file(self, folder: Path, place: str, kind: Callable[[Any], None]) -> None:
         kind(folder / place)
