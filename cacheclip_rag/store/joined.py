@@ -3,8 +3,8 @@
 A prompt of 36 chunks would otherwise cost 36 times as many small operations per layer. Each of them starts and stops
 all threads, which is slow where other programs use the same cores.
 
-A layer is put side by side when it is asked for: with numpy, whose copies start no threads, or on the accelerator, so
-that memory of the host holds it once. The other layers need not be there yet.
+A layer is put side by side with numpy, whose copies start no threads, when it is asked for. So memory holds one layer
+side by side, and the other layers need not be there yet.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class Joined:
             found = [of_piece[index][number][own] for of_piece in self._arrays]
             if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
                 found = [np.concatenate(found, part.axis).repeat(self.lengths, part.axis)]
-            if torch.device(device).type == "cpu":
-                found = [np.concatenate(found, part.axis)] if len(found) > 1 else found
-            moved = [torch.from_numpy(each).view(part.dtype).to(device) for each in found]
-            arrays.append(torch.cat(moved, part.axis) if len(moved) > 1 else moved[0])
+            side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
+            arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
         return codec.combine(arrays)
 
 

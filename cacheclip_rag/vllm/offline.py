@@ -89,10 +89,10 @@ class FusedLLM:
         Raises:
             ConfigurationError: its version was never tried, and lacks something or answers otherwise.
         """
-        check_vllm()
         self.llm, self.planner = llm, planner
         planner.serve(Served.of(llm.llm_engine.vllm_config))
         if not is_tried():
+            check_vllm()
             self._check_version()
         self.metrics = Metrics(planner.parts.tier_stats)
         """Counters of shadow checks (``shadow_rate`` of the planner's settings) and of the store."""

@@ -46,7 +46,8 @@ def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pat
 def test_vllm(hostile: Path, tmp_path: Path) -> None:
     server = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
     server.mkdir(parents=True)
-    (server / "main.py").write_text("import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv)")
+    told = "import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv); raise SystemExit"
+    (server / "serve.py").write_text(told)
     program = (
         "import os\n"
         "from cacheclip_rag.base.python import python_command\n"

@@ -77,9 +77,9 @@ def carry_out(
         rows = torch.tensor([row for a, b in each.runs for row in range(a, b)], dtype=torch.int64)
         split = Chunks(each.chunks).split(rows, runtime.device) if each.chunks else None
         for number, layer in enumerate(cache.layers):
-            kv = stored.layer(number, runtime.device, heads) if len(stored.places) else ()
             own = stored.places[stored.places >= each.start]
-            for target, values in zip((layer._keys, layer._values), kv, strict=False):
+            found = kv(stored, number, heads) if len(stored.places) else ()
+            for target, values in zip((layer._keys, layer._values), found, strict=False):
                 target[0, :, own] = values[:, own - stored.start]
             if split is not None:
                 layer.before_scatter = correcting(plan, stored, split, number, each.start)
@@ -90,7 +90,9 @@ def carry_out(
 
 
 def kv(stored: StoredInterval, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    return stored.layer(number, torch.device("cpu"), heads)
+    """Keys and values, ``(num_heads, num_tokens, head_dim)``."""
+    keys, values = stored.layer(number, torch.device("cpu"), heads)
+    return keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def correcting(plan: FusionPlan, stored: StoredInterval, split: Any, number: int, start: int) -> Any:

@@ -331,7 +331,7 @@ class TestPretendedAccelerator:
             ("full", 1, 1, 2),
             ("ape", 1, 27, 6),
             ("direct", 1, 20, 2),
-            ("cacheclip", 2, 41, 2),
+            ("cacheclip", 2, 40, 2),
             ("cacheblend", 2, 27, 2),
             ("query_attention", 2, 49, 2),
         ],

@@ -11,6 +11,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, StoreError, UnknownModelError
+from cacheclip_rag.vllm import offline
 from cacheclip_rag.vllm.offline import FusedLLM
 from cacheclip_rag.vllm.planner import Planner
 from tests.prompt.test_tools import SEARCH
@@ -35,6 +36,12 @@ class Asked:
         self.inputs = [each["prompt_token_ids"] for each in inputs]
         self.carried = [(each.extra_args or {}).get("kv_transfer_params") for each in params]
         return [SimpleNamespace(kv_transfer_params=None) for _ in inputs]
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever version is installed, if any."""
+    monkeypatch.setattr(offline, "is_tried", lambda: True)
 
 
 @pytest.fixture

@@ -67,6 +67,7 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     "total": (lambda c: [c.total(name) for name in ("t", "u")], [Total(2, 8192), Total(3, 12288)]),
     "quota": (lambda c: [c.quota(name) for name in ("t", "u", "v")], [10**8, 10**9, None]),
     "sources": (lambda c: {*c.sources("t")}, {"source 1", "source 2"}),
+    "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "source_texts": (lambda c: {*c.source_texts("t")}, {TEXTS[1], TEXTS[2]}),
     "orphans": (lambda c: c.orphans("t", ["source 1", "document 0", "source 3"]), [TEXTS[2], TEXTS[1]]),
 }
