@@ -32,9 +32,6 @@ __all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
 _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
-_LEAST_CALLS = 6
-"""Larger calls cost less, because each border of what two threads share of a call's attention costs a part of a tile.
-But a run sees the others of its call as stored. So calls grow only where that leaves as many of them as this."""
 _SEPARATOR_TOKENS = 2
 """Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
@@ -304,8 +301,7 @@ def grouped(
 
 def _calls(runs: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
     rows = sum(stop - start for start, stop in runs)
-    size = _CALL_TOKENS * max(1, rows // (_LEAST_CALLS * _CALL_TOKENS))
-    group, room = list[tuple[int, int]](), rows % _CALL_TOKENS or size
+    group, room = list[tuple[int, int]](), rows % _CALL_TOKENS or _CALL_TOKENS
     for start, stop in runs:
         while start < stop:
             if not group:  # a long run sees itself
@@ -314,6 +310,6 @@ def _calls(runs: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[in
             room -= group[-1][1] - group[-1][0]
             if not room or len(group) == most:
                 yield group
-                group, room = [], size
+                group, room = [], _CALL_TOKENS
     if group:
         yield group
