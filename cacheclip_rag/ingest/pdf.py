@@ -15,7 +15,7 @@ from ..base.errors import DocumentError, MissingExtraError
 from .text import DocumentText
 
 if TYPE_CHECKING:
-    from pypdf import PageObject
+    from pypdf import PageObject, PdfReader
 
 __all__ = ["PYPDF", "pdf_text"]
 
@@ -51,24 +51,35 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
     except ImportError as error:
         raise MissingExtraError(PYPDF, "pdf") from error
     notes, pages = [], []
+    unread: dict[int, Exception] = {}
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{path} is encrypted. Save it without a password.")
         empty, scanned, pictured = [], [], []  # type: list[int], list[int], list[int]
         for number, page in enumerate(reader.pages, 1):
-            text = page.extract_text().strip()
-            if not text:
-                empty.append(number)
-            else:
+            parts: list[str] = []
+            try:
+                parts.append(text := page.extract_text().strip())
+                parts += _written_on(page)
+                if not text:
+                    empty.append(number)
+                    continue
                 drawn = page.get_contents()
                 pixels = _largest_picture(page, drawn.get_data() if drawn is not None else b"")
                 if pixels >= _LARGE and len(text) < _LITTLE:
                     scanned.append(number)
                 elif pixels >= _SMALL or _has_picture_on_it(page):
                     pictured.append(number)
-            pages.append("\n\n".join(filter(None, [text, *_written_on(page)])))
-        attached = len(reader.attachments)
+            except DependencyError:
+                raise
+            except Exception as error:  # a part of the page is damaged; pages after it, and what came before, are not
+                unread[number] = error
+            finally:
+                pages.append("\n\n".join(filter(None, parts)))
+        if unread and not any(pages):
+            raise next(iter(unread.values()))
+        attached = _attached(reader)
     except DocumentError:
         raise
     except DependencyError as error:
@@ -78,6 +89,8 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         raise DocumentError(f"{path} is no PDF file that pypdf can read ({type(error).__name__}: {error}).") from error
     if not any(pages):
         raise DocumentError(f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first.")
+    if unread:
+        notes.append(f"{_pages([*unread])} of {len(pages)} with something that cannot be read, which is left out.")
     if empty:
         notes.append(f"{_pages(empty)} of {len(pages)} without text; if scanned, run OCR first.")
     if scanned:
@@ -95,6 +108,13 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
             f"{private} of {len(text)} signs have a letter in the file's fonts only; if it is unreadable, run OCR."
         )
     return DocumentText(text, notes)
+
+
+def _attached(reader: PdfReader) -> int:
+    try:
+        return len(reader.attachments)
+    except Exception:  # a damaged list
+        return 0
 
 
 def _pages(numbers: list[int]) -> str:

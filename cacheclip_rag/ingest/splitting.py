@@ -19,6 +19,8 @@ _SEPARATOR = re.compile(r"sep=.\s*", re.IGNORECASE)
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
 _MOST_LEAD = 0.25
 """Largest share of a passage that a heading takes which is put before the first rows of a table."""
+_WHOLE_TABLE = 0.9
+"""Share of a passage up to which a table is cut with the text around it, which leaves it whole."""
 _MOST_HEADER = 0.5
 """Largest share of a passage that a table's header takes. A longer one is not repeated."""
 
@@ -62,8 +64,8 @@ class Splitter:
         return [passage for chunk in found if (passage := normalise_chunk(chunk))]
 
     def _tables(self, text: str) -> Iterator[tuple[str, list[str]]]:
-        """Parts of a Markdown text, and the rows of those that are a table longer than a passage. Joined, the parts are
-        the text."""
+        """Parts of a Markdown text, and the rows of those that are a table about as long as a passage, or longer.
+        Joined, the parts are the text."""
         lines = text.splitlines(keepends=True)
         first = number = 0
         is_code = False
@@ -73,7 +75,7 @@ class Splitter:
             if not is_code and "|" in lines[number] and number + 1 < len(lines) and _RULE.fullmatch(lines[number + 1]):
                 while stop < len(lines) and "|" in lines[stop]:
                     stop += 1
-            if stop - number > 2 and self._size("".join(lines[number:stop])) > self.chunk_tokens:
+            if stop - number > 2 and self._size("".join(lines[number:stop])) > _WHOLE_TABLE * self.chunk_tokens:
                 if first < number:
                     yield "".join(lines[first:number]), []
                 yield "".join(lines[number:stop]), lines[number:stop]

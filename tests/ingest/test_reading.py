@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfReader, PdfWriter
@@ -237,6 +238,24 @@ def picture_in_form(writer: PdfWriter, number: int, side: int) -> None:
 
 
 class TestPdf:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda page: page.update({NameObject("/Annots"): NumberObject(3)}),
+            lambda page: page["/Resources"].update(
+                {NameObject("/XObject"): DictionaryObject({NameObject("/I"): NumberObject(1)})}
+            ),
+            lambda page: page.update({NameObject("/Contents"): NumberObject(3)}),
+        ],
+        ids=["annotations", "pictures", "text"],
+    )
+    def test_a_damaged_part_of_a_page_costs_that_part(self, tmp_path: Path, change: Callable[[Any], None]) -> None:
+        data = with_parts(pdf("Lease.", "Two."), lambda writer: change(writer.pages[0]))
+        (tmp_path / "a.pdf").write_bytes(data)
+        found = read_document(tmp_path / "a.pdf")
+        assert found.endswith("Two.")
+        assert any("page 1 of 2" in note for note in found.notes)
+
     def test_pages_without_text(self, tmp_path: Path) -> None:
         text = read(tmp_path, "a.pdf", pdf("One.", "", "Three.", "", "", "", "Seven."))
         assert text == "One.\n\nThree.\n\nSeven." and text.notes == (

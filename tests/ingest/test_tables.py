@@ -51,6 +51,16 @@ def test_of_markdown(tokenizer: Any, size: int, before: str, after: str) -> None
         assert passages[0].startswith(f"# Berths\n\n{HEADER}"), "a heading stands with the first rows"
 
 
+@pytest.mark.parametrize("markdown", [True, False])
+def test_that_just_fit_a_passage(tokenizer: Any, markdown: bool) -> None:
+    """With the end of the text before it, a table about as long as a passage would be cut without its header."""
+    sizes = [len(tokenizer(HEADER + rows(n), add_special_tokens=False)["input_ids"]) for n in range(99)]
+    table = rows(sum(size <= 512 for size in sizes) - 1)
+    for sentences in range(18, 42, 4):
+        text = "The harbour master counts the ships of the year. " * sentences + f"\n\n{HEADER}{table}\n\nAfter."
+        check(Splitter(tokenizer, 512).split(text, markdown=markdown), HEADER, table, tokenizer, 512)
+
+
 def test_two_tables_have_their_own_headers(tokenizer: Any) -> None:
     other = "name | price\n--- | ---:\n"
     lines = "".join(f"pump {n} | {n}\n" for n in range(200))
