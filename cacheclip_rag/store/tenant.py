@@ -70,10 +70,12 @@ class ReadBuffer:
 class _EntrySink(FrameSink):
     """Takes the payload of an entry, and nothing that its header does not explain."""
 
-    store: ChunkStore
-    expected: int
-    """Bytes of the entry."""
-    buffer: ReadBuffer | None
+    def __init__(
+        self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None, shape: Shape | None
+    ) -> None:
+        """``num_bytes``: what the entry says."""
+        super().__init__(key, shape)
+        self.store, self.expected, self.buffer = store, num_bytes, buffer
 
     def allocate(self, num_bytes: int) -> memoryview:
         if self.shape is not None and num_bytes > _MOST_HEADER_BYTES + most_bytes(self.shape):
@@ -246,9 +248,7 @@ class TenantStore:
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
             return None
-        sink = _EntrySink(key, shape)
-        sink.store, sink.buffer = self.chunk_store, buffer
-        sink.expected = entry.num_bytes if entry is not None else 0
+        sink = _EntrySink(self.chunk_store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
         tier = len(tiers.backends) - 1
         try:
             found = tiers.find(key, sink)

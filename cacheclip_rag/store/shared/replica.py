@@ -51,7 +51,7 @@ _RECORD = (
 
 
 class SharedCatalog(Catalog):
-    """Of the tenants that this process serves. What it adds and removes waits for :meth:`commit`."""
+    """Of the tenants that this process serves. What it adds and removes waits for the store's commit."""
 
     def __init__(self, objects: ObjectBackend) -> None:
         super().__init__()
@@ -171,7 +171,6 @@ class SharedCatalog(Catalog):
             for digest in gone:
                 run("DELETE FROM texts WHERE namespace = ? AND digest = ?", (namespace, digest))
         self.remove(namespace, keys)
-        self.on_forgotten(keys)
 
     on_forgotten: Callable[[Sequence[str]], object] = staticmethod(lambda keys: None)
     """Called with keys whose copies on this machine are to be dropped."""
