@@ -74,6 +74,7 @@ def _opened(url: str) -> ObjectBackend:
 class SharedTenant:
     """What one tenant has in a shared store."""
 
+    table: TextTable
     objects: list[dict[str, Any]] = field(default_factory=list)
     """Payloads: path, size, last_modified."""
     known: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -94,8 +95,8 @@ def _tenants(objects: ObjectBackend) -> list[str]:
 
 
 def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
-    found = SharedTenant()
     table = TextTable(objects.place, folder=folder)
+    found = SharedTenant(table)
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
     found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
     found.documents = len({row["document"] for row in rows} - {""})
@@ -147,7 +148,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
         objects._ask("put", name, json.dumps(waiting).encode(), use_multipart=False)
         found["deleted"], found["waiting"] = found["deleted"] + len(gone), found["waiting"] + len(waiting)
         found["bytes"] += sum(garbage[path]["size"] for path in gone)
-        found["table_files"] += TextTable(objects.place, folder=folder).vacuum(grace_s / 3600)
+        found["table_files"] += tenant.table.vacuum(grace_s / 3600)
     return found
 
 
@@ -193,7 +194,7 @@ def verify(url: str) -> dict[str, Any]:
             removal = Removal()
             for name, digest in missing.items():
                 removal.payloads.setdefault(digest, set()).add(name)
-            TextTable(objects.place, folder=folder).commit(schema().empty_table(), removal)
+            tenant.table.commit(schema().empty_table(), removal)
     return found
 
 
