@@ -15,7 +15,7 @@ from ..base.errors import DocumentError, MissingExtraError
 from .text import DocumentText
 
 if TYPE_CHECKING:
-    from pypdf import PageObject, PdfReader
+    from pypdf import PageObject
 
 __all__ = ["PYPDF", "pdf_text"]
 
@@ -79,7 +79,11 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
                 pages.append("\n\n".join(filter(None, parts)))
         if unread and not any(pages):
             raise next(iter(unread.values()))
-        attached = _attached(reader)
+        try:
+            attached = len(reader.attachments)
+        except Exception:  # the list is damaged, and the pages are not
+            notes.append("its list of attached files cannot be read.")
+            attached = 0
     except DocumentError:
         raise
     except DependencyError as error:
@@ -108,13 +112,6 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
             f"{private} of {len(text)} signs have a letter in the file's fonts only; if it is unreadable, run OCR."
         )
     return DocumentText(text, notes)
-
-
-def _attached(reader: PdfReader) -> int:
-    try:
-        return len(reader.attachments)
-    except Exception:  # a damaged list
-        return 0
 
 
 def _pages(numbers: list[int]) -> str:
