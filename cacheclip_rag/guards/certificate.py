@@ -35,23 +35,6 @@ from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 from .promise import Guarantee, PromiseWatch
 
-__all__ = [
-    "THRESHOLDS",
-    "VERDICTS",
-    "Certificate",
-    "CertificateGuard",
-    "GateFigures",
-    "Identity",
-    "RatioFigures",
-    "TurnFigures",
-    "check_certificate",
-    "check_writable",
-    "find_certificate",
-    "identity_of",
-    "no_promise",
-    "verdict_at",
-]
-
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4

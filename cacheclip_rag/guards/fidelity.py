@@ -15,8 +15,6 @@ import torch
 if TYPE_CHECKING:
     from ..runtime.base import Runtime, State
 
-__all__ = ["Fidelity", "compare", "greedy", "kl_divergence", "own_answer", "read_along"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:

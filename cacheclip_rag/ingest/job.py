@@ -35,8 +35,6 @@ from .plan import IngestPlan, price
 from .splitting import Splitter
 from .text import HTML_SUFFIXES
 
-__all__ = ["IngestReport", "ingest", "plan_ingestion"]
-
 logger = logging.getLogger(__name__)
 
 Problems = list[dict[str, str]]

@@ -16,8 +16,6 @@ from ..engine import CacheClipEngine
 from ..prompt.segments import chunk_texts
 from ..store import text_digest
 
-__all__ = ["IngestPlan", "price"]
-
 _SAMPLED_CHUNKS = 64
 _TIMED_BATCHES = 3
 """Batches of chunks of middle length among the first ``_SAMPLED_CHUNKS``."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..prompt.layout import Span
     from ..runtime.base import Message
 
-__all__ = ["FakeRuntime", "FakeState"]
-
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 _VOCABULARY = 2**16
 """Large enough that two words hardly ever want the same id: which of them gets it depends on which came first."""

@@ -27,17 +27,6 @@ from ...runtime.transformers.model import ModelRuntime
 from ..models import extending_model, transformers_model
 from .prompts import EvaluationPrompt
 
-__all__ = [
-    "DIRECT",
-    "EVERYTHING",
-    "SHIFTS",
-    "Check",
-    "check_exactness",
-    "check_reuse",
-    "noise_floor",
-    "reference_logits",
-]
-
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
 """Largest difference of float32 logits, for models with fewer than ``_DEEP`` layers and for deeper models."""

@@ -51,8 +51,6 @@ from .reference import Reference
 from .results import Comparison, ItemResult, Run
 from .tables import number_text
 
-__all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
-
 logger = logging.getLogger(__name__)
 
 

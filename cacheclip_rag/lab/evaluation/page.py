@@ -29,8 +29,6 @@ from .tables import (
 if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
-__all__ = ["to_html"]
-
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
 @media (prefers-color-scheme: dark) {

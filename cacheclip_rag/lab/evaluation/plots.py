@@ -11,8 +11,6 @@ from typing import Any
 from ...base.errors import MissingExtraError
 from .tables import number_text, score_title
 
-__all__ = ["Point", "curves", "to_png"]
-
 _COLOURS = (
     "#0072b2",
     "#c04e00",

@@ -25,8 +25,6 @@ from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
 from .statistics import MARGIN, mcnemar, paired_bootstrap, trimmed_mean
 
-__all__ = ["FILES", "LENGTHS", "PROMISED", "summarise", "write_report"]
-
 logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5

@@ -7,8 +7,6 @@ from typing import Any
 
 from .records import Record, SkippedRecord
 
-__all__ = ["Comparison", "ItemResult", "Run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -17,8 +17,6 @@ from ...selection.packed_chunks import pack_chunks
 from ..models import transformers_model
 from .families import Sample, Span
 
-__all__ = ["Offsets", "Seen", "check_offsets", "look", "marked", "spread_over"]
-
 Offsets = Sequence[tuple[int, int]]
 """Per token of a text the characters that it covers, ``(start, end)``."""
 

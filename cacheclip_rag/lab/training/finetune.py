@@ -30,9 +30,6 @@ from .outcomes import Outcome, answered_rightly, capped_mean, downstream, may_re
 from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
 
-__all__ = ["FineTuning", "finetune", "open_engine"]
-
-
 UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
 SHIPPED, IN_USE = "comes with the package", "in use so far"
 """Names of the head sets that the new one would replace: the package's, and one that an earlier run wrote."""

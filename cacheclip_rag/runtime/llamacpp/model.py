@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ..transformers.continued import ContinuedMatch
     from ..transformers.prefix_cache import Match
 
-__all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
-
-
 _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
