@@ -65,7 +65,7 @@ class CallOptions:
     """Record how likely each new token was, and this many of the likeliest at its place, 0 to 20; None: nothing. Not
     with ``finish="revise"``, which replaces tokens."""
     trace: bool = False
-    """Whether scores, recomputed tokens and seconds per layer are recorded in the answer's ``trace``."""
+    """Whether the answer's ``trace`` records which tokens were computed again."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):

@@ -297,7 +297,7 @@ class Runtime(ABC):
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     @abstractmethod
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
         (:class:`~cacheclip_rag.plan.kv_sources.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
         for llama.cpp :mod:`cacheclip_rag.fusion.in_order`; ``models/load.py`` joins them. Returns a

@@ -222,10 +222,10 @@ class LlamaRuntime(ChatText):
 
     # -- fusion -------------------------------------------------------------------------------------------------
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         assert self._fuse is not None, "this runtime was loaded without fuse"
         check_process(self.name, self._process)
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
 
     def place(
         self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
