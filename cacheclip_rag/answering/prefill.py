@@ -17,7 +17,7 @@ from ..fusion.fused import Fused
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
 from ..prompt.layout import Layout, Span
-from ..prompt.occurrences import occurrences
+from ..prompt.occurrences import MOST_PARTIAL, occurrences
 from ..runtime.base import State, wait_for
 from .sampler import confidence
 
@@ -211,7 +211,7 @@ def stats_of(
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     found = occurrences(reused)
-    partial = [chunk.share for chunk in found if chunk.is_partial]
+    partial = [chunk.share for chunk in found if chunk.share <= MOST_PARTIAL]
     prefix_tokens = layout.num_known - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,
