@@ -67,8 +67,7 @@ class TokenizedText:
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character.
-    Empty if the tokenizer has no offsets; its model then reuses nothing."""
+    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -158,8 +157,6 @@ class Runtime(ABC):
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    has_offsets: bool = True
-    """Whether tokens have character offsets."""
     control_ids: Sequence[int] | None = None
     """Control tokens, ascending; None if they, or the characters of tokens, are not known."""
 

@@ -566,6 +566,7 @@ class TestPlan:
         labels = [planned.run.label for planned in planned_runs(["epic"], [0.2, 0.2000000001, 0.20, 1.0], config)]
         assert labels == ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]
 
+
 class TestCommand:
     def run(self, *arguments: Any) -> Any:
         from cacheclip_rag.cli import app

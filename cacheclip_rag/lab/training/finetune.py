@@ -25,7 +25,7 @@ from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
 from ..variants import ORACLE, RANDOM
 from .families import FAMILIES, Sample, synthetic_samples
-from .features import check_offsets, look
+from .features import look
 from .outcomes import Outcome, answered_rightly, capped_mean, downstream, may_replace
 from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
@@ -58,13 +58,11 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
 
     Raises:
         ConfigurationError: no auxiliary model is set, or a model's KV cannot be reused.
-        ModelError: the auxiliary's tokenizer has no character offsets.
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
     engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
     engine.parts.use_heads(None)
-    check_offsets(transformers_model(engine.auxiliary))
     return engine
 
 
