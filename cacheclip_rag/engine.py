@@ -279,15 +279,9 @@ class CacheClipEngine:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def make_method(
-        self,
-        method: str | Method | None = None,
-        recompute_ratio: float | str | None = None,
-        *,
-        any_ratio: bool = False,
-    ) -> Method:
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | str | None = None) -> Method:
         """The method of a call with these options; see :meth:`~cacheclip_rag.answering.parts.Parts.choose_method`."""
-        return self.parts.choose_method(method, recompute_ratio, any_ratio=any_ratio)
+        return self.parts.choose_method(method, recompute_ratio)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting."""

@@ -85,7 +85,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
             return report(*_missing(engine, chunk, stored), share)
         if share > MOST_PARTIAL:
             return report("hit", "the text is in the prompt, known, and its KV is stored: it is reused.", share)
-        return report("part", _partly(chunk, written, spans, share), share)
+        return report("part", _partly(chunk, spans, share), share)
     if chunk not in written:
         return report("not_in_prompt", _departure(chunk, written))
     found = [span.whole for span in chunks]
@@ -110,7 +110,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     )
 
 
-def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> str:
+def _partly(chunk: str, spans: Sequence[Span], share: float) -> str:
     reused = f"{share:.0%} of the text's tokens are in the prompt as they are stored, and are reused."
     first = min(span.at for span in spans)
     if first and _HEADER.fullmatch(chunk[:first].strip()):

@@ -188,7 +188,7 @@ class TestGate:
         given = engine.make_method("cacheclip", 0.3)
         assert (given.nominal_ratio, given.min_confidence) == (0.3, 0.15)
         assert make(min_confidence="auto", recompute_ratio=0.3).make_method("cacheclip") == given
-        later = engine.make_method("cacheclip", any_ratio=True)
+        later = engine.parts.choose_method("cacheclip", None, any_ratio=True)
         assert (later.nominal_ratio, later.min_confidence) == (0.2, 0.4)
         assert engine.make_method("full").min_confidence == 0.0
         assert engine.make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"

@@ -45,7 +45,7 @@ _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
 ANSWER_TOKENS = 32
-_SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=True, max_gap=0.0)
+_SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=True)
 """Distance of full prefill from itself."""
 
 
