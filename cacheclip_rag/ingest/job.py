@@ -245,11 +245,8 @@ def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterat
 def _precompute(
     group: list[_Document], engine: CacheClipEngine, report: IngestReport, show: Callable[[float], None]
 ) -> Iterator[_Document]:
-    """Store the chunk caches of a group; gives the documents for which that worked. Others are reported as failed.
-
-    Args:
-        show: called with the share of the group that is done.
-    """
+    """Store the chunk caches of a group, and ``show`` the share that is done; gives the documents for which that
+    worked. Others are reported as failed."""
     texts = [passage for _, passages in group for passage in passages]
     done = 0
 

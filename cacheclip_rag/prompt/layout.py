@@ -285,11 +285,8 @@ def _alike(part: Chunk, begin: int, end: int) -> list[tuple[int, int]]:
 def _equal_runs(
     tokens: TokenizedText, begin: int, end: int, source: TokenizedText, at: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Where tokens of ``source`` stand in a text: first token, token after the last one, first token in ``source``.
-
-    Characters ``[begin, end)`` of the text are those of the source from ``at`` on. Tokens are equal if their ids and
-    their characters are.
-    """
+    """Where tokens of ``source`` stand in a text, whose characters ``[begin, end)`` are those of the source from ``at``
+    on: first token, token after the last one, first token in ``source``."""
     ids, offsets = tokens.columns
     own_ids, own = source.columns
     low = int(np.searchsorted(offsets[:, 0], begin))

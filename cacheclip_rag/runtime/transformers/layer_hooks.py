@@ -46,10 +46,8 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
 def _enter_last(
     layer: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Write the last layer's KV of all rows, then leave only the rows whose output is needed.
-
-    The layer runs as far as its attention, which ends this first run.
-    """
+    """Write the last layer's KV of all rows in a run that ends at its attention, then leave only the rows whose output
+    is needed."""
     pattern: AttentionPattern = kwargs["cacheclip_pattern"]
     needed, num_rows = pattern.last_rows, hidden.shape[1]
     last = pattern.blocks[-1] if pattern.blocks else None
