@@ -25,7 +25,7 @@ from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.texts import ChunkTexts
 from .config import EngineConfig
-from .fusion.answer import Answer, Event, last_answer
+from .fusion.answer import Answer, Event
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
@@ -318,7 +318,9 @@ class CacheClipEngine:
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
-        return last_answer(self.stream(prompt, params, options=options, **given))
+        *_, last = self.stream(prompt, params, options=options, **given)
+        assert last.answer is not None, "a stream ends with its answer"
+        return last.answer
 
     def stream(
         self,
