@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError
+from cacheclip_rag.base.errors import MissingExtraError, StoreError
 from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
@@ -194,6 +195,45 @@ class TestMachines:
         }
 
 
+def of_llama_index(options: dict[str, Any]) -> tuple[str, int]:
+    from llama_index.llms.cacheclip import CacheClipLLM
+
+    llm = CacheClipLLM(**options, max_tokens=4)
+    found = llm.complete(rag_prompt(CHUNKS))
+    llm.engine.close()
+    return found.text, found.additional_kwargs["cacheclip"]["hits"]
+
+
+def of_langchain(options: dict[str, Any]) -> tuple[str, int]:
+    from langchain_cacheclip import CacheClipLLM
+
+    llm = CacheClipLLM(**options, max_tokens=4)
+    (found,) = llm.generate([rag_prompt(CHUNKS)]).generations[0]
+    llm.engine.close()
+    return found.text, found.generation_info["cacheclip"]["hits"]  # type: ignore[index]
+
+
+def of_the_server(options: dict[str, Any]) -> tuple[str, int]:
+    from tests.serving.conftest import running
+
+    with running(EngineConfig(**options)) as served:
+        found = served.chat(rag_prompt(CHUNKS)).json()
+    return found["choices"][0]["message"]["content"], found["cacheclip"]["hits"]
+
+
+@pytest.mark.parametrize("way", [of_llama_index, of_langchain, of_the_server])
+def test_every_way_in_takes_the_url(
+    way: Callable[[dict[str, Any]], tuple[str, int]], machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a home of its own, and the answer that the machine gives which stored the texts."""
+    one = machine()
+    one.precompute(CHUNKS)
+    expected = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "another home"))
+    options = {"primary": one.config.primary, "auxiliary": None, "method": "anchored", "store": one.config.store}
+    assert way(options) == (expected.text, expected.stats.hits) == (expected.text, len(CHUNKS))
+
+
 class TestPayloadsNeverChange:
     def test_another_codec_writes_beside(self, machine: Machine, store_url: str) -> None:
         coarse, fine = machine(codec="int8"), machine(codec="float32")
@@ -252,11 +292,11 @@ class TestPayloadsNeverChange:
 
 
 class Relay:
-    """Stands between a client and the server: passes bytes on, or is silent, or gone."""
+    """Stands between a client and the server: passes bytes on, or is silent, or gone, or cannot write conditionally."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("http://").partition(":")
-        self._to, self.is_silent = (host, int(port)), False
+        self._to, self.is_silent, self.hides = (host, int(port)), False, b""
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
@@ -277,7 +317,7 @@ class Relay:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 if not self.is_silent:
-                    target.sendall(data)
+                    target.sendall(data.replace(self.hides, self.hides[::-1]) if self.hides else data)
 
     def go(self) -> None:
         self._listener.close()
@@ -312,6 +352,17 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
     assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
     assert relay.connections == asked
+
+
+def test_storage_that_ignores_conditions_is_refused(relay: Relay, store_url: str) -> None:
+    """Nothing of the probe stays, and no store is made."""
+    url = f"{store_url}-anew"
+    relay.hides = b"if-none-match"
+    with pytest.raises(StoreError, match="with If-None-Match, so that writers would replace one another's"):
+        create(url)
+    relay.hides = b""
+    assert [*ObjectBackend(SharedPlace(url)).objects_of("")] == []
+    assert create(url) == create(url) and len([*ObjectBackend(SharedPlace(url)).objects_of("")]) == 1
 
 
 def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Machine, store_url: str) -> None:
