@@ -143,6 +143,25 @@ class TestMachines:
         assert gc(store_url)["deleted"] == 0 and gc(store_url, grace_s=0)["deleted"] == 1
         assert verify(store_url)["missing"] == 0
 
+    @pytest.mark.parametrize("released", ["while it is answered", "before the commit"])
+    def test_what_another_machine_releases_is_not_stored_again(self, machine: Machine, released: str) -> None:
+        """By an answer that found the text, but not its KV."""
+        one, other = machine(), machine()
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        answer = other.stream(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+        next(answer)
+        if released == "before the commit":
+            assert [*answer] and other.is_stored(CHUNKS[1])
+        one.release([CHUNKS[1]])
+        shared(other).poll()
+        assert released == "before the commit" or [*answer]
+        shared(other).commit()
+        shared(one).poll()
+        for engine in (one, other):
+            assert [engine.library.index.known(chunk) for chunk in CHUNKS] == [True, False, True, True]
+
     def test_sources_and_documents_are_shared(self, machine: Machine) -> None:
         one, other = machine(), machine()
         one.precompute({CHUNKS[0]: [("page 1", "book")], CHUNKS[1]: [("page 2", "book")]})

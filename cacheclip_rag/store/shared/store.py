@@ -183,8 +183,8 @@ def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threadin
         if store is None:
             return
         try:
-            store.commit()
             store.poll()
+            store.commit()
         except Exception as error:  # the thread must go on
             store.warn_once("commit", "texts stored after answers are not committed: %s", error)
         store._polled.set()
