@@ -170,7 +170,12 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
 
 
 _POLL_S = 0.3
-_SERVER = f"from cacheclip_rag.store.shared import store; store.POLL_S = {_POLL_S}; from cacheclip_rag.cli import main; main()"
+_SERVER = f"""
+from cacheclip_rag.cli import main
+from cacheclip_rag.store.shared import store
+store.POLL_S = {_POLL_S}
+main()
+"""
 
 
 class Serving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -305,6 +306,43 @@ class TestPayloadsNeverChange:
         assert other.precompute(CHUNKS) == 0
         assert gc(store_url, grace_s=0)["deleted"] == 0
         assert hits(machine()) == len(CHUNKS)
+
+
+_NEXT_VERSION = """
+import json, sys
+from cacheclip_rag.base import keys
+keys.FRAME_VERSION += 1
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.store.shared.care import gc, verify
+engine = CacheClipEngine(primary=sys.argv[1], auxiliary=None, method="anchored", store=sys.argv[2])
+chunks, prompt = json.loads(sys.argv[3]), sys.argv[4]
+counts = [engine.precompute(chunks), engine.generate(prompt, SamplingParams(max_tokens=2)).stats.hits]
+engine.close()
+found = verify(sys.argv[2])
+print(counts, gc(sys.argv[2], grace_s=0)["deleted"], found["damaged"], found["missing"])
+"""
+
+
+def test_two_versions_of_the_package_leave_each_others_payloads(machine: Machine, store_url: str) -> None:
+    """They are misses, also for those who may delete."""
+    one = machine()
+    one.precompute(CHUNKS)
+
+    def payloads() -> dict[str, str]:
+        return {
+            each["path"]: each["e_tag"]
+            for each in shared(one).objects.objects_of("tenants/")
+            if each["path"].endswith(".kv")
+        }
+
+    before = payloads()
+    command = [sys.executable, "-c", _NEXT_VERSION, one.config.primary, store_url, json.dumps(CHUNKS)]
+    run = subprocess.run([*command, rag_prompt(CHUNKS)], capture_output=True, text=True, check=True)
+    assert run.stdout == f"[{len(CHUNKS)}, {len(CHUNKS)}] 0 [] 0\n"
+    both, report = payloads(), verify(store_url)
+    assert before.items() < both.items() and report["other_versions"] == len(both) - len(before)
+    assert (report["damaged"], report["missing"], gc(store_url, grace_s=0)["deleted"]) == ([], 0, 0)
+    assert payloads() == both and hits(machine()) == len(CHUNKS)
 
 
 # -- outages --------------------------------------------------------------------------------------------------------

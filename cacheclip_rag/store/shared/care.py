@@ -186,7 +186,8 @@ def verify(url: str) -> dict[str, Any]:
                 found["other_versions"] += 1
             except FrameError:
                 found["damaged"].append(each["path"])
-        whole = {key_and_codec(each["path"]) for each in tenant.objects if each["path"] not in found["damaged"]}
+        paths = {each["path"] for each in tenant.objects} - {*found["damaged"]}
+        whole = {key_and_codec(path, any_version=True) for path in paths}
         missing = {name: digest for name, digest in tenant.known.items() if name not in whole}
         objects.remove([each["path"] for each in tenant.objects if each["path"] in found["damaged"]])
         found["missing"] += len(missing)
