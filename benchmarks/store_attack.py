@@ -22,7 +22,6 @@ import os
 import random
 import re
 import resource
-import secrets
 import shutil
 import signal
 import socket
@@ -1611,6 +1610,14 @@ def s3_server(home: Path) -> Iterator[subprocess.Popen[str]]:
             server.kill()
 
 
+def store_command(*arguments: str) -> dict[str, Any]:
+    """What ``cacheclip store`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        sys.argv = ["cacheclip", "store", *arguments, "--json"]
+        main_of_cli()
+    return dict(json.loads(said.getvalue()))
+
+
 class Job:
     """An ingestion into a shared store, each time in a process of its own."""
 
@@ -1654,7 +1661,7 @@ class Job:
         """Seconds to the first batch, and from there to the end, of a run that nobody kills, into another store."""
         own = self.config
         self.config = replace(own, store=f"{self.url}-undisturbed")
-        self.in_child(lambda: self.command("create", str(self.config.store)))
+        self.in_child(lambda: store_command("create", str(self.config.store)))
         began, child = time.monotonic(), self.start()
         until_first = self.wait_for_batch(child) - began
         os.waitpid(child, 0)
@@ -1679,13 +1686,6 @@ class Job:
         rows = [row for table in {*tables} for row in DeltaTable(table).to_pyarrow_table().to_pylist()]
         gone = sum((each["key"], each["codec"]) not in there for row in rows for each in row["kv"])
         return {"rows": [(Path(row["document"]).name, row["text"]) for row in rows], "gone": gone}
-
-    def command(self, *arguments: str) -> dict[str, Any]:
-        """What ``cacheclip store`` prints."""
-        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-            sys.argv = ["cacheclip", "store", *arguments, "--json"]
-            main_of_cli()
-        return dict(json.loads(said.getvalue()))
 
     def in_child(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The client of object storage has threads, which a fork does not copy: this process does not use it."""
@@ -1718,8 +1718,19 @@ def ray_cluster(engine: str) -> Iterator[psutil.Process | None]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this cluster; its drivers inherit it
-        options = ["--port", str(port), "--num-cpus", "2", "--object-store-memory", "100000000", "--temp-dir", folder]
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # it listens on this machine only
+        options = [
+            "--node-ip-address",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--num-cpus",
+            "2",
+            "--object-store-memory",
+            "100000000",
+            "--temp-dir",
+            folder,
+        ]
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *options]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
             os.environ["RAY_ADDRESS"] = f"127.0.0.1:{port}"
@@ -1757,7 +1768,7 @@ def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, resul
     texts = [f"{number}. {text_of(rng)}" for number in range(args.texts)]
     job, found = Job(folder, args.engine, texts), Counter[str]()
     with ray_cluster(args.engine) as cluster:
-        job.in_child(lambda: job.command("create", job.url))
+        job.in_child(lambda: store_command("create", job.url))
         first_s, work_s = job.work_s()
         result.figures |= {"undisturbed_s": round(first_s + work_s, 1)}
         while found["kills"] < args.kills and found["ended"] < args.kills:
@@ -1790,7 +1801,7 @@ def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, resul
     result.expect(found["computed_again"] == 0, "a job that has nothing to do computes something")
     result.expect(kv == {"read": len(texts), "wrong": 0}, f"KV: {kv}")
     where = ("--store", job.url)
-    care = job.in_child(lambda: {**job.command("verify", *where), **job.command("gc", *where, "--grace", "0")})
+    care = job.in_child(lambda: {**store_command("verify", *where), **store_command("gc", *where, "--grace", "0")})
     result.expect(not care["damaged"] and not care["missing"], f"{care}")
     result.figures |= {**found, "payloads": care["payloads"], "unnamed_payloads": care["deleted"]}
 

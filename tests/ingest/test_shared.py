@@ -286,7 +286,8 @@ def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> It
     ray.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_job_on_ray_survives_a_killed_worker(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
