@@ -493,9 +493,7 @@ class TestReadAhead:
             reading.wait(0)
 
     @pytest.mark.parametrize("at_once", [1, 4])
-    def test_a_damaged_layer_is_seen_at_once(
-        self, slow: Slow, monkeypatch: pytest.MonkeyPatch, at_once: int
-    ) -> None:
+    def test_a_damaged_layer_is_seen_at_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
         """Though the reading goes on only when this layer is used."""
         slow.ask()
         tiers = slow.engine.store.chunk_store.tiers
