@@ -61,8 +61,8 @@ def ingest(
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     store = settings.store
     if is_url(store):
-        given = {"--dry-run": dry_run, "--strict": strict, "--embedding": embedding, "--backend": backend == "vllm"}
-        if ignored := [name for name, value in given.items() if value]:
+        local = {"--dry-run": dry_run, "--strict": strict, "--embedding": embedding, "--backend": backend == "vllm"}
+        if ignored := [name for name, value in local.items() if value]:
             raise ConfigurationError(f"{', '.join(ignored)} works on a store folder, not on {store}. Leave it out.")
         _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, as_json)
         return
