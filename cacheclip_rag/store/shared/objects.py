@@ -120,6 +120,10 @@ class ObjectBackend(Backend):
 
         return self.breaker.call(run)
 
+    def likely_name(self, key: str) -> str:
+        """The object that a key is read from, as far as it is known without a request."""
+        return self._names.get(key) or object_name(self.namespace, key, self._codec or "raw")
+
     def _name(self, key: str) -> str | None:
         if key not in self._names:
             found = self.locate(self.namespace, [key]).get(key)
@@ -201,14 +205,18 @@ class ObjectBackend(Backend):
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a payload unless there is one of this key and codec."""
-        try:
-            frame = Frame.parse(data, key)
-            name = object_name(frame.namespace, key, frame.codec)
-        except FrameError:
-            name = object_name(self.namespace, key, "raw")
+        name = self.name_of(key, data)
         with suppress(FileExistsError):
             self._ask("put", name, bytes(data), mode="create", use_multipart=False)
         self.use(key, name)
+
+    def name_of(self, key: str, data: Buffer) -> str:
+        """The object that a payload belongs into."""
+        try:
+            frame = Frame.parse(data, key)
+            return object_name(frame.namespace, key, frame.codec)
+        except FrameError:
+            return object_name(self.namespace, key, "raw")
 
     def put_again(self, name: str) -> None:
         """Make an object as young as a new one."""
