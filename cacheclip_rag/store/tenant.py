@@ -157,17 +157,15 @@ class TenantStore:
 
     # -- in parts -----------------------------------------------------------------------------------------------------
 
-    def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
+    def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """What reading these keys would take: medium and bytes, by key. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""
-        tiers, found = self.chunk_store.tiers, dict[str, tuple[int, int]]()
+        tiers, found = self.chunk_store.tiers, dict[str, tuple[str, int]]()
         for key, entry in self._entries(keys)[1].items():
             with suppress(OSError):
                 holder = tiers.holder(key)
                 if not holder.in_memory:
-                    medium = holder.medium(key)
-                    count, num_bytes = found.get(medium, (0, 0))
-                    found[medium] = (count + 1, num_bytes + entry.num_bytes)
+                    found[key] = holder.medium(key), entry.num_bytes
         return found
 
     @property

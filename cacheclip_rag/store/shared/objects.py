@@ -225,11 +225,11 @@ class ObjectBackend(Backend):
 
     def delete(self, keys: Iterable[str]) -> int:
         wanted = [*dict.fromkeys(keys)]
-        found = self.locate(self.namespace, wanted)
-        self.remove([each.name for objects in found.values() for each in objects])
+        found = [self._ask("list", self.likely_name(key).rpartition("/")[0], whole=True) for key in wanted]
+        self.remove([each["path"] for objects in found for each in objects])
         for key in wanted:
             self._names.pop(key, None)
-        return len(found)
+        return sum(map(bool, found))
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects. Servers never do."""

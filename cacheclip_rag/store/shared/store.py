@@ -156,6 +156,10 @@ class SharedStore(ChunkStore):
     def shrink(self) -> int:
         return 0
 
+    def drop_tenant(self, namespace: str) -> int:
+        """Forget a tenant's entries on this machine."""
+        return self.shared.remove(namespace, self.shared.keys(namespace))
+
     def sweep(self, most_s: float = 0.0) -> int:
         return 0
 
