@@ -20,9 +20,8 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     """
     from ..engine import CacheClipEngine
     from ..timing.controller import Work
-    from .settings import store_config
 
-    config = store_config(settings) if settings.engine.get("store") else settings.config()
+    config = settings.store_config() if settings.engine.get("store") else settings.config()
     engine = CacheClipEngine(config)
     found = engine.profile_machine()
     if as_json:

@@ -86,12 +86,11 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
     """Become vLLM's server, which gets the flags."""
     from ..vllm.launch import launch
     from ..vllm.options import check_given
-    from .settings import store_config
 
     table = settings.table(ServeTable)
     check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
     launch(
-        store_config(settings),
+        settings.store_config(),
         flags,
         served_name=table.served_name,
         host=door.host,
@@ -107,10 +106,9 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
 def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     """Serve with an engine in this process, until a signal comes."""
     from ..serving.access import Access, read_tenants
-    from .settings import store_config
 
     table = settings.table(ServeTable)
-    config = store_config(settings)
+    config = settings.store_config()
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from ..serving.app import Limits

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..base.paths import is_url
 from ..ingest.library import Library, LibrarySettings
 
-if TYPE_CHECKING:
-    from ..config import EngineConfig
-    from .options import CommandSettings
-
-__all__ = ["given_settings", "merge_settings", "store_config"]
+__all__ = ["given_settings", "merge_settings"]
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))
 _MODELS = ("primary", "auxiliary", "embedding")
@@ -34,18 +29,6 @@ def merge_settings(library: Library | None, given: Mapping[str, Any]) -> Library
     if library:
         library.check_settings(settings)
     return settings
-
-
-def store_config(settings: CommandSettings) -> EngineConfig:
-    """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
-    if is_url(settings.store):
-        from ..ingest.shared import read_settings
-
-        known = read_settings(settings.store)
-        chosen = replace(known, **given_settings(settings.engine)) if known is not None else None
-        return chosen.engine_config(**{**settings.engine, "store": settings.store}) if chosen else settings.config()
-    folder = Path(settings.store).expanduser()
-    return settings.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
 
 
 def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
