@@ -191,7 +191,7 @@ class Profile:
             fit([(*s.work.plain(), s.seconds) for s in plain]),
             fit([(*s.work.fused(ratio), s.phases_s["recompute"]) for s, ratio in fused]),
             fit([(s.work.stale, s.work.chunks, s.before_s) for s, _ in fused]),
-            _fit_media(reads),
+            fit_media(reads),
         )
 
     @property
@@ -235,7 +235,7 @@ def fit(rows: Sequence[tuple[float, float, float]], *, constant: bool = True) ->
     return Cost(*best.tolist())
 
 
-def _fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
+def fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
     """A line for each medium, of two numbers: seconds for an entry, or for as many as are read at once, and seconds for
     a byte. Of equal reads, the shortest counts: other load only adds to it. What entries take must grow with them,
     because a prompt may need many more than were measured: a medium that serves many reads at once takes the seconds

@@ -159,6 +159,17 @@ class TestCopies:
         written()
         assert len(client.keys(f"*{key}*")) == 1
 
+    def test_a_profile_measures_both_and_leaves_nothing(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+        one = machine(store=hot_url)
+        one.precompute(CHUNKS)
+        objects = {each["path"] for each in shared(one).objects.objects_of("tenants/")}
+        before = {*client.keys("*")}, one.store.stats(), shared(one).shared.tenants()
+        media = one.profile_machine().media
+        assert set(media) == {"s3://bucket", shared(one).tiers.backends[0].medium("")}
+        assert media["s3://bucket"].first == pytest.approx(media["s3://bucket"].constant / 16)
+        assert {each["path"] for each in shared(one).objects.objects_of("tenants/")} == objects
+        assert ({*client.keys("*")}, one.store.stats(), shared(one).shared.tenants()) == before
+
     def test_payloads_that_nobody_may_keep(self, bucket: str, valkey_address: str, client: Any) -> None:
         """A server that is full can be read, and refuses copies without an error; nothing waits without end."""
         hot = hot_of(f"{bucket}?hot={valkey_address}")
