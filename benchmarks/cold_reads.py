@@ -137,10 +137,7 @@ def measure_lines(
         slow.latency_s, slow.bytes_per_s = milliseconds / 1000, gigabits * 1e9 / 8
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         with parallel(engine, slow, 16):
-            reads = measure_reads(
-                engine.store.chunk_store, kv, groups, engine.parts.primary_caches(engine.parts.context_of(method)).codec
-            )
-        media = fit_media(reads)
+            media = fit_media(measure_reads(engine.store.chunk_store, kv, groups, codec))
         for _ in range(repeats):
             for way in ways:
                 engine.parts.controllers.use_profile(method, replace(profile, media=media))
