@@ -1,13 +1,14 @@
-"""An S3 server in this process, and a Valkey server beside it, for the tests of shared stores."""
+"""An S3 server and a Valkey server, for the tests of shared stores. Processes of their own: vLLM looks at every module
+of its process, and some of the S3 server's may not be looked at."""
 
 from __future__ import annotations
 
-import importlib
-import logging
+import importlib.util
 import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,25 +16,29 @@ from pathlib import Path
 
 import pytest
 
-_NEEDED = ("obstore", "deltalake", "pyarrow", "moto.server")
+_NEEDED = ("obstore", "deltalake", "pyarrow", "moto")
+_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), sep=":", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
     """Address of the server. Skips loudly without the extra; ``make test`` installs it."""
     for name in _NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError:
+        if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[shared]' --group test")
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        yield f"http://{server.stdout.readline().strip()}"
+        server.stdin.close()  # it ends
 
 
 def set_environment(patch: pytest.MonkeyPatch, address: str, home: Path) -> None:

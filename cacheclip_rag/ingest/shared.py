@@ -199,14 +199,11 @@ def fix_settings(url: str, settings: LibrarySettings) -> None:
     if known is None:
         objects = ObjectBackend(SharedPlace(url))
         try:
-            objects._ask(
-                "put", _SETTINGS_FILE, json.dumps(asdict(settings)).encode(), mode="create", use_multipart=False
-            )
-            return
-        except FileExistsError:
-            known = read_settings(url)
+            if objects.create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode()):
+                return
         except OSError as error:
             raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
+        known = read_settings(url)
     mine, theirs = asdict(settings), asdict(known or settings)
     differences = [
         f"{n} {theirs[n]!r}, not {mine[n]!r}"
@@ -224,10 +221,8 @@ def read_settings(url: str) -> LibrarySettings | None:
     objects = ObjectBackend(SharedPlace(url))
     read_store_file(objects)
     try:
-        found = json.loads(bytes(objects._ask("get", _SETTINGS_FILE).bytes()))
-        return LibrarySettings(**found)
-    except FileNotFoundError:
-        return None
+        found = objects.fetch_json(_SETTINGS_FILE)
+        return LibrarySettings(**found) if found is not None else None
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{url}/{_SETTINGS_FILE} cannot be read: {error}.") from error
 
@@ -265,7 +260,7 @@ def _passages_of(path: str, splitter: Splitter) -> list[str]:
             root, _, name = path.rpartition("/")
             file = Path(folder) / f"document{suffix}"
             try:
-                file.write_bytes(bytes(ObjectBackend(SharedPlace(root))._ask("get", name).bytes()))
+                file.write_bytes(ObjectBackend(SharedPlace(root)).fetch(name))
             except OSError as error:
                 raise DocumentError(f"{path} cannot be read: {error}") from error
         text = read_document(file)
@@ -317,7 +312,5 @@ def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any]
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=1,
         num_gpus=1 if has_gpus else 0,
-        max_restarts=-1,  # a killed worker costs its batch
-        max_task_retries=-1,
-    )
+    )  # a killed worker costs its batch: Ray Data starts it anew, and gives it the batch again
     yield from rows.iter_batches(batch_size=None, batch_format="pyarrow")

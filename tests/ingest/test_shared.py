@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer.testing
 
@@ -163,6 +169,91 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     assert isinstance(refused.exception, ConfigurationError) and "folder" in str(refused.exception)
 
 
+_POLL_S = 0.3
+_SERVER = f"""
+from cacheclip_rag.cli import main
+from cacheclip_rag.store.shared import store
+store.POLL_S = {_POLL_S}
+main()
+"""
+
+
+class Serving:
+    """``cacheclip serve`` on another machine: a process with a home of its own."""
+
+    def __init__(self, address: str, home: Path) -> None:
+        self.home, self.client = home, httpx.Client(base_url=address, timeout=60)
+
+    def hits(self, texts: Sequence[str], **fields: Any) -> int:
+        body = {"messages": [{"role": "user", "content": rag_prompt(texts)}], "max_tokens": 2, **fields}
+        return int(self.client.post("/v1/chat/completions", json=body).raise_for_status().json()["cacheclip"]["hits"])
+
+    def all_until(self, texts: Sequence[str], wanted: int, **fields: Any) -> set[int]:
+        """Ask until so many texts are found; all numbers that were found. A few polls are enough."""
+        found, until = {self.hits(texts, **fields)}, time.monotonic() + 20 * _POLL_S
+        while wanted not in found and time.monotonic() < until:
+            found.add(self.hits(texts, **fields))
+        assert wanted in found, found
+        return found
+
+
+@pytest.fixture
+def serving(config: EngineConfig, tmp_path: Path) -> Iterator[Serving]:
+    home = tmp_path / "home of the server"
+    options = ["--primary", config.primary, "--auxiliary", "none", "--dtype", "float32", "--port", "0", "--json"]
+    command = [sys.executable, "-c", _SERVER, "serve", "--store", str(config.store), "--method", "anchored", *options]
+    environment = {**os.environ, "CACHECLIP_HOME": str(home)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        serving = Serving(json.loads(process.stdout.readline())["address"], home)
+        with serving.client:
+            yield serving
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_one_machine_ingests_while_another_serves(
+    config: EngineConfig, settings: LibrarySettings, tmp_path: Path, serving: Serving
+) -> None:
+    """New texts are found at the next poll. A document is one version or the other for who reads the table, and a
+    server always finds one. What is erased is gone everywhere."""
+    file, url = tmp_path / "document.txt", str(config.store)
+    passages: list[list[str]] = []
+    assert serving.hits(CHUNKS) == 0
+    for version in (CHUNKS[:2], CHUNKS[2:3]):
+        file.write_text(" ".join(version))
+        ingest_shared([str(file)], config, settings)
+        passages += texts_of(config).values()
+        serving.all_until(passages[-1], len(passages[-1]))
+    old, new = passages
+    assert serving.hits(old) == 0 and len(old) != len(new)
+    versions, seen, stop = {(*old,), (*new,)}, set(), threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add((*texts_of(config)[str(file)],))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    file.write_text(" ".join(CHUNKS[:2]))
+    ingest_shared([str(file)], config, settings)
+    found = serving.all_until([*old, *new], len(old))
+    stop.set()
+    reader.join()
+    assert seen <= versions and (*old,) in seen
+    assert found <= {len(old), len(new), len(old) + len(new)}
+    engine = CacheClipEngine(config)
+    assert engine.release(sources=[str(file)]) == len(old)
+    engine.close()
+    serving.all_until(old, 0)
+    gc(url, grace_s=0)
+    assert stats(url)["texts"] == 0 and stats(url)["payloads"] == 2, "what comes before every chunk stays"
+    assert serving.hits(old, cacheclip={"documents": old}) == 0
+    (replica,) = serving.home.rglob("replica.sqlite3")
+    for table_of_texts in ("texts", "contents", "sources", "rows"):
+        assert sqlite3.connect(replica).execute(f"SELECT * FROM {table_of_texts}").fetchall() == []
+
+
 class DyingEncode(Encode):
     """Dies once, in the midst of a batch of which something is stored."""
 
@@ -195,7 +286,8 @@ def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> It
     ray.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_job_on_ray_survives_a_killed_worker(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch

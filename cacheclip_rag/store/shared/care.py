@@ -32,36 +32,31 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
             f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
         )
     objects = ObjectBackend(SharedPlace(url.rstrip("/")))
-    _probe(objects)
     made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
     try:
-        objects._ask("put", STORE_FILE, json.dumps(made).encode(), mode="create", use_multipart=False)
-    except FileExistsError:
-        made = read_store_file(objects)
-        if codec is not None and made["codec"] != codec:
-            raise ConfigurationError(f"the store {url} was made with codec {made['codec']}, got {codec}.") from None
+        if not _writes_once(objects):
+            raise StoreError(
+                f"{url} does not keep an object that is written again with If-None-Match, so that writers would "
+                "replace one another's. Use a storage with conditional writes, such as S3, MinIO, Ceph, GCS or Azure."
+            )
+        is_new = objects.create(STORE_FILE, json.dumps(made).encode())
     except OSError as error:
         raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
+    if not is_new:
+        made = read_store_file(objects)
+        if codec is not None and made["codec"] != codec:
+            raise ConfigurationError(f"the store {url} was made with codec {made['codec']}, got {codec}.")
     return made
 
 
-def _probe(objects: ObjectBackend) -> None:
-    """Whether a name is written once only."""
-    name, url = f"probe-{secrets.token_hex(8)}", objects.place.url
+def _writes_once(objects: ObjectBackend) -> bool:
+    """Whether storage keeps an object that is written again."""
+    name = f"probe-{secrets.token_hex(8)}"
+    objects.create(name, b"1")
     try:
-        objects._ask("put", name, b"1", mode="create", use_multipart=False)
-        try:
-            objects._ask("put", name, b"2", mode="create", use_multipart=False)
-        except FileExistsError:
-            return
-        finally:
-            objects._ask("delete", [name])
-    except OSError as error:
-        raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
-    raise StoreError(
-        f"{url} does not keep an object that is written again with If-None-Match, so that writers would replace one "
-        "another's. Use a storage with conditional writes, such as S3, MinIO, Ceph, GCS or Azure."
-    )
+        return not objects.create(name, b"2")
+    finally:
+        objects.remove([name])
 
 
 def _opened(url: str) -> ObjectBackend:
@@ -129,10 +124,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
     now = time.time()
     for folder in _tenants(objects):
         tenant, name = _look(objects, folder), f"{folder}/{_GARBAGE_FILE}"
-        try:
-            seen = json.loads(bytes(objects._ask("get", name).bytes()))
-        except FileNotFoundError:
-            seen = {}
+        seen = objects.fetch_json(name) or {}
         own = {each["path"]: each for each in tenant.objects if key_and_codec(each["path"]) is not None}
         garbage = {path: each for path, each in own.items() if key_and_codec(path) not in tenant.known}
         since = {path: float(seen.get(path, now)) for path in garbage}
@@ -145,7 +137,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
         gone = [path for path in gone if path not in kept]
         objects.remove(gone)
         waiting = {path: since[path] for path in garbage if path not in gone and path not in kept}
-        objects._ask("put", name, json.dumps(waiting).encode(), use_multipart=False)
+        objects.replace(name, json.dumps(waiting).encode())
         found["deleted"], found["waiting"] = found["deleted"] + len(gone), found["waiting"] + len(waiting)
         found["bytes"] += sum(garbage[path]["size"] for path in gone)
         found["table_files"] += tenant.table.vacuum(grace_s / 3600)
@@ -154,10 +146,9 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
 
 def _has_no_text(objects: ObjectBackend, path: str) -> bool:
     """Whether a payload is that of the shared prefix, which no row names, and which every prompt reads."""
-    head = memoryview(objects._ask("get_range", path, start=0, length=1 << 16))
-    key, size = (key_and_codec(path) or ("", ""))[0], objects._ask("head", path)["size"]
+    head, size = objects.beginning(path, 1 << 16)
     try:
-        return Frame.parse(head, key, num_bytes=size).digest is None
+        return Frame.parse(head, (key_and_codec(path) or ("", ""))[0], num_bytes=size).digest is None
     except FrameError:
         return False
 
@@ -178,7 +169,7 @@ def verify(url: str) -> dict[str, Any]:
                 continue
             key, codec = name
             try:
-                frame = Frame.parse(memoryview(objects._ask("get", each["path"]).bytes()), key)
+                frame = Frame.parse(objects.fetch(each["path"]), key)
                 frame.verify()
                 if frame.codec != codec:
                     raise FrameError(f"it is stored as {frame.codec}")
@@ -186,7 +177,8 @@ def verify(url: str) -> dict[str, Any]:
                 found["other_versions"] += 1
             except FrameError:
                 found["damaged"].append(each["path"])
-        whole = {key_and_codec(each["path"]) for each in tenant.objects if each["path"] not in found["damaged"]}
+        paths = {each["path"] for each in tenant.objects} - {*found["damaged"]}
+        whole = {key_and_codec(path, any_version=True) for path in paths}
         missing = {name: digest for name, digest in tenant.known.items() if name not in whole}
         objects.remove([each["path"] for each in tenant.objects if each["path"] in found["damaged"]])
         found["missing"] += len(missing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -115,13 +116,16 @@ def key_folder(namespace: str, key: str) -> str:
     return f"{tenant_folder(namespace)}/kv/{key[:2]}/{key}"
 
 
-def key_and_codec(name: str) -> tuple[str, str] | None:
-    """What the name of an object says; None if it is of another frame version, or no payload."""
-    *_, key, last = name.split("/")
-    return (key, last.removesuffix(_ENDING)) if last.endswith(_ENDING) else None
+def key_and_codec(name: str, *, any_version: bool = False) -> tuple[str, str] | None:
+    """What the name of an object says; None if it is no payload, or, unless ``any_version``, of another frame
+    version."""
+    *_, key, last = ("", *name.split("/"))
+    found = _PAYLOAD.fullmatch(last)
+    return (key, found[1]) if found and (any_version or last.endswith(_ENDING)) else None
 
 
 _ENDING = f".f{FRAME_VERSION}.kv"
+_PAYLOAD = re.compile(r"(.+)\.f\d+\.kv")
 
 
 def _is_plain_http() -> bool:

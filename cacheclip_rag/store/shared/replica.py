@@ -160,8 +160,12 @@ class SharedCatalog(Catalog):
         return count
 
     def _forget_texts(self, namespace: str, digests: Iterable[bytes]) -> None:
-        """Forget texts that have no row any more, and their payloads."""
+        """Forget texts that have no row any more, and their payloads; also those that an answer added here."""
         gone = set(digests)
+        with self._lock:
+            waiting = self._added.get(namespace, {})
+            for digest in gone:
+                waiting.pop((digest.hex(), "", ""), None)
         sql = "SELECT text FROM contents WHERE namespace = ? AND digest = ?"
         found = [row for digest in gone for row in self.database.query(sql, (namespace, digest))]
         texts = [zlib.decompress(text).decode("utf-8", "surrogatepass") for (text,) in found]

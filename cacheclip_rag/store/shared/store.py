@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -105,7 +104,7 @@ class SharedStore(ChunkStore):
 
     def keep_young(self, namespace: str, digests: Sequence[str]) -> None:
         for name in self.shared.old_payloads(namespace, digests, time.time() - GRACE_S / 2):
-            self.objects.put_again(name)
+            self.objects.replace(name, self.objects.fetch(name))  # as young as a new one
 
     def take_rows(self, namespace: str) -> Any:
         """Rows of what was stored since the last call, for another process to commit (a ``pyarrow.Table``)."""
@@ -194,8 +193,8 @@ def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threadin
         if store is None:
             return
         try:
-            store.commit()
             store.poll()
+            store.commit()
         except Exception as error:  # the thread must go on
             store.warn_once("commit", "texts stored after answers are not committed: %s", error)
         store._polled.set()
@@ -208,13 +207,13 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
     """What a store was made with. Raises StoreError."""
     url = objects.place.url
     try:
-        found = json.loads(bytes(objects._ask("get", STORE_FILE).bytes()))
-    except FileNotFoundError as error:
-        raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}") from error
+        found = objects.fetch_json(STORE_FILE)
     except OSError as error:
         raise StoreError(f"the shared store {url} does not answer: {error}.") from error
     except ValueError as error:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
+    if found is None:
+        raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}")
     if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
         layout = found.get("layout") if isinstance(found, dict) else None
         raise StoreError(
