@@ -137,6 +137,12 @@ def _ingest_shared(
             f"chunks, {report.computed} computed"
         )
         print_names("nothing stored of", report.failed, err=True)
+        if report.above_quota:
+            typer.echo(
+                "the tenant's quota is reached. Raise it with cacheclip store limit, or remove documents and run "
+                "cacheclip store gc; then ingest again.",
+                err=True,
+            )
     if report.failed:
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ..base.paths import is_url
 from ..base.progress import progress_bar
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
+from ..store.shared.care import room
 from ..store.shared.objects import ObjectBackend
 from ..store.shared.place import SharedPlace, need
 from ..store.shared.store import SharedStore, read_store_file
@@ -143,6 +145,8 @@ class SharedReport:
     """Documents that are gone."""
     failed: list[str] = field(default_factory=list)
     """Documents of which nothing is stored."""
+    above_quota: bool = False
+    """Whether they are left out because the tenant's KV has reached its quota."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,16 +180,20 @@ def ingest_shared(
     known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
     work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
     report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
+    left = room(url, config.namespace)
     run = {"local": _encoded_here, "ray": _encoded_by_ray}[engine]
     encode = {"config": config, "chunk_tokens": settings.chunk_tokens, "overlap_tokens": settings.overlap_tokens}
     done: set[str] = set()
     with progress_bar("ingesting", len(work), "documents") as advance:
-        for rows in _together(run(work, encode, workers)):
+        for rows in _together(run(work, encode, workers) if left > 0 else iter(())):
             counts = commit(rows).to_pylist()[0]
             report.texts, report.computed = report.texts + counts["texts"], report.computed + counts["computed"]
             done |= {*rows["document"].to_pylist()}
             advance(len(done))
+            if left < math.inf and (left := room(url, config.namespace)) <= 0:
+                break
     report.failed = sorted({row["path"] for row in work} - done)
+    report.above_quota = left <= 0 and bool(report.failed)
     gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
     if gone:
         table.commit(schema().empty_table(), Removal(names=gone))
@@ -285,10 +293,12 @@ def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 def _encoded_here(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
     worker = Encode(**encode)
-    for start in range(0, len(work), _DOCUMENTS_AT_ONCE):
-        yield worker(need("pyarrow").Table.from_pylist([*work[start : start + _DOCUMENTS_AT_ONCE]]))
-    if work:
-        worker.engine.close()
+    try:
+        for start in range(0, len(work), _DOCUMENTS_AT_ONCE):
+            yield worker(need("pyarrow").Table.from_pylist([*work[start : start + _DOCUMENTS_AT_ONCE]]))
+    finally:
+        if work:
+            worker.engine.close()
 
 
 def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
