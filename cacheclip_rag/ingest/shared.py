@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
 from ..base.paths import is_url
 from ..base.progress import progress_bar
@@ -28,7 +29,7 @@ from ..store.shared.care import room
 from ..store.shared.objects import ObjectBackend
 from ..store.shared.place import SharedPlace, need
 from ..store.shared.store import SharedStore, read_store_file
-from ..store.shared.table import Removal, TextTable, schema
+from ..store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, digest_file, find_files, read_document
 from .library import LibrarySettings
 from .splitting import Splitter
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINES = ("local", "ray")
+KV_OF_TEXTS = ("all", "hot")
 _SETTINGS_FILE = "settings.json"
 _DOCUMENTS_AT_ONCE = 8
 """Documents of a batch: what a killed worker costs."""
@@ -81,17 +83,25 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
 class Encode:
     """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
-    columns ``path`` (a file or URL) and ``version``."""
+    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the first answer that uses one
+    stores its KV."""
 
-    def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0) -> None:
-        self._config, self._sizes = config, (chunk_tokens, overlap_tokens)
+    def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
+        check_choice("kv", kv, KV_OF_TEXTS)
+        self._config, self._sizes, self._kv = config, (chunk_tokens, overlap_tokens), kv
 
     @cached_property
     def engine(self) -> CacheClipEngine:
         return CacheClipEngine(self._config)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return encode_table(self._passages(table) if "path" in table.column_names else table, self.engine)
+        table = self._passages(table) if "path" in table.column_names else table
+        if self._kv == "all":
+            return encode_table(table, self.engine)
+        texts = [SharedText(r["text"], r["document"], r["document"], r.get("version") or "") for r in table.to_pylist()]
+        rows = rows_of(self._config.namespace, texts)
+        pa = need("pyarrow")
+        return rows.append_column("computed", pa.array([0] * rows.num_rows, pa.int64()))
 
     def _passages(self, table: pa.Table) -> pa.Table:
         splitter = Splitter(self.engine.primary.tokenizer, *self._sizes)
@@ -153,13 +163,20 @@ class SharedReport:
 
 
 def ingest_shared(
-    paths: Sequence[str], config: EngineConfig, settings: LibrarySettings, *, engine: str = "local", workers: int = 1
+    paths: Sequence[str],
+    config: EngineConfig,
+    settings: LibrarySettings,
+    *,
+    engine: str = "local",
+    workers: int = 1,
+    kv: str = "all",
 ) -> SharedReport:
     """Bring a shared store up to date with files, folders and URLs. Only new and changed documents are encoded; those
     that are gone from a given folder are removed. May be killed at any time, and run again.
 
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
+        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the first one.
 
     Raises:
         ConfigurationError: the store was made with other settings.
@@ -170,6 +187,7 @@ def ingest_shared(
     url = str(config.store)
     fix_settings(url, settings)
     kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
+    kept |= {"kv": kv} if kv != "all" else {}
     tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
     found = {
         path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32]
@@ -180,9 +198,10 @@ def ingest_shared(
     known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
     work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
     report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
-    left = room(url, config.namespace)
+    left = room(url, config.namespace) if kv == "all" else math.inf
     run = {"local": _encoded_here, "ray": _encoded_by_ray}[engine]
-    encode = {"config": config, "chunk_tokens": settings.chunk_tokens, "overlap_tokens": settings.overlap_tokens}
+    encode = {name: getattr(settings, name) for name in ("chunk_tokens", "overlap_tokens")}
+    encode |= {"config": config, "kv": kv}
     done: set[str] = set()
     with progress_bar("ingesting", len(work), "documents") as advance:
         for rows in _together(run(work, encode, workers) if left > 0 else iter(())):

@@ -140,6 +140,27 @@ class TestJob:
         assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
         assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
 
+    def test_kv_of_hot_texts_is_stored_by_the_first_answer(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        """The others have a row only. A second job changes nothing; KV that is there stays."""
+        given = [str(documents)]
+        report = ingest_shared(given, config, settings, kv="hot")
+        assert report.computed == 0 < report.texts and stats(str(config.store))["payloads"] == 0
+        assert ingest_shared(given, config, settings, kv="hot").unchanged == 4
+        engine = CacheClipEngine(config)
+        store = engine.store.chunk_store
+        store.poll()  # type: ignore[attr-defined]
+        used = texts_of(config)[str(documents / "0.txt")]
+        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(2)]
+        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (len(used), 0)]
+        store.commit()
+        engine.close()
+        rows = TextTable(SharedPlace(str(config.store)), "default").rows(["text", "kv"]).to_pylist()
+        assert {row["text"] for row in rows if row["kv"]} == {*used}
+        report = ingest_shared(given, config, settings)  # now of all
+        assert report.computed == len({row["text"] for row in rows}) - len(used)
+
     def test_a_tenant_keeps_to_its_quota(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -158,7 +179,7 @@ class TestJob:
         set_quota(url, "default", None)
         report = ingest_shared(given, config, settings)
         assert (report.unchanged, report.failed, report.above_quota) == (1, [], False)
-        before, texts = stats(url)["tenants"], texts_of(config)
+        before, texts = stats(url)["tenants"], {name: {*found} for name, found in texts_of(config).items()}
         mine, theirs = tenant_folder("default"), tenant_folder("other")
         quota = 100_000  # bytes of seven payloads, beside those of the chunk context, which belong to no text
         run = typer.testing.CliRunner().invoke(
@@ -170,7 +191,8 @@ class TestJob:
         found = gc(url, grace_s=0)
         after = stats(url)["tenants"]
         assert found["above_quota"] == found["deleted"] > 1 and room(url, "default") >= 0
-        assert texts_of(config) == texts and after[theirs] == before[theirs]
+        assert {name: {*found} for name, found in texts_of(config).items()} == texts
+        assert after[theirs] == before[theirs]
         left = {each["path"] for each in objects.objects_of(f"{mine}/kv/")}
         gone = [written for path, written in age.items() if path not in left]
         assert max(gone) <= sorted(age.values())[len(gone)], "the oldest ones, but for the chunk context"

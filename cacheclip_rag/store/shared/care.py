@@ -143,14 +143,15 @@ def room(url: str, namespace: str) -> float:
         if quota is None:
             return math.inf
         rows = TextTable(objects.place, namespace).rows(["kv"])["kv"].to_pylist()
-        return quota - sum({(kv["key"], kv["codec"]): kv["bytes"] for of_row in rows for kv in of_row}.values())
+        sizes: dict[tuple[str, str], int] = {(kv["key"], kv["codec"]): kv["bytes"] for row in rows for kv in row}
+        return quota - sum(sizes.values())
     except OSError as error:
         raise StoreError(f"the shared store {objects.place.url} does not answer: {error}.") from error
 
 
 def stats(url: str) -> dict[str, Any]:
     """Rows, texts, documents, payloads and bytes of each tenant."""
-    objects, tenants = _opened(url), {}
+    objects, tenants = _opened(url), dict[str, dict[str, Any]]()
     for folder in _tenants(objects):
         found = _look(objects, folder)
         tenants[folder] = {
