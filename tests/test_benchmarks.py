@@ -55,6 +55,10 @@ def test_cold_reads(run: Any) -> None:
     [row] = found["rows"]
     assert row["megabytes_per_s"] == 1
     assert row["in turn ttft_s"] > row["warm ttft_s"], "a slow store costs time"
+    sizes = ("--tokens", "120", "--chunk-tokens", "40", "--repeats", "1")
+    [row] = run("cold_reads", *sizes, "--lines", "1:1", "--method", "epic")
+    assert all(map(all, row["ttft_s"].values())) and {*row["ttft_s"]} >= {"plain", "one by one", "at once", "chosen"}
+    assert row["media"]["throttled"]["constant"] > 0.0005, "the latency is found"
 
 
 def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

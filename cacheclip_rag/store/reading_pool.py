@@ -16,9 +16,14 @@ Result = TypeVar("Result")
 
 
 @cache
-def _pool(pid: int) -> ThreadPoolExecutor:
+def _pool(pid: int, name: str = "cacheclip-reads", most: int = _MOST) -> ThreadPoolExecutor:
     """A forked process has no threads of its parent's."""
-    return ThreadPoolExecutor(_MOST, "cacheclip-reads")
+    return ThreadPoolExecutor(most, name)
+
+
+def later(work: Callable[[], object]) -> Future[Any]:
+    """Work that nobody waits for, one after the other."""
+    return _pool(os.getpid(), "cacheclip-copies", 1).submit(work)
 
 
 def each_in_pool(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from tests.object_storage import bucket, s3_address, set_environment  # noqa: F4
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
 
-from cacheclip_rag.ingest import Commit, Encode, encode_table  # noqa: E402
+from cacheclip_rag.ingest import Commit, Encode, encode_table, shared  # noqa: E402
 from cacheclip_rag.ingest.library import LibrarySettings  # noqa: E402
 from cacheclip_rag.ingest.shared import SharedReport, ingest_shared  # noqa: E402
-from cacheclip_rag.store.shared.care import compact, create, gc, stats, verify  # noqa: E402
-from cacheclip_rag.store.shared.place import SharedPlace  # noqa: E402
+from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
+from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
+from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402
 from cacheclip_rag.store.shared.table import TextTable  # noqa: E402
 
 
@@ -137,6 +139,64 @@ class TestJob:
         assert before["documents"] == 7 and compact(url)["files"] == 1
         assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
         assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
+
+    def test_kv_of_hot_texts_is_stored_by_the_first_answer(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        """The others have a row only. A second job changes nothing; KV that is there stays."""
+        given = [str(documents)]
+        report = ingest_shared(given, config, settings, kv="hot")
+        assert report.computed == 0 < report.texts and stats(str(config.store))["payloads"] == 0
+        assert ingest_shared(given, config, settings, kv="hot").unchanged == 4
+        engine = CacheClipEngine(config)
+        store = engine.store.chunk_store
+        store.poll()  # type: ignore[attr-defined]
+        used = texts_of(config)[str(documents / "0.txt")]
+        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(2)]
+        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (len(used), 0)]
+        store.commit()
+        engine.close()
+        rows = TextTable(SharedPlace(str(config.store)), "default").rows(["text", "kv"]).to_pylist()
+        assert {row["text"] for row in rows if row["kv"]} == {*used}
+        report = ingest_shared(given, config, settings)  # now of all
+        assert report.computed == len({row["text"] for row in rows}) - len(used)
+
+    def test_a_tenant_keeps_to_its_quota(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A job ends with the commit that reaches it; a cleaning takes the KV of the others that were written first.
+        Texts stay, and another tenant's KV."""
+        monkeypatch.setattr(shared, "_COMMIT_S", -1.0)
+        monkeypatch.setattr(shared, "_DOCUMENTS_AT_ONCE", 1)
+        url, given = str(config.store), [str(documents)]
+        other = replace(config, namespace="other")
+        ingest_shared(given, other, settings)
+        set_quota(url, "default", 1)
+        for _ in range(2):
+            report = ingest_shared(given, config, settings)
+            assert (report.documents, len(report.failed), report.above_quota) == (4, 3, True)
+            assert len(texts_of(config)) == 1
+        set_quota(url, "default", None)
+        report = ingest_shared(given, config, settings)
+        assert (report.unchanged, report.failed, report.above_quota) == (1, [], False)
+        before, texts = stats(url)["tenants"], {name: {*found} for name, found in texts_of(config).items()}
+        mine, theirs = tenant_folder("default"), tenant_folder("other")
+        quota = 100_000  # bytes of seven payloads, beside those of the chunk context, which belong to no text
+        run = typer.testing.CliRunner().invoke(
+            app, ["store", "limit", str(quota), "--store", url, "--namespace", "default"]
+        )
+        assert run.exit_code == 0 and stats(url)["tenants"][mine]["max_bytes"] == quota
+        objects = ObjectBackend(SharedPlace(url))
+        age = {each["path"]: each["last_modified"] for each in objects.objects_of(f"{mine}/kv/")}
+        found = gc(url, grace_s=0)
+        after = stats(url)["tenants"]
+        assert found["above_quota"] == found["deleted"] > 1 and room(url, "default") >= 0
+        assert {name: {*found} for name, found in texts_of(config).items()} == texts
+        assert after[theirs] == before[theirs]
+        left = {each["path"] for each in objects.objects_of(f"{mine}/kv/")}
+        gone = [written for path, written in age.items() if path not in left]
+        assert max(gone) <= sorted(age.values())[len(gone)], "the oldest ones, but for the chunk context"
+        assert verify(url)["missing"] == 0 and gc(url, grace_s=0)["above_quota"] == 0
 
 
 def settings_of(settings: LibrarySettings) -> dict[str, Any]:

@@ -120,6 +120,10 @@ class ObjectBackend(Backend):
 
         return self.breaker.call(run)
 
+    def likely_name(self, key: str) -> str:
+        """The object that a key is read from, as far as it is known without a request."""
+        return self._names.get(key) or object_name(self.namespace, key, self._codec or "raw")
+
     def _name(self, key: str) -> str | None:
         if key not in self._names:
             found = self.locate(self.namespace, [key]).get(key)
@@ -189,21 +193,25 @@ class ObjectBackend(Backend):
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a payload unless there is one of this key and codec."""
-        try:
-            frame = Frame.parse(data, key)
-            name = object_name(frame.namespace, key, frame.codec)
-        except FrameError:
-            name = object_name(self.namespace, key, "raw")
+        name = self.name_of(key, data)
         self.create(name, bytes(data))
         self.use(key, name)
 
+    def name_of(self, key: str, data: Buffer) -> str:
+        """The object that a payload belongs into."""
+        try:
+            frame = Frame.parse(data, key)
+            return object_name(frame.namespace, key, frame.codec)
+        except FrameError:
+            return object_name(self.namespace, key, "raw")
+
     def delete(self, keys: Iterable[str]) -> int:
         wanted = [*dict.fromkeys(keys)]
-        found = self.locate(self.namespace, wanted)
-        self.remove([each.name for objects in found.values() for each in objects])
+        found = [self._ask("list", self.likely_name(key).rpartition("/")[0], whole=True) for key in wanted]
+        self.remove([each["path"] for objects in found for each in objects])
         for key in wanted:
             self._names.pop(key, None)
-        return len(found)
+        return sum(map(bool, found))
 
     # -- objects by name ------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ...base.errors import MissingExtraError, StoreError
 from ...base.keys import FRAME_VERSION
-from ...base.paths import cache_home
+from ...base.paths import cache_home, split_hot
 
 LAYOUT = 1
 """Increase this number when names of objects or columns of the table change meaning."""
@@ -30,20 +30,26 @@ _REQUEST_S = 30.0
 """Longest request of which bytes go on arriving."""
 
 
-def need(module: str) -> ModuleType:
-    """A module of the extra ``shared``. Raises MissingExtraError."""
+def need(module: str, extra: str = "shared") -> ModuleType:
+    """A module of an extra. Raises MissingExtraError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", "shared") from error
+        raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", extra) from error
 
 
 @dataclass(frozen=True)
 class SharedPlace:
     """A folder in object storage: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, or ``file://`` for a folder that
-    machines share."""
+    machines share. Behind ``?hot=`` stands the URL of a hot tier."""
 
     url: str
+    hot: str = ""
+
+    def __post_init__(self) -> None:
+        url, hot = split_hot(self.url)
+        object.__setattr__(self, "url", url)
+        object.__setattr__(self, "hot", hot or self.hot)
 
     @cached_property
     def objects(self) -> Any:

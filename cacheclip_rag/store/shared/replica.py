@@ -176,8 +176,8 @@ class SharedCatalog(Catalog):
                 run("DELETE FROM texts WHERE namespace = ? AND digest = ?", (namespace, digest))
         self.remove(namespace, keys)
 
-    on_forgotten: Callable[[Sequence[str]], object] = staticmethod(lambda keys: None)
-    """Called with keys whose copies on this machine are to be dropped."""
+    on_forgotten: Callable[[str, Sequence[str]], object] = staticmethod(lambda namespace, keys: None)
+    """Called with a tenant and keys whose copies are to be dropped."""
 
     # -- what waits for a commit ----------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class SharedCatalog(Catalog):
                 ]
             )
         self._missing |= dict.fromkeys(keys, time.monotonic())
-        self.on_forgotten(keys)
+        self.on_forgotten(namespace, keys)
         return count
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:

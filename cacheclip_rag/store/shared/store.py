@@ -14,6 +14,7 @@ from ..chunk_store import ChunkStore
 from ..codecs import Frame
 from ..memory import MemoryBackend
 from ..tiers import Tiers
+from .hot import HotBackend, with_hot
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace
 from .replica import SharedCatalog, entry_of_frame
@@ -46,9 +47,9 @@ class SharedStore(ChunkStore):
         objects = ObjectBackend(place, codec=codec)
         catalog = SharedCatalog(objects)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
-        super().__init__(catalog, Tiers([*memory, objects]))
+        super().__init__(catalog, Tiers([*memory, *with_hot(objects)]))
         self.place, self.objects, self.shared = place, objects, catalog
-        catalog.on_forgotten = self.tiers.drop_copies
+        catalog.on_forgotten = self._drop_copies
         catalog.on_tenant = self._wake
         self.codec = codec
         self.commits = True
@@ -129,6 +130,12 @@ class SharedStore(ChunkStore):
         if not self.objects.breaker.is_open:
             self._polled.wait(_FIRST_S)
 
+    def _drop_copies(self, namespace: str, keys: Sequence[str]) -> None:
+        self.tiers.drop_copies(keys)
+        for each in self.tiers.backends:
+            if isinstance(each, HotBackend):
+                each.erase(namespace, keys)
+
     # -- as a store of a folder -----------------------------------------------------------------------------------
 
     def write(self, namespace: str, key: str, data: bytearray) -> bool:
@@ -147,6 +154,10 @@ class SharedStore(ChunkStore):
 
     def shrink(self) -> int:
         return 0
+
+    def drop_tenant(self, namespace: str) -> int:
+        """Forget a tenant's entries on this machine."""
+        return self.shared.remove(namespace, self.shared.keys(namespace))
 
     def sweep(self, most_s: float = 0.0) -> int:
         return 0
