@@ -122,7 +122,7 @@ class Answering:
                         self.completion.add(runtime, kv_sources.prefix_cache, ids, cleared)
                 yield event
             if missing or self.writer.late:
-                self.writer.store_missing(missing, options.documents, kv_sources.primary.context)
+                self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)
 
     def plan(
         self,

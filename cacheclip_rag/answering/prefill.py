@@ -210,7 +210,7 @@ def stats_of(
     :class:`~cacheclip_rag.fusion.fused.Fused`."""
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
-    found = occurrences(reused)
+    found = occurrences((*reused, *plan.in_full))
     partial = [chunk.share for chunk in found if chunk.share <= MOST_PARTIAL]
     prefix_tokens = layout.num_known - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
@@ -225,7 +225,7 @@ def stats_of(
         hits=len(found),
         exact_tokens=_chunk_tokens(plan.exact),
         misses=len(occurrences(plan.missing)) + len(layout.altered),
-        missed_tokens=_chunk_tokens(layout.chunks) - chunk_tokens + sum(layout.altered.values()),
+        missed_tokens=_chunk_tokens(plan.missing) + sum(layout.altered.values()),
         phases_s=clock.seconds,
         left_to_read_s=clock.left_to_read_s,
         reading_s=clock.reading_s,

@@ -111,6 +111,20 @@ class CommandSettings:
         given = {name: value for name, value in self.engine.items() if name not in own}
         return replace(merge_settings(library, given).engine_config(**{**given, "store": self.store}), **own)
 
+    def store_config(self) -> EngineConfig:
+        """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
+        from ..ingest.library import Library
+
+        if is_url(self.store):
+            from ..ingest.shared import read_settings
+            from .settings import given_settings
+
+            known = read_settings(self.store)
+            chosen = replace(known, **given_settings(self.engine)) if known is not None else None
+            return chosen.engine_config(**{**self.engine, "store": self.store}) if chosen else self.config()
+        folder = Path(self.store).expanduser()
+        return self.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
+
 
 def engine_options(*names: str) -> Callable[[_Run], _Run]:
     """Declare options of a command for these settings of the engine, and ``--settings``. The command's parameter

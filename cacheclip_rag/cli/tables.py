@@ -43,6 +43,8 @@ class IngestTable(Table):
 
     overlap_tokens: int | None = None
     """Tokens shared by neighbouring chunks; None: as the store has them, at first 0."""
+    kv: str = "all"
+    """KV that is stored: of ``all`` texts, or, in a shared store, of ``hot`` ones: those that answers use."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,8 @@ class StoredKV:
     frame: Frame
     tokens: slice = field(default_factory=lambda: slice(None))
     """The tokens that :meth:`layer` gives."""
+    tier: int = 0
+    """Number of the store's tier from which it is read."""
 
     @property
     def codec(self) -> str:

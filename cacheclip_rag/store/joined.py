@@ -9,7 +9,7 @@ side by side, and the other layers need not be there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -56,8 +56,8 @@ class Joined:
         codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
         parts = codec.parts((*before, 2, width))
-        if _on_gpu(torch.device(device)):
-            return codec.combine(self._moved(number, torch.device(device), heads, parts))
+        if torch.device(device).type == "cuda":
+            return codec.combine([*self._moved(number, torch.device(device), heads, parts)])
         arrays = []
         for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
@@ -68,26 +68,21 @@ class Joined:
             arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
         return codec.combine(arrays)
 
-    def _moved(self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]) -> list[torch.Tensor]:
-        """The arrays of a layer. The pieces are moved as they are stored, and put side by side on the device. From
-        page-locked memory they move while the caller goes on: keep the pieces until the device has used them."""
-        found: list[list[torch.Tensor]] = [[] for _ in parts]
-        for kv in self.pieces:
-            assert isinstance(kv, StoredKV)
-            moved = kv.frame.layer_bytes(number).to(device, non_blocking=True)
-            for part, array, arrays in zip(
-                parts, CODECS[kv.codec].arrays(moved, kv.frame.shape[1:]), found, strict=True
-            ):
-                own = array[(*(slice(None),) * (part.axis - 1), heads)]
-                if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                    arrays.append(own.expand(*own.shape[: part.axis], kv.shape[3], *own.shape[part.axis + 1 :]))
-                else:
-                    arrays.append(own[(*(slice(None),) * part.axis, kv.tokens)])
-        return [torch.cat(arrays, part.axis) for part, arrays in zip(parts, found, strict=True)]
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
+    def _moved(
+        self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]
+    ) -> Iterator[torch.Tensor]:
+        """The arrays of a layer. Each piece is moved to its place among the others on the device, from page-locked
+        memory while the caller goes on: keep the pieces until the device has used them."""
+        for part, of_pieces in zip(parts, zip(*self._arrays, strict=True), strict=True):
+            own = (number, *(slice(None),) * (part.axis - 1), heads)
+            sources = [torch.from_numpy(array[own]).view(part.dtype) for array in of_pieces]
+            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk, and is repeated on the device
+                sources = [source.to(device, non_blocking=True) for source in sources]
+            before, after = sources[0].shape[: part.axis], sources[0].shape[part.axis + 1 :]
+            joined = torch.empty(*before, sum(self.lengths), *after, dtype=part.dtype, device=device)
+            for target, source in zip(joined.split(self.lengths, part.axis), sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            yield joined
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:

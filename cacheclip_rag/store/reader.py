@@ -9,19 +9,20 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from ..base.paths import is_url
-from .backend import Backend
+from ..base.paths import is_url, split_hot
 from .codecs import Frame, FrameError, FrameSink, StoredKV, keeps
 from .disk import DiskBackend
+from .tiers import Tiers
 
 
 @lru_cache(maxsize=256)
-def _objects(url: str, namespace: str, codec: str | None) -> Backend:
+def _shared(url: str, namespace: str, codec: str | None) -> Tiers:
     """One for all plans: an outage is waited for once."""
+    from .shared.hot import with_hot
     from .shared.objects import ObjectBackend
     from .shared.place import SharedPlace
 
-    return ObjectBackend(SharedPlace(url), namespace, codec)
+    return Tiers(with_hot(ObjectBackend(SharedPlace(url), namespace, codec)))
 
 
 class StoreReader:
@@ -34,23 +35,22 @@ class StoreReader:
             codec: of the payloads that are wanted, where a shared store has several.
         """
         self.store, self.namespace = store, namespace
-        self._backend: Backend
-        if is_url(store):
-            self._backend = _objects(str(store), namespace, codec)
-        else:
-            self._backend = DiskBackend(Path(store))
+        is_shared = is_url(store)
+        self._tiers = _shared(str(store), namespace, codec) if is_shared else Tiers([DiskBackend(Path(store))])
 
     def get(self, key: str, *, codec: str) -> StoredKV:
         """The KV of a key, compared with its checksums. Raises FrameError if the payload is missing, damaged, of a
         coarser codec, or another tenant's; OSError if it cannot be read now."""
         sink = FrameSink(key)
-        data = self._backend.read(key, sink)
-        if data is None:
-            raise FrameError(f"entry {key[:12]}… is not in {self.store}")
+        found = self._tiers.find(key, sink)
+        if found is None:
+            raise FrameError(f"entry {key[:12]}… is not in {split_hot(str(self.store))[0]}")
+        data, tier = found
         frame = sink.frame or Frame.parse(data, key)
         if frame.namespace != self.namespace:
             raise FrameError(f"entry {key[:12]}… belongs to another tenant")
         if not keeps(frame.codec, codec):
             raise FrameError(f"entry {key[:12]}… is stored as {frame.codec}, which is coarser than {codec}")
         frame.verify(sink.verified)
+        self._tiers.promote(key, data, tier)
         return StoredKV(frame)

@@ -79,8 +79,8 @@ class Planner:
 
     def __init__(self, config: EngineConfig | None = None, *, served: Served | None = None, **options: Any) -> None:
         """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
-        a folder that vLLM's workers can read. Planners of several tenants may share the
-        :class:`~cacheclip_rag.store.ChunkStore` of that folder: ``Planner(config, store=shared)``.
+        a folder or URL that vLLM's workers can read. Planners of several tenants may share its
+        :class:`~cacheclip_rag.store.ChunkStore`: ``Planner(config, store=shared)``.
 
         Args:
             served: what vLLM runs; default a CPU without quantisation. A
@@ -92,7 +92,7 @@ class Planner:
         shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
-            raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
+            raise ConfigurationError("vLLM's workers read chunks from a store, and none is set. Set store.")
         for name in ("finish", "max_ttft_s"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")

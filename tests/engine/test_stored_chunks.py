@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, get_engine
+from cacheclip_rag.answering import pipeline
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
@@ -22,6 +23,17 @@ from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
+MARKED = (
+    "The **boiler** of the *northern* hall has **four** valves, of which **two** are `closed` in **winter**. The "
+    "*keeper* reads the **pressure** at `six` in the **morning** and writes it into the **red** book. If the "
+    "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
+    "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
+)
+GREEK = (
+    "Οι λέβητες των μεγάλων κτιρίων πρέπει να ελέγχονται κάθε χρόνο. Η αρμόδια αρχή "
+    "έχει τα κατάλληλα όργανα για την εξέταση, και η πίεση μετράται κάθε πρωί στις έξι. Αν η "
+    "βελόνα περάσει το τρίτο σημάδι, ανοίγεται η εξωτερική βαλβίδα."
+)
 
 
 class TestMisses:
@@ -44,6 +56,29 @@ class TestMisses:
         answer = engine.generate(rag([text[:length]]), SHORT)
         assert (answer.stats.hits, answer.stats.misses) == (0, 1) and answer.stats.missed_tokens >= 32
         assert engine.is_stored(text) == stores
+
+    @pytest.mark.parametrize("name", ["cacheclip", "anchored", "epic", "direct"])
+    def test_a_chunk_that_is_computed_in_full_is_as_a_missing_one(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """The controller says which, where reading takes longer; it counts as a hit, and is not stored again."""
+        whole, others = make(prefix_cache_bytes=0), make(prefix_cache_bytes=0, on_miss="ignore")
+        chunks = [chunks[0], MARKED, chunks[2], GREEK]  # which share no sentence
+        method, in_full = preset(name), {chunks[0], chunks[2]}
+        whole.precompute(chunks, method=name)
+        others.precompute([chunks[1], chunks[3]], method=name)
+        expected = logits(others, rag(chunks), method)
+        full = logits(whole, rag(chunks), Full())
+        monkeypatch.setattr(pipeline, "least_computed", lambda plan, *_: plan.computing(in_full))
+        found = logits(whole, rag(chunks), method)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-4)
+        assert (found.logits - full.logits).abs().max() > 1e-3, "the others are approximate"
+        assert (found.stats.hits, found.stats.misses, found.stats.missed_tokens, found.missing) == (4, 0, 0, ())
+        assert found.stats.chunk_tokens == expected.stats.chunk_tokens
+        if method.exact_at_one and method.has_ratio:
+            torch.testing.assert_close(
+                logits(whole, rag(chunks), method.at(1.0)).logits, full.logits, rtol=0, atol=1e-4
+            )
 
     def test_ignore_does_not_store(self, make: Callable[..., CacheClipEngine], chunks: list[str]) -> None:
         engine = make(on_miss="ignore")

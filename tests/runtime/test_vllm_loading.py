@@ -21,6 +21,7 @@ from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader
+from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.vllm import loading
 from cacheclip_rag.vllm.loading import Loader, local_heads
 from cacheclip_rag.vllm.parameters import Settings
@@ -30,6 +31,7 @@ from cacheclip_rag.vllm.scheduling import Load
 from cacheclip_rag.vllm.stored import slots_of
 from cacheclip_rag.vllm.worker import _telling, model_runner
 from tests.conftest import CHUNKS, rag_prompt
+from tests.object_storage import bucket, s3_address  # noqa: F401
 
 BLOCK = 16
 BLOCKS = 64
@@ -151,13 +153,19 @@ class TestLoads:
         worker.load(start)
         worker.check(start)
 
-    def test_entries_of_two_codecs(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        """Those in between stay as they were stored before, more precisely."""
-        options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path), "method": "epic"}
+    @pytest.mark.parametrize("kind", ["a folder", "a shared store"])
+    def test_entries_of_two_codecs(
+        self, kind: str, tiny_models: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+    ) -> None:
+        """Those in between stay as they were stored before, more precisely; a shared store holds both."""
+        place = str(tmp_path) if kind == "a folder" else request.getfixturevalue("bucket")
+        if kind == "a shared store":
+            create(place)
+        options = {"primary": tiny_models["llama"], "auxiliary": None, "store": place, "method": "epic"}
         CacheClipEngine(**options, codec="float32").precompute(CHUNKS[1:2])
         engine = CacheClipEngine(**options, codec="int8", prefix_cache_bytes=0)
         engine.precompute(CHUNKS)
-        made = {"engine": engine, "planner": Planner(**options, codec="int8"), "store": tmp_path}
+        made = {"engine": engine, "planner": Planner(**options, codec="int8"), "store": place}
         worker = Worker({**made, "runtime": load_planning(tiny_models["llama"])}, "corrected")
         worker.load()
         worker.check()

@@ -47,6 +47,8 @@ class TestSettings:
         assert options["kv_transfer_config"]["kv_load_failure_policy"] == "recompute"
         assert options["worker_cls"].endswith("CPUWorker")
         assert engine_options(tmp_path, device="gpu")["worker_cls"].endswith("GPUWorker")
+        options = engine_options("s3://bucket/prefix")["kv_transfer_config"]["kv_connector_extra_config"]
+        assert Settings.of(options) == Settings("s3://bucket/prefix")
         with pytest.raises(ConfigurationError, match="device"):
             engine_options(tmp_path, device="cuda")
 

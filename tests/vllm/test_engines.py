@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.object_storage import bucket, s3_address  # noqa: F401
 from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, TOKENS, Setting, ask, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]
@@ -35,6 +36,17 @@ def check(setting: Setting, fused: Any) -> None:
         assert [tuple(each.outputs[0].token_ids) for each in found] == expected
         assert ask(fused, PROMPTS[:2], method) == expected[:2], "a repeat"
     assert ask(fused, PROMPTS, "full") == setting.expected(PROMPTS, "full")
+
+
+def test_a_shared_store(settings: Any, bucket: str) -> None:  # noqa: F811
+    """The planner and the worker read it."""
+    from cacheclip_rag.store.shared.care import create
+
+    create(bucket)
+    setting = replace(settings(), store=bucket, options={**settings().options, "store": bucket})
+    setting.engine.precompute(CHUNKS)
+    with started(setting) as fused:
+        check(setting, fused)
 
 
 def test_chunked_scheduling_and_small_passes(settings: Any) -> None:
