@@ -3,15 +3,17 @@
 A prompt of 36 chunks would otherwise cost 36 times as many small operations per layer. Each of them starts and stops
 all threads, which is slow where other programs use the same cores.
 
-A layer is put side by side with numpy, whose copies start no threads, when it is asked for. So memory holds one layer
-side by side, and the other layers need not be there yet.
+A layer is put side by side when it is asked for. So memory holds one layer side by side, and the other layers need not
+be there yet. In host memory numpy does it, whose copies start no threads. For an accelerator host memory is not copied:
+each chunk's bytes of the layer move there from the payload, and become numbers there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ import torch
 from .codecs import CODECS, KV, LayerKV, StoredKV
 
 _ALL_HEADS = slice(None)
+_HOST = "cpu"
+"""Type of the devices whose memory payloads are in."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Joined:
     """Pieces of one kind, side by side."""
 
@@ -46,23 +50,41 @@ class Joined:
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         return torch.from_numpy(np.concatenate(runs))
 
+    @cached_property
+    def _piece_of_token(self) -> torch.Tensor:
+        """``(num_tokens,)`` int64."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.pieces)), self.lengths))
+
+    def in_blocks(self, num_tokens: int) -> list[Joined]:
+        """The same pieces, so many tokens together or one piece more."""
+        ends = accumulate(self.lengths)
+        placed = zip(ends, self.starts, self.pieces, strict=True)
+        groups = ([*group] for _, group in groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens))
+        return [Joined(tuple(start for _, start, _ in each), tuple(kv for *_, kv in each)) for each in groups]
+
     def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
         """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
-        first = self.pieces[0]
+        device, first = torch.device(device), self.pieces[0]
         if not isinstance(first, StoredKV):
             layers = [kv[number] for kv in self.pieces if isinstance(kv, torch.Tensor)]
             joined = torch.cat(layers, dim=2) if len(layers) > 1 else layers[0]
             return LayerKV(*joined[:, heads].to(device))
-        codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
-        arrays = []
+        codec, arrays, is_near = CODECS[first.codec], list[torch.Tensor](), device.type == _HOST
+        found: list[list[Any]] = [[each[number] for each in of_piece] for of_piece in self._arrays if is_near]
+        if not is_near:  # pinned payloads must stay until the device has copied them
+            found = [kv.moved(number, device) for kv in self.pieces if isinstance(kv, StoredKV)]
         for index, part in enumerate(codec.parts((*before, 2, width))):
             own = (*(slice(None),) * (part.axis - 1), heads)
-            found = [of_piece[index][number][own] for of_piece in self._arrays]
-            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                found = [np.concatenate(found, part.axis).repeat(self.lengths, part.axis)]
-            side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
-            arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
+            of_pieces = [each[index][own] for each in found]
+            if is_near:
+                side_by_side = np.concatenate(of_pieces, part.axis) if len(found) > 1 else of_pieces[0]
+                array = torch.from_numpy(side_by_side).view(part.dtype)
+            else:
+                array = torch.cat(of_pieces, part.axis)
+            if part.shape[part.axis] == 1 and len(found) > 1:  # holds for all tokens of a chunk
+                array = array.index_select(part.axis, self._piece_of_token.to(device))
+            arrays.append(array)
         return codec.combine(arrays)
 
 

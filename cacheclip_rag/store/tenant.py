@@ -23,6 +23,7 @@ from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import (
     CODECS,
+    HEAD_BYTES,
     Frame,
     FrameError,
     FrameSink,
@@ -44,8 +45,6 @@ _USES = 64
 """Uses after which they are recorded."""
 _MOST_USES = 64 * _USES
 """Uses that are remembered while another process has the catalog."""
-_HEAD_BYTES = 1 << 14
-"""Enough for the header of a frame with 300 layers; a payload with a longer one is read as a whole."""
 _MOST_HEADER_BYTES = 1 << 20
 _ANY: Mapping[str, Shape] = {}
 _FAILURES = (FrameError, OSError, MemoryError, StoreError)
@@ -194,7 +193,7 @@ class TenantStore:
 
     def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
-            found = self.chunk_store.tiers.head(key, _HEAD_BYTES)
+            found = self.chunk_store.tiers.head(key, HEAD_BYTES)
             if found is None:
                 return None
             frame = checked_frame(Frame.parse(found[0], key, num_bytes=found[1]), shape)

@@ -241,12 +241,12 @@ class TestFailures:
         """As backends do that write the cache within another operation."""
         from cacheclip_rag.vllm import loading
 
-        wrapping = loading._PassWriter.wrapping
+        wrapping = loading._Writing.wrapping
 
         def bypassed(writer: Any, number: int, write: Any) -> Any:
             return write if number == 2 else wrapping(writer, number, write)
 
-        monkeypatch.setattr(loading._PassWriter, "wrapping", bypassed)
+        monkeypatch.setattr(loading._Writing, "wrapping", bypassed)
         found = outputs(fused, PROMPTS, "cacheclip")
         assert outcomes(found) == ["plain"] * 4
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain
