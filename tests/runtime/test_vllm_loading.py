@@ -218,7 +218,7 @@ class TestLoads:
         worker = Worker(made, method)
         if fails:
             worker.rows.bypassed = 1
-        starts, count = {"a": 0, "b": 80, "c": 0, "d": 32}, len(worker.block_ids)
+        starts, count = {"a": 0, "b": 80, "c": 0, "d": 160}, len(worker.block_ids)
         rows = {
             name: sum(b - a for one in passes(worker.plan, start, max_runs=99, max_rows=999) for a, b in one.runs)
             for name, start in starts.items()
