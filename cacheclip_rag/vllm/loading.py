@@ -348,7 +348,8 @@ class _Writing:
 
         def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
             self._layers.add(number)
-            parts = (each.split(self._counts) for each in (key, value, slot_mapping))
+            rows = sum(self._counts)  # what follows is padding
+            parts = (each[:rows].split(self._counts) for each in (key, value, slot_mapping))
             for writer, keys, values, slots in zip(self._writers, *parts, strict=True):
                 writer.write(number, layer, write, (keys, values), slots)
 
