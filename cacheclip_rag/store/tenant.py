@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..base.checks import check_namespace
-from ..base.database import is_busy
+from ..base.database import is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import text_row
@@ -373,15 +373,16 @@ class TenantStore:
         self.flush()
         self.chunk_store.close()
 
-    def flush(self) -> None:
-        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are lost,
-        or recorded later."""
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Record uses that are not recorded yet. A full disk, or a catalog that is busy for longer than ``wait_s``, does
+        not stop a read: the uses are lost, or recorded later."""
         with self._lock:
             uses, self._uses = self._uses, []
         if not uses:
             return
         try:
-            self.catalog.use(uses)
+            with waiting_at_most(wait_s):
+                self.catalog.use(uses)
         except StoreError as error:
             logger.debug("%d uses are not recorded yet: %s", len(uses), error)
             if is_busy(error):

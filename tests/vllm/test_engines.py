@@ -136,11 +136,13 @@ def test_a_rounded_cache(settings: Any, dtype: str) -> None:
         check_against_its_own_full(fused, 0.05)
 
 
-def test_drafts_by_ngram(settings: Any) -> None:
-    """Drafts are checked over the KV that was made."""
+def test_drafts_by_ngram(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are checked over the KV that was made. In a process of its own: it imports numba, beside whose modules the
+    next vLLM does not start."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     setting = settings()
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    with started(setting, speculative_config=ngram) as fused:
+    with started(setting, speculative_config=ngram, distributed_executor_backend="uni") as fused:
         check(setting, fused)
 
 
