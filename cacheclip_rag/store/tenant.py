@@ -374,7 +374,7 @@ class TenantStore:
         self.chunk_store.close()
 
     def flush(self, wait_s: float = 0.0) -> None:
-        """Record uses that are not recorded yet. A full disk, or a catalog that is busy for longer than ``wait_s``, does
+        """Record uses that are not recorded yet. A full disk, or a catalog that is busy for over ``wait_s``, does
         not stop a read: the uses are lost, or recorded later."""
         with self._lock:
             uses, self._uses = self._uses, []
