@@ -121,10 +121,14 @@ class Codec(ABC):
         return sum(part.num_bytes for part in self.parts(shape))
 
     def arrays(self, data: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-        """The arrays of a layer, in the memory of its bytes."""
+        """The arrays in the bytes of a layer, on the device of ``data``, in the same memory."""
         parts = self.parts(shape)
         pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
         return [piece.view(part.dtype).view(part.shape) for piece, part in pieces]
+
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
+        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
+        return self.combine(self.arrays(data, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +258,10 @@ class StoredKV:
     def layer(self, number: int, device: torch.device | str = "cpu") -> LayerKV:
         """KV of one layer, in the codec's dtype, or float32 from integers. It may share memory with the store: do not
         write to it."""
-        return CODECS[self.codec].combine(self.moved(number, torch.device(device)))
-
-    def moved(self, number: int, device: torch.device) -> list[torch.Tensor]:
-        """The codec's arrays (:meth:`Codec.parts`) of one layer on a device, cut to the chosen tokens. The bytes move
-        as they are, in one copy; from pinned memory it may still be under way."""
-        data = self.frame.layer_bytes(number).to(device, non_blocking=device.type == "cuda")
-        parts = CODECS[self.codec].parts(self.frame.shape[1:])
-        arrays = CODECS[self.codec].arrays(data, self.frame.shape[1:])
-        return [
-            array[(*(slice(None),) * part.axis, self.tokens)] if part.shape[part.axis] > 1 else array
-            for array, part in zip(arrays, parts, strict=True)
-        ]
+        data = self.frame.layer_bytes(number).to(device)  # before decoding, because fewer bytes move
+        keys, values, scale = CODECS[self.codec].decode(data, self.frame.shape[1:])
+        chosen = self.tokens
+        return LayerKV(keys[:, chosen], values[:, chosen], None if scale is None else scale[:, chosen])
 
     def arrays(self) -> list[np.ndarray[Any, Any]]:
         """The codec's arrays (:meth:`Codec.parts`) of all layers, cut to the chosen tokens: each ``(num_layers,
@@ -414,12 +410,12 @@ class Frame:
                 raise FrameError(f"layer {number} does not match its checksum")
         return stop
 
-    def of_heads(self, heads: slice, *, pinned: bool) -> tuple[Frame, list[tuple[int, memoryview]]]:
+    def of_heads(self, heads: slice) -> tuple[Frame, list[tuple[int, memoryview]]]:
         """A frame of some heads alone, without a header, and what is to be read into its memory: bytes of this payload,
         by where they begin. Then it must be compared by :meth:`verify_heads`."""
         codec, (num_layers, two, _, *rest) = CODECS[self.codec], self.shape
         shape = (num_layers, two, heads.stop - heads.start, *rest)
-        memory = new_memory(num_layers * codec.num_bytes(shape[1:]), pinned=pinned)
+        memory = new_memory(num_layers * codec.num_bytes(shape[1:]))
         places, done = [*codec.head_ranges(self.shape[1:], heads)], 0
         ranges = list[tuple[int, memoryview]]()
         for number, place in product(range(num_layers), places):
@@ -450,16 +446,16 @@ class Frame:
 class FrameSink(Sink):
     """Takes the payload of a key, and compares its layers with their checksums while they arrive."""
 
-    def __init__(self, key: str, shape: Sequence[int] | None = None, *, pinned: bool = False) -> None:
-        """``shape``: that the KV must have; None: any. ``pinned`` as in :func:`new_memory`."""
-        self.key, self.shape, self.pinned = key, shape, pinned
+    def __init__(self, key: str, shape: Sequence[int] | None = None) -> None:
+        """``shape``: that the KV must have; None: any."""
+        self.key, self.shape = key, shape
         self.memory = memoryview(b"")
         self.frame: Frame | None = None
         self.verified = 0
         """Layers compared."""
 
     def allocate(self, num_bytes: int) -> memoryview:
-        self.memory = new_memory(num_bytes, pinned=self.pinned)
+        self.memory = new_memory(num_bytes)
         return self.memory
 
     def received(self, num_bytes: int) -> None:
@@ -470,18 +466,19 @@ class FrameSink(Sink):
         self.verified = self.frame.verify(self.verified, num_bytes)
 
 
-def new_memory(num_bytes: int, *, pinned: bool = False) -> memoryview:
-    """Memory for a payload, not cleared. Raises MemoryError.
+def pins_memory() -> bool:
+    """Whether memory for payloads is page-locked: in a process that computes on CUDA, which copies from such memory
+    several times as fast, and without waiting. PyTorch keeps it for the next payload."""
+    return bool(torch.cuda.is_initialized())
 
-    Large memory is in huge pages, where the system has them: page faults for every 4 kB take longer than reading and
-    checking.
 
-    Args:
-        pinned: from which a CUDA device copies by itself.
-    """
+def new_memory(num_bytes: int) -> memoryview:
+    """Memory for a payload, not cleared. Raises MemoryError. Large memory is in huge pages, where the system has them:
+    page faults for every 4 kB take longer than reading and checking."""
+    pins = pins_memory()
     try:
-        if pinned or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy())  # type: ignore[arg-type]
+        if pins or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins).numpy())  # type: ignore[arg-type]
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (RuntimeError, OSError, OverflowError) as error:  # of torch, and of the system
         raise MemoryError(str(error)) from error

@@ -3,14 +3,13 @@
 A prompt of 36 chunks would otherwise cost 36 times as many small operations per layer. Each of them starts and stops
 all threads, which is slow where other programs use the same cores.
 
-A layer is put side by side when it is asked for. So memory holds one layer side by side, and the other layers need not
-be there yet. In host memory numpy does it, whose copies start no threads. For an accelerator host memory is not copied:
-each chunk's bytes of the layer move there from the payload, and become numbers there.
+A layer is put side by side with numpy, whose copies start no threads, when it is asked for. So memory holds one layer
+side by side, and the other layers need not be there yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -19,11 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .codecs import CODECS, KV, LayerKV, StoredKV
+from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
 
 _ALL_HEADS = slice(None)
-_HOST = "cpu"
-"""Type of the devices whose memory payloads are in."""
 
 
 @dataclass(frozen=True)
@@ -57,35 +54,53 @@ class Joined:
 
     def in_blocks(self, num_tokens: int) -> list[Joined]:
         """The same pieces, so many tokens together or one piece more."""
-        ends = accumulate(self.lengths)
-        placed = zip(ends, self.starts, self.pieces, strict=True)
+        placed = zip(accumulate(self.lengths), self.starts, self.pieces, strict=True)
         groups = ([*group] for _, group in groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens))
         return [Joined(tuple(start for _, start, _ in each), tuple(kv for *_, kv in each)) for each in groups]
 
     def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
         """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
-        device, first = torch.device(device), self.pieces[0]
+        first = self.pieces[0]
         if not isinstance(first, StoredKV):
             layers = [kv[number] for kv in self.pieces if isinstance(kv, torch.Tensor)]
             joined = torch.cat(layers, dim=2) if len(layers) > 1 else layers[0]
             return LayerKV(*joined[:, heads].to(device))
+        codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
-        codec, arrays, is_near = CODECS[first.codec], list[torch.Tensor](), device.type == _HOST
-        found: list[list[Any]] = [[each[number] for each in of_piece] for of_piece in self._arrays if is_near]
-        if not is_near:  # pinned payloads must stay until the device has copied them
-            found = [kv.moved(number, device) for kv in self.pieces if isinstance(kv, StoredKV)]
-        for index, part in enumerate(codec.parts((*before, 2, width))):
+        parts = codec.parts((*before, 2, width))
+        if _on_gpu(torch.device(device)):
+            return codec.combine(self._moved(number, torch.device(device), heads, parts))
+        arrays = []
+        for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
-            of_pieces = [each[index][own] for each in found]
-            if is_near:
-                side_by_side = np.concatenate(of_pieces, part.axis) if len(found) > 1 else of_pieces[0]
-                array = torch.from_numpy(side_by_side).view(part.dtype)
-            else:
-                array = torch.cat(of_pieces, part.axis)
+            found = [of_piece[index][number][own] for of_piece in self._arrays]
+            side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
+            array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
             if part.shape[part.axis] == 1 and len(found) > 1:  # holds for all tokens of a chunk
                 array = array.index_select(part.axis, self._piece_of_token.to(device))
             arrays.append(array)
         return codec.combine(arrays)
+
+    def _moved(self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]) -> list[torch.Tensor]:
+        """The arrays of a layer. The pieces are moved as they are stored, and put side by side on the device. From
+        page-locked memory they move while the caller goes on: keep the pieces until the device has used them."""
+        found: list[list[torch.Tensor]] = [[] for _ in parts]
+        for kv in self.pieces:
+            assert isinstance(kv, StoredKV)
+            moved = kv.frame.layer_bytes(number).to(device, non_blocking=True)
+            for part, array, arrays in zip(
+                parts, CODECS[kv.codec].arrays(moved, kv.frame.shape[1:]), found, strict=True
+            ):
+                own = array[(*(slice(None),) * (part.axis - 1), heads)]
+                if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
+                    arrays.append(own.expand(*own.shape[: part.axis], kv.shape[3], *own.shape[part.axis + 1 :]))
+                else:
+                    arrays.append(own[(*(slice(None),) * part.axis, kv.tokens)])
+        return [torch.cat(arrays, part.axis) for part, arrays in zip(parts, found, strict=True)]
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:

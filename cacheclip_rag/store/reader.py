@@ -35,7 +35,6 @@ class StoreReader:
         codec: str | None = None,
         *,
         heads: slice | None = None,
-        pinned: bool = False,
     ) -> None:
         """
         Args:
@@ -43,10 +42,9 @@ class StoreReader:
             codec: of the payloads that are wanted, where a shared store has several.
             heads: read no other KV heads where that reads less: from a folder, of payloads with checksums of heads.
                 Others have all heads.
-            pinned: read into memory from which a CUDA device copies by itself.
         """
         self.store, self.namespace = store, namespace
-        self._heads, self._pinned = heads, pinned
+        self._heads = heads
         self._backend: Backend
         if is_url(store):
             self._backend = _objects(str(store), namespace, codec)
@@ -59,7 +57,7 @@ class StoreReader:
         found = self._heads_of(key, codec)
         if found is not None:
             return found
-        sink = FrameSink(key, pinned=self._pinned)
+        sink = FrameSink(key)
         data = self._backend.read(key, sink)
         if data is None:
             raise FrameError(f"entry {key[:12]}… is not in {self.store}")
@@ -77,7 +75,7 @@ class StoreReader:
             frame = Frame.parse(head[0], key, num_bytes=head[1]) if head is not None else None
             if frame is not None and frame.heads and self._heads.stop - self._heads.start < frame.shape[2]:
                 self._check(frame, codec)
-                part, ranges = frame.of_heads(self._heads, pinned=self._pinned)
+                part, ranges = frame.of_heads(self._heads)
                 if self._backend.read_parts(key, ranges):
                     part.verify_heads()
                     return StoredKV(part)

@@ -253,9 +253,7 @@ class Loader:
         writing.check(self._layers)
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
-        reader = self._settings.open_reader(  # of one of the connector's tenants
-            plan.namespace, plan.codec, heads=self._heads, pinned=self._device.type == "cuda"
-        )
+        reader = self._settings.open_reader(plan.namespace, plan.codec, self._heads)  # one of the connector's tenants
         keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 

@@ -22,7 +22,7 @@ from cacheclip_rag.runtime.transformers.attention_pattern import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_rag.selection.heads import HeadSet
 from cacheclip_rag.selection.packed_chunks import score_chunks
-from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, joined, part_of
+from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, part_of
 from tests.conftest import SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import gap, make_engine
 
@@ -82,11 +82,11 @@ def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> 
 
 
 class TestAssemble:
+    @pytest.mark.parametrize("way", ["processor", "gpu"])
     @pytest.mark.parametrize("codec", CODECS)
-    @pytest.mark.parametrize("host", ["cpu", "none"], ids=["near", "moved"])
-    def test_as_one_by_one(self, primary: str, codec: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also where payloads move to a device first, which is host memory here."""
-        monkeypatch.setattr(joined, "_HOST", host)
+    def test_as_one_by_one(self, primary: str, codec: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put side by side in memory, or after they were moved to a GPU as they are stored."""
+        monkeypatch.setattr("cacheclip_rag.store.joined._on_gpu", lambda device: way == "gpu")
         runtime = load_model(primary)
         for seed in range(6):
             pieces = pieces_of(runtime, codec, seed)

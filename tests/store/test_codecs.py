@@ -155,7 +155,7 @@ class TestDamage:
 
 def round_trip(layer: torch.Tensor) -> torch.Tensor:
     """One layer, ``(2, num_kv_heads, num_tokens, head_dim)``, through int8."""
-    return INT8.combine(INT8.arrays(INT8.encode(layer), layer.shape)).tensor()
+    return INT8.decode(INT8.encode(layer), layer.shape).tensor()
 
 
 def worst(written: torch.Tensor, read: torch.Tensor, step: torch.Tensor) -> float:
