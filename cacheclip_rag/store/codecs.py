@@ -72,7 +72,8 @@ class ArrayPart(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     axis: int
-    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk."""
+    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk. The axis before it is that of KV
+    heads."""
 
     @property
     def num_bytes(self) -> int:
@@ -100,8 +101,7 @@ class Codec(ABC):
         entry per token, too."""
 
     def head_ranges(self, shape: Sequence[int], heads: slice) -> Iterator[slice]:
-        """Where the bytes of neighbouring heads stand in a layer of this shape: the axis before that of tokens is that
-        of heads in all arrays."""
+        """Where the bytes of neighbouring heads stand in a layer of this shape."""
         offset = 0
         for part in self.parts(shape):
             of_head = math.prod(part.shape[part.axis :]) * part.dtype.itemsize
