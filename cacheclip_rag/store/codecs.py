@@ -72,7 +72,7 @@ class ArrayPart(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     axis: int
-    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk. The axis before it is that of KV
+    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk. The axis before is that of KV
     heads."""
 
     @property
