@@ -99,9 +99,9 @@ class Loader:
 
     @torch.inference_mode()
     def work(self, room: int, *, waits: bool) -> Iterator[tuple[Load, Loaded | Exception]]:
-        """Make KV, of the loads that came first first; yields loads that are complete, or failed: some KV cannot be
-        read, on this worker or on another one, or computed. What a failed one has written is overwritten by vLLM's own
-        prefill.
+        """Make KV, in the order in which loads came, that of several in one pass; yields loads that are complete, or
+        failed: some KV cannot be read, on this worker or on another one, or computed. What a failed one has written is
+        overwritten by vLLM's own prefill.
 
         Args:
             room: rows that this step may compute; a pass that needs more runs alone.
