@@ -77,6 +77,15 @@ class DiskBackend(Backend):
             os.lseek(file, start, os.SEEK_SET)
             return _read_into(file, target, Sink())
 
+    def read_parts(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> bool:
+        """Fill memory, each piece from its byte of a payload on, of one file whatever replaces it meanwhile. Whether
+        all was there."""
+        with self._opened(key) as (file, _):
+            return file is not None and all(
+                os.lseek(file, start, os.SEEK_SET) == start and _read_into(file, target, Sink()) == target.nbytes
+                for start, target in parts
+            )
+
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         with self._opened(key) as (file, size):
             if size is None:
