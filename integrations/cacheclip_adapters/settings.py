@@ -193,8 +193,8 @@ class ModelFields(EngineFields):
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
-    """Makes sampling repeatable, for the same text reused from the same chunks and prefixes: KV that an earlier prompt
-    left in the prefix cache is rounded otherwise. ``prefix_cache_bytes=0`` gives the same tokens each time."""
+    """Makes sampling repeatable as long as the same KV is reused; the prefix cache changes the rounding.
+    ``prefix_cache_bytes=0`` over a store that does not change gives the same tokens each time."""
     json_schema: Any = _SAMPLING.json_schema
     """The answer is JSON that follows this JSON schema, a dict or JSON text. Needs the extra ``structured``; not with
     ``finish``."""
