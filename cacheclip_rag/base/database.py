@@ -132,7 +132,7 @@ class Database:
     def __init__(self, path: Path | None, schema: str, version: int) -> None:
         """``path`` None keeps the tables in memory. Files of another schema ``version``, and of other programs, are
         refused."""
-        self._path = path
+        self._path = None if path is None else path.absolute()
         self._schema = schema
         self._version = version
         self._connection: sqlite3.Connection | None = None
