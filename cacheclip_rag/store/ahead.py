@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from .codecs import StoredKV, keeps
+from .codecs import StoredKV, keeps, pins_memory
 from .reading_pool import in_order
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ReadAhead:
             shapes: that the KV must have, by key; default any shape.
         """
         self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
-        self._once = once and not store.promotes  # which takes whole payloads
+        self._once = once and not store.promotes and not pins_memory()  # which take whole payloads
         self._num_layers = _ALL if num_layers is None else num_layers
         self._shapes = shapes or {}
         self._again = lambda: ReadAhead(

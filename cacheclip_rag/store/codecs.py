@@ -96,11 +96,15 @@ class Codec(ABC):
     def num_bytes(self, shape: Sequence[int]) -> int:
         return sum(part.num_bytes for part in self.parts(shape))
 
-    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
-        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
+    def arrays(self, data: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+        """The arrays in the bytes of a layer, on the device of ``data``, in the same memory."""
         parts = self.parts(shape)
         pieces = zip(data.split([part.num_bytes for part in parts]), parts, strict=True)
-        return self.combine([piece.view(part.dtype).view(part.shape) for piece, part in pieces])
+        return [piece.view(part.dtype).view(part.shape) for piece, part in pieces]
+
+    def decode(self, data: torch.Tensor, shape: Sequence[int]) -> LayerKV:
+        """The layer from its bytes, on the device of ``data``. The result may share memory with ``data``."""
+        return self.combine(self.arrays(data, shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,10 +412,17 @@ class FrameSink(Sink):
         self.verified = self.frame.verify(self.verified, num_bytes)
 
 
+def pins_memory() -> bool:
+    """Whether memory for payloads is page-locked: in a process that computes on CUDA, which copies from such memory
+    several times as fast, and without waiting. PyTorch keeps it for the next payload."""
+    return bool(torch.cuda.is_initialized())
+
+
 def new_memory(num_bytes: int) -> memoryview:
     """Memory that is not cleared. Raises MemoryError."""
     try:
-        return memoryview(torch.empty(num_bytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins_memory())
+        return memoryview(memory.numpy())  # type: ignore[arg-type]
     except RuntimeError as error:  # what torch raises if there is no memory
         raise MemoryError(str(error)) from error
 

@@ -9,7 +9,7 @@ side by side, and the other layers need not be there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .codecs import CODECS, KV, LayerKV, StoredKV
+from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
 
 _ALL_HEADS = slice(None)
 
@@ -55,8 +55,11 @@ class Joined:
             return LayerKV(*joined[:, heads].to(device))
         codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
+        parts = codec.parts((*before, 2, width))
+        if _on_gpu(torch.device(device)):
+            return codec.combine(self._moved(number, torch.device(device), heads, parts))
         arrays = []
-        for index, part in enumerate(codec.parts((*before, 2, width))):
+        for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
             found = [of_piece[index][number][own] for of_piece in self._arrays]
             if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
@@ -64,6 +67,27 @@ class Joined:
             side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
             arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
         return codec.combine(arrays)
+
+    def _moved(self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]) -> list[torch.Tensor]:
+        """The arrays of a layer. The pieces are moved as they are stored, and put side by side on the device. From
+        page-locked memory they move while the caller goes on: keep the pieces until the device has used them."""
+        found: list[list[torch.Tensor]] = [[] for _ in parts]
+        for kv in self.pieces:
+            assert isinstance(kv, StoredKV)
+            moved = kv.frame.layer_bytes(number).to(device, non_blocking=True)
+            for part, array, arrays in zip(
+                parts, CODECS[kv.codec].arrays(moved, kv.frame.shape[1:]), found, strict=True
+            ):
+                own = array[(*(slice(None),) * (part.axis - 1), heads)]
+                if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
+                    arrays.append(own.expand(*own.shape[: part.axis], kv.shape[3], *own.shape[part.axis + 1 :]))
+                else:
+                    arrays.append(own[(*(slice(None),) * part.axis, kv.tokens)])
+        return [torch.cat(arrays, part.axis) for part, arrays in zip(parts, found, strict=True)]
+
+
+def _on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:

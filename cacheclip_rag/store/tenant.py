@@ -32,6 +32,7 @@ from .codecs import (
     encode_frame,
     most_bytes,
     new_memory,
+    pins_memory,
 )
 from .reading_pool import each_in_pool
 
@@ -437,6 +438,6 @@ class TenantStore:
 
 def _returnable_memory(num_bytes: int) -> memoryview:
     """Memory of which parts can be given back, where the system has that."""
-    if not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
+    if pins_memory() or not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
         return new_memory(num_bytes)
     return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -49,7 +49,14 @@ class Tiers(Backend):
             raise ConfigurationError("a chain of tiers needs at least one backend, got none.")
         self.backends = tuple(backends)
         self._stats = [TierStats(backend.name) for backend in backends]
-        self.reads_at_once, self.least_read = self.last.reads_at_once, self.last.least_read
+
+    @property
+    def reads_at_once(self) -> int:  # type: ignore[override]
+        return self.last.reads_at_once
+
+    @property
+    def least_read(self) -> int:  # type: ignore[override]
+        return self.last.least_read
 
     @property
     def last(self) -> Backend:

@@ -82,8 +82,11 @@ def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> 
 
 
 class TestAssemble:
+    @pytest.mark.parametrize("way", ["processor", "gpu"])
     @pytest.mark.parametrize("codec", CODECS)
-    def test_as_one_by_one(self, primary: str, codec: str) -> None:
+    def test_as_one_by_one(self, primary: str, codec: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put side by side in memory, or after they were moved to a GPU as they are stored."""
+        monkeypatch.setattr("cacheclip_rag.store.joined._on_gpu", lambda device: way == "gpu")
         runtime = load_model(primary)
         for seed in range(6):
             pieces = pieces_of(runtime, codec, seed)

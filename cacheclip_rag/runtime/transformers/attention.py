@@ -15,6 +15,10 @@ from .attention_pattern import AttentionRule, Block, Geometry, SideBySide
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
 products cost more than the mask."""
+_FLASH_WIDTH = 256
+"""The widest heads of FlashAttention's kernel."""
+_ALIGNED = 8
+"""Of whose multiples a mask is wide for CUDA's kernels."""
 
 
 def block_attention(
@@ -152,9 +156,7 @@ def _of_block(
         weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
         return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
     rows, groups = query.flatten(1, 2), query.shape[2]
-    # a kernel that also returns the log-sum-exp of the logits, without a gradient
-    can_split = query.device.type == "cpu" and not torch.is_grad_enabled()
-    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and can_split:
+    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and _can_split(query):
         mask = _additive_mask(block, block.first, rule, query, groups)
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
@@ -175,13 +177,37 @@ def _in_two_parts(
 ) -> torch.Tensor:
     """Scaled dot-product attention of which the first ``num_unmasked`` keys, which every row sees, need no mask. The
     two parts are merged by their log-sum-exp, as FlashAttention merges its blocks (arXiv:2205.14135, section 3.1)."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     (first, mass), (second, other) = (
-        kernel(rows[None], keys[None, :, part], values[None, :, part], attn_mask=of_part, scale=scale)
+        _with_mass(rows[None], keys[None, :, part], values[None, :, part], of_part, scale)
         for part, of_part in ((slice(num_unmasked), None), (slice(num_unmasked, None), mask))
     )
     share = torch.sigmoid(other - mass).unsqueeze(-1)
     return torch.lerp(first.float(), second.float(), share)[0].to(rows.dtype)
+
+
+def _can_split(query: torch.Tensor) -> bool:
+    """Whether there are kernels that also return the log-sum-exp of the logits. They have no gradient."""
+    on_cuda = query.device.type == "cuda" and torch.version.cuda is not None and query.shape[-1] % 8 == 0
+    return (query.device.type == "cpu" or on_cuda) and not torch.is_grad_enabled()
+
+
+def _with_mass(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with a batch of 1, and the log-sum-exp of each row's logits, ``(1, num_heads, num_rows)`` float32."""
+    kernels = torch.ops.aten
+    if rows.device.type == "cpu":
+        attended, mass = kernels._scaled_dot_product_flash_attention_for_cpu(
+            rows, keys, values, attn_mask=mask, scale=scale
+        )
+    elif mask is None and rows.dtype != torch.float32 and rows.shape[-1] <= _FLASH_WIDTH:
+        attended, mass, *_ = kernels._scaled_dot_product_flash_attention(rows, keys, values, scale=scale)
+    else:
+        of_heads = None if mask is None else mask.expand(*rows.shape[:3], keys.shape[2])
+        attended, mass, *_ = kernels._scaled_dot_product_efficient_attention(
+            rows, keys, values, of_heads, True, scale=scale
+        )
+    return attended, mass[:, :, : rows.shape[2]]  # which a kernel may pad
 
 
 def _side_by_side(
@@ -276,6 +302,12 @@ def _additive_mask(
         hidden = slots[None, :] > positions[:, None]
         if rule.window is not None:
             hidden |= slots[None, :] <= positions[:, None] - rule.window
+        if query.device.type == "cuda" and hidden.shape[1] % _ALIGNED:  # whose kernels copy a mask of another width
+            wide = torch.nn.functional.pad(hidden, (0, -hidden.shape[1] % _ALIGNED))
+            return additive(wide)[:, : hidden.shape[1]]
+        return additive(hidden)
+
+    def additive(hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
         return mask.repeat_interleave(repeats, 0) if repeats > 1 else mask
 

@@ -27,6 +27,8 @@ ROWS_PER_BLOCK = 64
 """Small enough that few masked keys are multiplied, large enough that the products stay efficient."""
 _LONG = 4096
 """Slots from which on a block has twice as many rows: where most keys need no mask, fewer products are faster."""
+_ON_GPU = 512
+"""Rows of a block on a GPU: those of fewer leave most of its processors without work."""
 _MASK_BYTES = 2**26
 """Bytes of a pattern's masks that layers share; each layer makes the others anew. On an accelerator, whose kernels want
 a mask with a row for each head of a group, those of 16,384 tokens at ratio 0.2 and 7 heads a group take 376 MB in
@@ -253,8 +255,7 @@ def causal_pattern(
     increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
     blocks, masks = [], Masks()
     placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
-    is_long = len(slots) > 0 and int(slots[-1]) >= _LONG
-    size = 2 * ROWS_PER_BLOCK if is_long else ROWS_PER_BLOCK
+    size = rows_per_block(int(slots[-1]) + 1 if len(slots) else 0, device)
     for start in range(0, len(slots), size):
         rows = slots[start : start + size]
         stop = int(rows[-1]) + 1
@@ -263,6 +264,14 @@ def causal_pattern(
         own = slice(start, start + len(rows))
         blocks.append(Block(own, slice(0, stop), placed[own], int(rows[0]), geometry, masks))
     return AttentionPattern(blocks)
+
+
+def rows_per_block(num_keys: int, device: torch.device | None) -> int:
+    """Rows of one block: few, because masked products are lost; many, because every block costs calls, and a GPU works
+    on many rows at once."""
+    if device is not None and device.type == "cuda":
+        return _ON_GPU
+    return 2 * ROWS_PER_BLOCK if num_keys > _LONG else ROWS_PER_BLOCK
 
 
 def _placed(positions: torch.Tensor, device: torch.device | None, geometry: Geometry | None) -> torch.Tensor:

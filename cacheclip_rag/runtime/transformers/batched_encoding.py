@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .attention_pattern import ROWS_PER_BLOCK, AttentionPattern, Block
+from .attention_pattern import AttentionPattern, Block, rows_per_block
 from .rotary import unrotate
 
 _ROWS_PER_PASS = 512
@@ -66,10 +66,10 @@ def encode_batch(runtime: Any, chunks: Sequence[Sequence[int]], context: torch.T
 def _blocks(firsts: Sequence[int], lengths: Sequence[int], start: int, device: torch.device) -> list[Block]:
     """Per chunk the blocks of its rows. Their keys begin with the chunk's own copy of the context: ``firsts`` are the
     copies' first slots, ``start`` is their length."""
-    blocks, row = [], 0
+    blocks, row, size = [], 0, rows_per_block(0, device)
     for first, length in zip(firsts, lengths, strict=True):
-        for begin in range(0, length, ROWS_PER_BLOCK):
-            end = min(length, begin + ROWS_PER_BLOCK)
+        for begin in range(0, length, size):
+            end = min(length, begin + size)
             keys = slice(first, first + start + end)
             blocks.append(Block.of(slice(row + begin, row + end), keys, start + torch.arange(begin, end), device))
         row += length
