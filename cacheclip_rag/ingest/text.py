@@ -111,7 +111,7 @@ def decoded(path: Path, data: bytes, named: str | None = None) -> DocumentText:
         raise DocumentError(f"{path} looks binary: it is {what}. {SAVE_AS_TEXT}")
     mark, encoding = next(((bom, name) for bom, name in _BOMS.items() if data.startswith(bom)), (b"", ""))
     if not encoding:
-        encoding = _wide_without_mark(data) or ("iso2022_jp_ext" if _JAPANESE.search(data) else "utf-8")
+        encoding = _wide_without_mark(data) or ("iso2022_jp_ext" if not named and _JAPANESE.search(data) else "utf-8")
         if encoding != "utf-8":
             read_as = "ISO-2022-JP" if encoding.startswith("iso") else encoding.upper()
             notes.append(f"it has no byte-order mark and was read as {read_as}.")
