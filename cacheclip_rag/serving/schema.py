@@ -25,7 +25,10 @@ _IGNORED = frozenset(
         *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
         *("session_id", "chat_id", "request_id", "id", "message_id", "conversation_id", "thread_id", "trace_id"),
         *("provider", "route", "models", "usage", "caching", "num_retries", "drop_params", "ttl"),  # of what routes
-        *("cache", "tags", "fallbacks", "litellm_metadata", "litellm_session_id", "litellm_trace_id"),
+        *("cache", "tags", "fallbacks", "max_retries", "maxRetries"),
+        *("litellm_metadata", "litellm_session_id", "litellm_trace_id", "litellm_call_id", "litellm_logging_obj"),
+        # Open WebUI's, which has followed them itself
+        *("features", "variables", "model_item", "background_tasks", "tool_ids", "tool_servers", "filter_ids"),
         # Ollama's: how the model is loaded. The context is the model's own, and a longer prompt is an error
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
         # llama.cpp's and others': what is kept and shown, and numbers of samplers that are off
@@ -56,7 +59,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     **dict.fromkeys(("n_predict", "num_predict", "t_max_predict_ms"), (-1,)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw"), (False,)),
+    **dict.fromkeys(
+        ("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw", "safe_prompt", "background"),
+        (False,),
+    ),
     "reasoning_format": ("auto", "deepseek"),
     "add_bos_token": (True,),
     "ban_eos_token": (False,),

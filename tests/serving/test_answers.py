@@ -146,8 +146,14 @@ class TestOpenAI:
             **{"timings_per_token": True, "reasoning_format": "auto", "samplers": "", "n_predict": -1, "typ_p": 1},
             **{"dry_multiplier": 0, "dry_base": 1.75, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64},
         },
-        "LiteLLM's": {"litellm_metadata": {"a": "b"}, "fallbacks": ["x"], "cache": {"no-cache": True}, "tags": ["x"]},
-        "Open WebUI's": {"chat_id": "a", "session_id": "b", "id": "c", "user": {"name": "A", "role": "admin"}},
+        "LiteLLM's": {
+            "litellm_metadata": {"a": "b"},
+            "fallbacks": ["x"],
+            "cache": {"no-cache": True},
+            "litellm_call_id": "x",
+        },
+        "Open WebUI's": {"chat_id": "a", "id": "c", "user": {"name": "A"}, "features": {"x": True}, "params": {}},
+        "n8n's and Mistral's": {"maxRetries": 2, "timeout": 60_000, "safe_prompt": False},
         "vLLM's": {"return_token_ids": False, "priority": 1, "bad_words": [], "stop_token_ids": [], "min_tokens": 0},
     }
 
@@ -159,7 +165,7 @@ class TestOpenAI:
         assert said == ask(client).choices[0].message.content
         counted = served.client.get("/metrics").text
         for name in fields.keys() - {"n", "logprobs"}:
-            is_known = name not in ("new_field", "samplers", "bad_words", "stop_token_ids")
+            is_known = name not in ("new_field", "samplers", "bad_words", "stop_token_ids", "params")
             assert (f'field="{name}"' in counted) is is_known, name
         assert served.chat(**{'x"}\n': []}).status_code == 200
         counted = served.client.get("/metrics").text
