@@ -53,9 +53,9 @@ class DiskBackend(Backend):
 
     def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
         """``writer``: this process, by whose name temporary files are known; default a new one."""
-        self._root = Path(folder)
+        self._root = Path(folder).absolute()
         self.folder = self._root / "kv"
-        self._writer = writer or Writer(Path(folder))
+        self._writer = writer or Writer(self._root)
 
     def path_of(self, key: str) -> Path:
         return self.folder / key[:2] / _file_name(key)

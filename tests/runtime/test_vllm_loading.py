@@ -25,6 +25,7 @@ from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.vllm import loading
+from cacheclip_rag.vllm.captures import write_context
 from cacheclip_rag.vllm.loading import Loader, local_heads
 from cacheclip_rag.vllm.parameters import Settings
 from cacheclip_rag.vllm.passes import passes
@@ -158,6 +159,28 @@ class TestLoads:
         worker = Worker(made, method)
         worker.load(start)
         worker.check(start)
+
+    def test_nothing_is_computed_behind_the_last_computed_row(self, made: dict[str, Any]) -> None:
+        worker = Worker(made, "direct")
+        start = worker.plan.computed[-1][1] + BLOCK
+        assert start < worker.plan.num_ready and worker.load(start) == 0 and not worker.rows.runs
+        worker.check(start)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_kv_before_chunks(self, made: dict[str, Any], tmp_path: Path, rank: int) -> None:
+        """From a file, in the order of the request's blocks, the heads of one of two workers."""
+        worker, model = Worker(made, "direct", rank, 2), made["runtime"]
+        whole = torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in worker.cache.layers])
+        name = write_context(tmp_path, whole[:, :, :, : len(worker.ids)], model.fingerprint)
+        worker.loader._settings, worker.loader._group = Settings(exchange=tmp_path), SimpleNamespace(world_size=1)
+        start, stop = 5, worker.plan.num_ready
+        for where, gone in ((tmp_path, False), (tmp_path / "none", True)):
+            worker.loader._settings = Settings(exchange=where)
+            worker.loader.load(Load("a", worker.block_ids, start, stop, context=name))
+            ((_, found),) = worker.loader.work(10**6, waits=True)
+            assert isinstance(found, FileNotFoundError) if gone else found.rows == 0
+            worker.check(start)
+        worker.loader.close()
 
     @pytest.mark.parametrize("kind", ["a folder", "a shared store"])
     def test_entries_of_two_codecs(
