@@ -191,7 +191,8 @@ class ReadAhead:
 
     def _begin(self) -> None:
         """Take what is in memory, and start the thread if anything else is to be read."""
-        near = [key for key in self._ready if self._store.chunk_store.tiers.is_in_memory(key)]
+        in_memory = [backend for backend in self._store.chunk_store.tiers.backends if backend.in_memory]
+        near = [key for key in self._ready if any(backend.get_many([key]) for backend in in_memory)]
         for key, found in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
             self._settle(key, found)
         if len(near) < len(self._ready):

@@ -69,10 +69,6 @@ class Tiers(Backend):
             stats.misses += 1
         return None
 
-    def is_in_memory(self, key: str) -> bool:
-        """Whether a tier in memory holds a payload. Counts nothing."""
-        return any(backend.in_memory and backend.get_many([key]) for backend in self.backends)
-
     def holder(self, key: str) -> Backend:
         """The tier from which a payload would be read; the last one if no other has it. Reads and counts nothing."""
         for backend in self.backends[:-1]:

@@ -112,10 +112,8 @@ def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule) -> torch.Tensor:
-    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, without the share of a sink.
-
-    Weights are materialised only for the rows of a probe, and for layers and blocks that no kernel can compute.
-    """
+    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, without the share of a sink, where no
+    kernel can compute the attention or a probe asks for them."""
     logits = _logits(rows, keys, rule)
     if mask is not None:
         logits = logits + mask
