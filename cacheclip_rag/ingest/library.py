@@ -132,7 +132,7 @@ class Library:
     """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()
         self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
         self._database.on_replaced = lambda: logger.warning(
             "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder

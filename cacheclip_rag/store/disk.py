@@ -53,9 +53,9 @@ class DiskBackend(Backend):
 
     def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
         """``writer``: this process, by whose name temporary files are known; default a new one."""
-        self._root = Path(folder)
+        self._root = Path(folder).absolute()
         self.folder = self._root / "kv"
-        self._writer = writer or Writer(Path(folder))
+        self._writer = writer or Writer(self._root)
 
     def path_of(self, key: str) -> Path:
         return self.folder / key[:2] / _file_name(key)
@@ -76,6 +76,15 @@ class DiskBackend(Backend):
                 return 0
             os.lseek(file, start, os.SEEK_SET)
             return _read_into(file, target, Sink())
+
+    def read_parts(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> bool:
+        """Fill memory, each piece from its byte of a payload on, of one file whatever replaces it meanwhile. Whether
+        all was there."""
+        with self._opened(key) as (file, _):
+            return file is not None and all(
+                os.lseek(file, start, os.SEEK_SET) == start and _read_into(file, target, Sink()) == target.nbytes
+                for start, target in parts
+            )
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         with self._opened(key) as (file, size):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
 _ALL_HEADS = slice(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Joined:
     """Pieces of one kind, side by side."""
 
@@ -46,6 +47,17 @@ class Joined:
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         return torch.from_numpy(np.concatenate(runs))
 
+    @cached_property
+    def _piece_of_token(self) -> torch.Tensor:
+        """``(num_tokens,)`` int64."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.pieces)), self.lengths))
+
+    def in_blocks(self, num_tokens: int) -> list[Joined]:
+        """The same pieces, so many tokens together or one piece more."""
+        placed = zip(accumulate(self.lengths), self.starts, self.pieces, strict=True)
+        groups = ([*group] for _, group in groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens))
+        return [Joined(tuple(start for _, start, _ in each), tuple(kv for *_, kv in each)) for each in groups]
+
     def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
         """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
         first = self.pieces[0]
@@ -62,10 +74,11 @@ class Joined:
         for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
             found = [of_piece[index][number][own] for of_piece in self._arrays]
-            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                found = [np.concatenate(found, part.axis).repeat(self.lengths, part.axis)]
             side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
-            arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
+            array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
+            if part.shape[part.axis] == 1 and len(found) > 1:  # holds for all tokens of a chunk
+                array = array.index_select(part.axis, self._piece_of_token.to(device))
+            arrays.append(array)
         return codec.combine(arrays)
 
     def _moved(

@@ -257,7 +257,7 @@ class ModelRuntime(TextModel):
             layer = cache.layers[number]
             for joined, first, tables, sources in groups:
                 keys, values, scale = joined.layer(number, layer.device)
-                keys = rotate(keys, tables[number]).to(self.dtype)
+                keys = rotate(keys, tables[number], self.dtype)
                 values = (values if scale is None else values * scale).to(self.dtype)
                 layer.write_at(first, keys, values, sources[layer.device])
 
