@@ -1,12 +1,17 @@
 """Cold reads: how much of the time that a slow store takes is hidden behind computing.
 
     python benchmarks/cold_reads.py --json cold_reads.json
+    python benchmarks/cold_reads.py --lines 1:0.1,20:1,50:10 --method epic
 
 One prompt is answered up to the first token, in turns: from the system's page cache (warm), from a store of limited
 speed (overlapped), and from the same store with everything read before anything is computed (in turn). The hidden share
 is 1 - (overlapped - warm) / (in turn - warm). Other load changes these times, so that the share is also taken from the
 seconds in which a request waited for the store, overlapped and in turn (not waited). Neither can be more than the share
 of reading that computing lasts, which is printed as possible. Payloads of primary and auxiliary both count.
+
+With ``--lines`` (milliseconds of latency, gigabits a second), the first token is timed by plain prefill, with reads one
+after the other and 16 at once, with the first quarters of the chunks computed in full meanwhile, and as the controller
+chooses after it has measured the line.
 """
 
 from __future__ import annotations
@@ -15,17 +20,18 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers
+from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers, measure_reads
 from cacheclip_rag.testing import ThrottledBackend
-from cacheclip_rag.timing import QUESTION, make_texts, processor_name
+from cacheclip_rag.timing import QUESTION, Controller, fit_media, make_texts, processor_name
 
 ALL_LAYERS = 1_000_000
 WAYS = ("warm", "overlapped", "in turn")
@@ -41,6 +47,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--chunk-tokens", type=int, default=250)
     parser.add_argument("--speeds", default="20,50,200", help="of the store, in MB/s")
+    parser.add_argument("--lines", help="to object storage, such as 1:0.1,20:1")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write seconds and statistics to this file")
     given = parser.parse_args()
@@ -54,11 +61,17 @@ def main() -> None:
             method=given.method,
             prefix_cache_bytes=0,
             store=ChunkStore(Catalog(Path(folder)), Tiers([slow])),
+            recompute_ratio="auto" if given.lines else None,
         )
         count = max(1, given.tokens // given.chunk_tokens)
         texts = make_texts(engine.primary.tokenize, count, given.chunk_tokens, seed=1)
         engine.precompute(texts)
         prompt = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
+        if given.lines:
+            rows = measure_lines(engine, slow, prompt, texts, given.lines.split(","), given.repeats)
+            if given.json:
+                given.json.write_text(json.dumps(rows, indent=1))
+            return
         engine.generate(prompt, max_tokens=1, question=QUESTION)  # the first answer makes threads and buffers
         print(f"{processor_name()}, {torch.get_num_threads()} threads, {engine.parts.store.stats().bytes / 1e6:.0f} MB")
         print("| MB/s | warm | overlapped | in turn | hidden | not waited | possible |\n|---|---|---|---|---|---|---|")
@@ -100,6 +113,75 @@ def measure(
         **{f"{way} ttft_s": [stats.ttft_s for stats in found[way]] for way in WAYS},
         **{f"{way} phases_s": [stats.phases_s for stats in found[way]] for way in WAYS},
     }
+
+
+def measure_lines(
+    engine: CacheClipEngine,
+    slow: ThrottledBackend,
+    prompt: str,
+    texts: Sequence[str],
+    lines: Sequence[str],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Medians of the seconds to the first token over each line, in interleaved repeats."""
+    profile, method, rows = engine.profile_machine(), engine.make_method(None, "auto"), list[dict[str, Any]]()
+    codec = engine.parts.primary_caches(engine.parts.context_of(method)).codec
+    sizes = [size for size in (64, 256) for _ in range(3)]
+    kv = [torch.randn(engine.primary.kv_shape(size)).to(engine.primary.dtype) for size in sizes]
+    groups, quarter = [[0], [0, 1, 2], [3], [3, 4, 5]], max(1, len(texts) // 4)
+    shares = {f"{count} of {len(texts)} in full": count for count in range(quarter, len(texts), quarter)}
+    ways = ("plain", "one by one", "at once", *shares, "chosen")
+    print("| ms | Gb/s |", " | ".join(ways), "| the choice | best / chosen |\n" + "|---" * (len(ways) + 4) + "|")
+    for line in lines:
+        milliseconds, gigabits = map(float, line.split(":"))
+        slow.latency_s, slow.bytes_per_s = milliseconds / 1000, gigabits * 1e9 / 8
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        with parallel(slow, 16):
+            media = fit_media(measure_reads(engine.store.chunk_store, kv, groups, codec))
+        for _ in range(repeats):
+            for way in ways:
+                engine.parts.controllers.use_profile(method, replace(profile, media=media))
+                options: dict[str, Any] = {"plain": {"method": "full"}, "chosen": {}}.get(
+                    way, {"recompute_ratio": method.nominal_ratio}
+                )
+                if way in shares:
+                    options = {}
+                with parallel(slow, 1 if way == "one by one" else 16), computing(texts[: shares.get(way, 0)]):
+                    plan = engine.plan(prompt, question=QUESTION, **options) if way == "chosen" else None
+                    stats = engine.generate(prompt, max_tokens=1, question=QUESTION, **options).stats
+                seconds[way].append(stats.ttft_s)
+        medians = {way: statistics.median(each) for way, each in seconds.items()}
+        assert plan is not None
+        choice = "plain" if plan.bypass else f"{len(plan.in_full)} in full, ratio {plan.method.nominal_ratio:.2f}"
+        best = min(medians.values()) / medians["chosen"]
+        rows.append({"line": line, "choice": choice, "media": {name: asdict(each) for name, each in media.items()}})
+        rows[-1] |= {"ttft_s": seconds, "predicted_s": plan.prediction.seconds if plan.prediction else None}
+        print(
+            f"| {milliseconds:g} | {gigabits:g} |",
+            " | ".join(f"{medians[way]:.2f} s" for way in ways),
+            f"| {choice} | {best:.0%} |",
+            flush=True,
+        )
+    return rows
+
+
+@contextmanager
+def parallel(slow: ThrottledBackend, at_once: int) -> Iterator[None]:
+    """Reads as from a disk, one after the other, or as from object storage."""
+    slow.reads_at_once, slow.least_read = at_once, 1 << 20 if at_once > 1 else 1 << 18
+    yield
+
+
+@contextmanager
+def computing(texts: Sequence[str]) -> Iterator[None]:
+    """The controller has no choice but to compute these texts in full."""
+    decide = Controller.decide
+    if texts:
+        Controller.decide = lambda self, plan, *_: plan.computing(set(texts))  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Controller.decide = decide  # type: ignore[method-assign]
 
 
 @contextmanager

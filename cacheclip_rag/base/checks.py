@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from .errors import ConfigurationError
-from .paths import is_url
+from .paths import is_url, split_hot
 
 ALIASES = {
     "model": "primary",
@@ -75,7 +75,10 @@ def store_place(value: Any) -> Any:
     text = path_as_text(value)
     if not isinstance(text, str) or not text:
         return text
-    return text.rstrip("/") if is_url(text) else os.path.abspath(os.path.expanduser(text))
+    if not is_url(text):
+        return os.path.abspath(os.path.expanduser(text))
+    url, hot = split_hot(text)
+    return f"{url}?hot={hot}" if hot else url
 
 
 def is_whole_number(value: Any) -> bool:

@@ -13,11 +13,20 @@ from pathlib import Path
 
 SCHEMES = ("s3", "gs", "az", "file")
 """Of URLs of shared stores."""
+HOT_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
+"""Of URLs of hot tiers; those in ``s`` are encrypted."""
 
 
 def is_url(store: object) -> bool:
     """Whether a store is in object storage, not in a folder of this machine."""
     return "://" in str(store)
+
+
+def split_hot(store: str) -> tuple[str, str]:
+    """A shared store's URL, and that of the hot tier before it, or "": ``URL?hot=valkey://HOST:PORT`` names both, so
+    that whatever takes a store takes them."""
+    url, _, hot = store.partition("?hot=")
+    return url.rstrip("/"), hot
 
 
 @lru_cache

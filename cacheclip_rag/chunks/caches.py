@@ -99,9 +99,11 @@ class ChunkCaches:
         codecs = self.store.codecs_of([*keys.values()])
         return {text for text, key in keys.items() if key in codecs and keeps(codecs[key], self.codec)}
 
-    def reads_of(self, texts: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """What reading these chunks would take: entries and bytes by medium, without those in memory."""
-        return self.store.reads_of([self.key(text) for text in texts])
+    def reads_of(self, texts: Iterable[str]) -> dict[str, tuple[str, int]]:
+        """What reading these chunks would take: medium and bytes by text, without those in memory."""
+        keys = {text: self.key(text) for text in texts}
+        reads = self.store.reads_of([*keys.values()])
+        return {text: reads[key] for text, key in keys.items() if key in reads}
 
     def read(self, text: str, buffer: ReadBuffer | None = None) -> StoredKV | None:
         """Stored KV of a chunk, or None. KV in ``buffer`` is valid until the next read into it."""

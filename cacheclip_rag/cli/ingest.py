@@ -61,10 +61,15 @@ def ingest(
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     store = settings.store
     if is_url(store):
+        local = {"--dry-run": dry_run, "--strict": strict, "--embedding": embedding, "--backend": backend == "vllm"}
+        if ignored := [name for name, value in local.items() if value]:
+            raise ConfigurationError(f"{', '.join(ignored)} works on a store folder, not on {store}. Leave it out.")
         _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, as_json)
         return
-    if engine is not None or workers != 1:
-        raise ConfigurationError("--engine and --workers need a shared store, such as --store s3://bucket/prefix.")
+    if engine is not None or workers != 1 or settings.table(IngestTable).kv != "all":
+        raise ConfigurationError(
+            "--engine, --workers and kv of [ingest] need a shared store, such as --store s3://bucket/prefix."
+        )
 
     from ..ingest.embedding import Embedder
     from ..ingest.job import ingest as run
@@ -116,19 +121,23 @@ def _ingest_shared(
 ) -> None:
     """Into object storage: KV and texts, no embeddings."""
     from ..ingest.library import LibrarySettings
-    from ..ingest.shared import ENGINES, ingest_shared, read_settings
+    from ..ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, read_settings
     from ..ingest.splitting import check_sizes
     from ..models.load import concrete
     from .settings import given_settings
 
+    kv = settings.table(IngestTable).kv
     check_choice("engine", engine, ENGINES)
+    if workers != 1 and engine == "local":
+        raise ConfigurationError(f"one process encodes without --engine ray, got --workers {workers}. Add it.")
+    check_choice("kv", kv, KV_OF_TEXTS)
     own = {"chunk_tokens": chunk_tokens, "overlap_tokens": settings.table(IngestTable).overlap_tokens}
     given = {name: value for name, value in own.items() if value is not None}
     known = read_settings(settings.store) or LibrarySettings()
     chosen = replace(known, **given_settings({**settings.engine, **given}))
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = concrete(chosen.engine_config(**{**settings.engine, "store": settings.store}))
-    report = ingest_shared(paths, config, replace(chosen, dtype=config.dtype), engine=engine, workers=workers)
+    report = ingest_shared(paths, config, replace(chosen, dtype=config.dtype), engine=engine, workers=workers, kv=kv)
     if as_json:
         print_json({"store": settings.store, **report.to_dict()})
     else:
@@ -137,6 +146,12 @@ def _ingest_shared(
             f"chunks, {report.computed} computed"
         )
         print_names("nothing stored of", report.failed, err=True)
+        if report.above_quota:
+            typer.echo(
+                "the tenant's quota is reached. Raise it with cacheclip store limit, or remove documents and run "
+                "cacheclip store gc; then ingest again.",
+                err=True,
+            )
     if report.failed:
         raise typer.Exit(1)
 

@@ -30,17 +30,6 @@ from .tables import TABLES, Table
 if TYPE_CHECKING:
     from ..ingest.library import Library
 
-__all__ = [
-    "SettingsCommand",
-    "CommandSettings",
-    "checked_model",
-    "engine_options",
-    "existing_folder",
-    "existing_store",
-    "no_store",
-    "read_settings",
-]
-
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
 _FIELDS = {each.name: each for each in fields(EngineConfig)}
@@ -121,6 +110,20 @@ class CommandSettings:
 
         given = {name: value for name, value in self.engine.items() if name not in own}
         return replace(merge_settings(library, given).engine_config(**{**given, "store": self.store}), **own)
+
+    def store_config(self) -> EngineConfig:
+        """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
+        from ..ingest.library import Library
+
+        if is_url(self.store):
+            from ..ingest.shared import read_settings
+            from .settings import given_settings
+
+            known = read_settings(self.store)
+            chosen = replace(known, **given_settings(self.engine)) if known is not None else None
+            return chosen.engine_config(**{**self.engine, "store": self.store}) if chosen else self.config()
+        folder = Path(self.store).expanduser()
+        return self.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
 
 
 def engine_options(*names: str) -> Callable[[_Run], _Run]:

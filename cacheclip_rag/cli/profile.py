@@ -11,7 +11,7 @@ _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
 """Tokens and chunks of the prompts of the table."""
 
 
-@engine_options("primary", "auxiliary", "method", "dtype", "device")
+@engine_options("store", "primary", "auxiliary", "method")
 def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     """Measure prefills of growing prompts on this machine, and save the profile by which recompute ratios are chosen.
 
@@ -21,7 +21,7 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     from ..engine import CacheClipEngine
     from ..timing.controller import Work
 
-    config = settings.config()
+    config = settings.store_config() if settings.engine.get("store") else settings.config()
     engine = CacheClipEngine(config)
     found = engine.profile_machine()
     if as_json:

@@ -7,19 +7,17 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..base.errors import ConfigurationError
-from ..base.paths import is_url
+from ..base.paths import is_url, split_hot
 from ..base.removed import OPTIONS, refuse_removed
+from ..config import EngineConfig
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options
 from .tables import ServeTable
-
-if TYPE_CHECKING:
-    from ..config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,10 @@ def serve(
     backend: Annotated[str, typer.Option(help="What runs the primary: transformers or vllm.")] = "transformers",
     host: Annotated[str, typer.Option(help="Address to listen at; other than local ones need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
+    hot: Annotated[
+        str | None,
+        typer.Option(help="Valkey or Redis server before a shared store, such as valkey://cache:6379."),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +68,11 @@ def serve(
     # what can be refused without torch, which takes seconds to import
     refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
+    if hot is not None:
+        store = f"{split_hot(settings.store)[0]}?hot={hot}"
+        if not is_url(settings.store):
+            raise ConfigurationError(f"--hot needs a shared store, such as s3://bucket/prefix, got {settings.store!r}.")
+        settings = replace(settings, engine={**settings.engine, "store": EngineConfig(store=store).store})
     door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
     if backend == "vllm":
         _serve_vllm(settings, door, context.args, as_json)
@@ -83,7 +90,7 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
     table = settings.table(ServeTable)
     check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
     launch(
-        _config(settings),
+        settings.store_config(),
         flags,
         served_name=table.served_name,
         host=door.host,
@@ -101,7 +108,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from ..serving.access import Access, read_tenants
 
     table = settings.table(ServeTable)
-    config = _config(settings)
+    config = settings.store_config()
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from ..serving.app import Limits
@@ -132,21 +139,6 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     _log_to_stderr()
     with suppress(KeyboardInterrupt):
         server.run()
-
-
-def _config(settings: CommandSettings) -> EngineConfig:
-    """Settings of the engine: those of the store's documents, if it has any, and the given ones."""
-    from ..ingest.library import Library
-
-    if is_url(settings.store):
-        from ..ingest.shared import read_settings
-        from .settings import given_settings
-
-        known = read_settings(settings.store)
-        chosen = replace(known, **given_settings(settings.engine)) if known is not None else None
-        return chosen.engine_config(**{**settings.engine, "store": settings.store}) if chosen else settings.config()
-    folder = Path(settings.store).expanduser()
-    return settings.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
 
 
 def _log_to_stderr() -> None:

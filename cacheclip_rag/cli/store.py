@@ -99,7 +99,14 @@ def limit(
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it."""
+    """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it; in a shared store,
+    which has limits of tenants only, gc does."""
+    if is_url(store) and namespace is not None:
+        from ..store.shared import care
+
+        care.set_quota(store, namespace, max_bytes or None)
+        _show({"store": store, "namespace": namespace, "max_bytes": max_bytes or None}, as_json)
+        return
     from ..store.care import open_store
 
     opened = open_store(Path(existing_folder(store)).expanduser())

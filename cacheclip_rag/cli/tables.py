@@ -16,15 +16,6 @@ from dataclasses import dataclass, fields
 from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = [
-    "TABLES",
-    "CertifyTable",
-    "FinetuneTable",
-    "IngestTable",
-    "ServeTable",
-    "Table",
-]
-
 
 class Table:
     """A table. Values of another type than their field's, and negative numbers, raise ConfigurationError."""
@@ -52,6 +43,8 @@ class IngestTable(Table):
 
     overlap_tokens: int | None = None
     """Tokens shared by neighbouring chunks; None: as the store has them, at first 0."""
+    kv: str = "all"
+    """KV that is stored: of ``all`` texts, or, in a shared store, of ``hot`` ones: those that answers use."""
 
 
 @dataclass(frozen=True, slots=True)

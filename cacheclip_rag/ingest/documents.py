@@ -17,19 +17,6 @@ from ..base.errors import DocumentError, MissingExtraError
 from .pdf import PYPDF, pdf_text
 from .text import HTML_SUFFIXES, SAVE_AS_TEXT, DocumentText, cleaned, decoded, encoding_of_page, html_text
 
-__all__ = [
-    "EmptyFileError",
-    "MARKDOWN_SUFFIXES",
-    "PDF_SUFFIX",
-    "SUFFIXES",
-    "TABLE_SUFFIXES",
-    "digest_file",
-    "find_files",
-    "is_read",
-    "printable",
-    "read_document",
-]
-
 logger = logging.getLogger(__name__)
 
 MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})

@@ -26,8 +26,6 @@ from ..config import EngineConfig
 from ..models.packaged.catalogue import packaged_name
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
-__all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]
-
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "library.sqlite3"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +19,17 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
 from ..base.paths import is_url
 from ..base.progress import progress_bar
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
+from ..store.shared.care import room
 from ..store.shared.objects import ObjectBackend
 from ..store.shared.place import SharedPlace, need
 from ..store.shared.store import SharedStore, read_store_file
-from ..store.shared.table import Removal, TextTable, schema
+from ..store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, digest_file, find_files, read_document
 from .library import LibrarySettings
 from .splitting import Splitter
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINES = ("local", "ray")
+KV_OF_TEXTS = ("all", "hot")
 _SETTINGS_FILE = "settings.json"
 _DOCUMENTS_AT_ONCE = 8
 """Documents of a batch: what a killed worker costs."""
@@ -79,17 +83,25 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
 class Encode:
     """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
-    columns ``path`` (a file or URL) and ``version``."""
+    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the first answer that uses one
+    stores its KV."""
 
-    def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0) -> None:
-        self._config, self._sizes = config, (chunk_tokens, overlap_tokens)
+    def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
+        check_choice("kv", kv, KV_OF_TEXTS)
+        self._config, self._sizes, self._kv = config, (chunk_tokens, overlap_tokens), kv
 
     @cached_property
     def engine(self) -> CacheClipEngine:
         return CacheClipEngine(self._config)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        return encode_table(self._passages(table) if "path" in table.column_names else table, self.engine)
+        table = self._passages(table) if "path" in table.column_names else table
+        if self._kv == "all":
+            return encode_table(table, self.engine)
+        texts = [SharedText(r["text"], r["document"], r["document"], r.get("version") or "") for r in table.to_pylist()]
+        rows = rows_of(self._config.namespace, texts)
+        pa = need("pyarrow")
+        return rows.append_column("computed", pa.array([0] * rows.num_rows, pa.int64()))
 
     def _passages(self, table: pa.Table) -> pa.Table:
         splitter = Splitter(self.engine.primary.tokenizer, *self._sizes)
@@ -143,19 +155,28 @@ class SharedReport:
     """Documents that are gone."""
     failed: list[str] = field(default_factory=list)
     """Documents of which nothing is stored."""
+    above_quota: bool = False
+    """Whether they are left out because the tenant's KV has reached its quota."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def ingest_shared(
-    paths: Sequence[str], config: EngineConfig, settings: LibrarySettings, *, engine: str = "local", workers: int = 1
+    paths: Sequence[str],
+    config: EngineConfig,
+    settings: LibrarySettings,
+    *,
+    engine: str = "local",
+    workers: int = 1,
+    kv: str = "all",
 ) -> SharedReport:
     """Bring a shared store up to date with files, folders and URLs. Only new and changed documents are encoded; those
     that are gone from a given folder are removed. May be killed at any time, and run again.
 
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
+        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the first one.
 
     Raises:
         ConfigurationError: the store was made with other settings.
@@ -166,6 +187,7 @@ def ingest_shared(
     url = str(config.store)
     fix_settings(url, settings)
     kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
+    kept |= {"kv": kv} if kv != "all" else {}
     tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
     found = {
         path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32]
@@ -176,16 +198,21 @@ def ingest_shared(
     known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
     work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
     report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
+    left = room(url, config.namespace) if kv == "all" else math.inf
     run = {"local": _encoded_here, "ray": _encoded_by_ray}[engine]
-    encode = {"config": config, "chunk_tokens": settings.chunk_tokens, "overlap_tokens": settings.overlap_tokens}
+    encode = {name: getattr(settings, name) for name in ("chunk_tokens", "overlap_tokens")}
+    encode |= {"config": config, "kv": kv}
     done: set[str] = set()
     with progress_bar("ingesting", len(work), "documents") as advance:
-        for rows in _together(run(work, encode, workers)):
+        for rows in _together(run(work, encode, workers) if left > 0 else iter(())):
             counts = commit(rows).to_pylist()[0]
             report.texts, report.computed = report.texts + counts["texts"], report.computed + counts["computed"]
             done |= {*rows["document"].to_pylist()}
             advance(len(done))
+            if left < math.inf and (left := room(url, config.namespace)) <= 0:
+                break
     report.failed = sorted({row["path"] for row in work} - done)
+    report.above_quota = left <= 0 and bool(report.failed)
     gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
     if gone:
         table.commit(schema().empty_table(), Removal(names=gone))
@@ -199,14 +226,11 @@ def fix_settings(url: str, settings: LibrarySettings) -> None:
     if known is None:
         objects = ObjectBackend(SharedPlace(url))
         try:
-            objects._ask(
-                "put", _SETTINGS_FILE, json.dumps(asdict(settings)).encode(), mode="create", use_multipart=False
-            )
-            return
-        except FileExistsError:
-            known = read_settings(url)
+            if objects.create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode()):
+                return
         except OSError as error:
             raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
+        known = read_settings(url)
     mine, theirs = asdict(settings), asdict(known or settings)
     differences = [
         f"{n} {theirs[n]!r}, not {mine[n]!r}"
@@ -224,10 +248,8 @@ def read_settings(url: str) -> LibrarySettings | None:
     objects = ObjectBackend(SharedPlace(url))
     read_store_file(objects)
     try:
-        found = json.loads(bytes(objects._ask("get", _SETTINGS_FILE).bytes()))
-        return LibrarySettings(**found)
-    except FileNotFoundError:
-        return None
+        found = objects.fetch_json(_SETTINGS_FILE)
+        return LibrarySettings(**found) if found is not None else None
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{url}/{_SETTINGS_FILE} cannot be read: {error}.") from error
 
@@ -265,7 +287,7 @@ def _passages_of(path: str, splitter: Splitter) -> list[str]:
             root, _, name = path.rpartition("/")
             file = Path(folder) / f"document{suffix}"
             try:
-                file.write_bytes(bytes(ObjectBackend(SharedPlace(root))._ask("get", name).bytes()))
+                file.write_bytes(ObjectBackend(SharedPlace(root)).fetch(name))
             except OSError as error:
                 raise DocumentError(f"{path} cannot be read: {error}") from error
         text = read_document(file)
@@ -290,10 +312,12 @@ def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 def _encoded_here(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
     worker = Encode(**encode)
-    for start in range(0, len(work), _DOCUMENTS_AT_ONCE):
-        yield worker(need("pyarrow").Table.from_pylist([*work[start : start + _DOCUMENTS_AT_ONCE]]))
-    if work:
-        worker.engine.close()
+    try:
+        for start in range(0, len(work), _DOCUMENTS_AT_ONCE):
+            yield worker(need("pyarrow").Table.from_pylist([*work[start : start + _DOCUMENTS_AT_ONCE]]))
+    finally:
+        if work:
+            worker.engine.close()
 
 
 def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
@@ -317,7 +341,5 @@ def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any]
         compute=ray.data.ActorPoolStrategy(size=workers),
         num_cpus=1,
         num_gpus=1 if has_gpus else 0,
-        max_restarts=-1,  # a killed worker costs its batch
-        max_task_retries=-1,
-    )
+    )  # a killed worker costs its batch: Ray Data starts it anew, and gives it the batch again
     yield from rows.iter_batches(batch_size=None, batch_format="pyarrow")

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ..base.errors import DocumentError
 
-__all__ = ["HTML_SUFFIXES", "DocumentText", "cleaned", "decoded", "encoding_of_page", "html_text"]
-
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 
 _BOMS = {  # UTF-32 first: its mark begins like UTF-16's

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ..methods.base import Method
@@ -17,6 +17,15 @@ the tokens that no question has recomputed yet."""
 ROWS_FOR_EXACT_KV = 64
 """Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
 over a single row: the weights are read once."""
+
+
+class Read(NamedTuple):
+    """One payload that a plan reads."""
+
+    text: str
+    is_primary: bool
+    medium: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,8 @@ class Reading:
     beside: str = ""
     """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
     ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
+    reads: tuple[Read, ...] = field(default=(), repr=False)
+    """What is read, in prompt order, as far as its medium was measured."""
 
     @property
     def seconds(self) -> float:
@@ -72,6 +83,8 @@ class Plan:
     unusable: int = 0
     """Missing texts that are stored, but for another model, dtype, system prompt or chunk context, or without the
     auxiliary model's KV."""
+    in_full: tuple[Span, ...] = ()
+    """Chunks that are stored, and computed in full all the same, while the ``reused`` ones are read."""
     not_found: int = 0
     """Given documents of which no part stands in the prompt."""
     bypass: str | None = None
@@ -85,7 +98,7 @@ class Plan:
 
     @property
     def missing(self) -> tuple[Span, ...]:
-        reused = set(self.reused)
+        reused = {*self.reused, *self.in_full}
         return tuple(span for span in self.layout.chunks if span not in reused)
 
     @property
@@ -137,6 +150,11 @@ class Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""
         keys = dict(zip(self.reused, self.keys, strict=False))
         return replace(self, reused=tuple(spans), keys=tuple(keys[span] for span in spans if span in keys))
+
+    def computing(self, texts: Collection[str]) -> Plan:
+        """The plan that computes chunks of these texts in full."""
+        in_full = tuple(span for span in self.reused if span.whole in texts)
+        return replace(self.reusing([span for span in self.reused if span.whole not in texts]), in_full=in_full)
 
     @property
     def budget_tokens(self) -> int:

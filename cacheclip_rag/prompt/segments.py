@@ -369,7 +369,7 @@ class PromptReader:
                 :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
             variables: further variables of the chat template, which
                 :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
-            parts: False finds whole texts only, as tokenizers without offsets do.
+            parts: False finds whole texts only.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
@@ -377,7 +377,6 @@ class PromptReader:
         if tools:
             self._check_tools(tools)
         runtime, own = self.runtime, self.system_prompt
-        parts = parts and runtime.has_offsets
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)

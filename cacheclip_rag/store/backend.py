@@ -81,6 +81,10 @@ class Backend(ABC):
         """One payload, or None. The backend may read it into memory of ``sink``, which checks it piece by piece."""
         return self.get_many([key]).get(key)
 
+    def offer(self, key: str, data: Buffer) -> None:
+        """Store a copy of a payload that a slower backend holds: perhaps later, or not at all."""
+        self.put(key, data)
+
     def read_part(self, key: str, start: int, target: memoryview) -> int:
         """Fill ``target`` from a payload's bytes, from number ``start`` on. Returns how many there were, 0 if the
         payload is missing. Asked only of a backend with :attr:`has_parts`, which should override it. The payload may be

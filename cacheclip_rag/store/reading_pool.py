@@ -16,9 +16,14 @@ Result = TypeVar("Result")
 
 
 @cache
-def _pool(pid: int) -> ThreadPoolExecutor:
+def _pool(pid: int, name: str = "cacheclip-reads", most: int = _MOST) -> ThreadPoolExecutor:
     """A forked process has no threads of its parent's."""
-    return ThreadPoolExecutor(_MOST, "cacheclip-reads")
+    return ThreadPoolExecutor(most, name)
+
+
+def later(work: Callable[[], object]) -> Future[Any]:
+    """Work that nobody waits for, one after the other."""
+    return _pool(os.getpid(), "cacheclip-copies", 1).submit(work)
 
 
 def each_in_pool(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -27,13 +32,16 @@ def each_in_pool(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 def in_order(work: Iterable[Callable[[], object]], at_once: int, is_wanted: Callable[[], bool]) -> None:
-    """Begin work in order, up to ``at_once`` of it at a time, while it is wanted. Ends when what was begun has ended,
-    and raises the first error."""
+    """Begin work in order, up to ``at_once`` of it at a time, while it is wanted; one at a time is done here. Ends when
+    what was begun has ended, and raises the first error."""
     running: set[Future[Any]] = set()
     ended: list[Future[Any]] = []
     for each in work:
         if not is_wanted():
             break
+        if at_once == 1:
+            each()
+            continue
         while len(running) >= at_once:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             ended += [future for future in done if future.exception() is not None]

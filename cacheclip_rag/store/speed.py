@@ -30,6 +30,8 @@ class TimedRead(NamedTuple):
     num_bytes: int
     """Of all of them, as the catalog counts them."""
     seconds: float
+    at_once: int = 1
+    """Reads that were under way together."""
 
 
 def has_room(store: ChunkStore, shapes: Sequence[Sequence[int]], codec: str) -> bool:
@@ -83,4 +85,5 @@ def _read(tenant: TenantStore, backend: Backend, keys: Sequence[str], *, num_lay
         raise StoreError(f"tier {backend.name!r} gave no chunk cache back that was written to it")
     if len(media) > 1:
         return None
-    return TimedRead(media.pop(), len(keys), sum(entry.num_bytes for entry in entries.values()), seconds)
+    num_bytes = sum(entry.num_bytes for entry in entries.values())
+    return TimedRead(media.pop(), len(keys), num_bytes, seconds, backend.reads_at_once)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..base.checks import check_namespace
-from ..base.database import is_busy
+from ..base.database import is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import text_row
@@ -23,6 +23,7 @@ from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import (
     CODECS,
+    HEAD_BYTES,
     Frame,
     FrameError,
     FrameSink,
@@ -45,8 +46,6 @@ _USES = 64
 """Uses after which they are recorded."""
 _MOST_USES = 64 * _USES
 """Uses that are remembered while another process has the catalog."""
-_HEAD_BYTES = 1 << 14
-"""Enough for the header of a frame with 300 layers; a payload with a longer one is read as a whole."""
 _MOST_HEADER_BYTES = 1 << 20
 _ANY: Mapping[str, Shape] = {}
 _FAILURES = (FrameError, OSError, MemoryError, StoreError)
@@ -158,17 +157,15 @@ class TenantStore:
 
     # -- in parts -----------------------------------------------------------------------------------------------------
 
-    def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """What reading these keys would take: entries and bytes, by medium. Entries in memory are left out. Reads no
+    def reads_of(self, keys: Sequence[str]) -> dict[str, tuple[str, int]]:
+        """What reading these keys would take: medium and bytes, by key. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""
-        tiers, found = self.chunk_store.tiers, dict[str, tuple[int, int]]()
+        tiers, found = self.chunk_store.tiers, dict[str, tuple[str, int]]()
         for key, entry in self._entries(keys)[1].items():
             with suppress(OSError):
                 holder = tiers.holder(key)
                 if not holder.in_memory:
-                    medium = holder.medium(key)
-                    count, num_bytes = found.get(medium, (0, 0))
-                    found[medium] = (count + 1, num_bytes + entry.num_bytes)
+                    found[key] = holder.medium(key), entry.num_bytes
         return found
 
     @property
@@ -195,15 +192,16 @@ class TenantStore:
 
     def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
-            found = self.chunk_store.tiers.head(key, _HEAD_BYTES)
+            found = self.chunk_store.tiers.begin(key, HEAD_BYTES)
             if found is None:
                 return None
-            frame = checked_frame(Frame.parse(found[0], key, num_bytes=found[1]), shape)
+            head, num_bytes, tier = found
+            frame = checked_frame(Frame.parse(head, key, num_bytes=num_bytes), shape)
             if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
                 return None
-            memory = _returnable_memory(found[1])
-            memory[: frame.start] = memoryview(found[0])[: frame.start]
-            return StoredKV(replace(frame, data=memory))
+            memory = _returnable_memory(num_bytes)
+            memory[: frame.start] = memoryview(head)[: frame.start]
+            return StoredKV(replace(frame, data=memory), tier=tier)
         except _FAILURES:
             return None
 
@@ -213,7 +211,7 @@ class TenantStore:
         frame = stored.frame
         begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
         try:
-            if self.chunk_store.tiers.read_part(frame.key, begin, frame.data[begin:end]) != end - begin:
+            if self.chunk_store.tiers.read_part(frame.key, begin, frame.data[begin:end], stored.tier) != end - begin:
                 return False
             frame.verify(first, end)
         except _FAILURES:
@@ -234,17 +232,21 @@ class TenantStore:
         """Count a payload of which :meth:`read_layers` read all layers that are used; if they are the whole, faster
         tiers may get a copy."""
         self._hits += 1
-        self.chunk_store.tiers.count_hit()
+        self.chunk_store.tiers.count_hit(stored.tier)
         self.record_use(stored.frame.key)
         if is_whole:
-            self.chunk_store.tiers.promote(
-                stored.frame.key, stored.frame.data, len(self.chunk_store.tiers.backends) - 1
-            )
+            self.chunk_store.tiers.promote(stored.frame.key, stored.frame.data, stored.tier)
 
     def _get(
-        self, key: str, buffer: ReadBuffer | None, known: bool, entry: Entry | None, shape: Shape | None = None
+        self,
+        key: str,
+        buffer: ReadBuffer | None,
+        known: bool,
+        entry: Entry | None,
+        shape: Shape | None = None,
+        first: int = 0,
     ) -> StoredKV | None:
-        """``known``: whether the catalog could be asked for ``entry``."""
+        """``known``: whether the catalog could be asked for ``entry``. ``first``: tier that is asked first."""
         tiers = self.chunk_store.tiers
         if known and entry is None:
             tiers.drop_copies([key])  # another process may have deleted it
@@ -252,7 +254,7 @@ class TenantStore:
         sink = _EntrySink(self.chunk_store, key, entry.num_bytes if entry is not None else 0, buffer, shape)
         tier = len(tiers.backends) - 1
         try:
-            found = tiers.find(key, sink)
+            found = tiers.find(key, sink, first)
             if found is None:
                 if entry is not None:
                     self._correct(key)
@@ -269,6 +271,9 @@ class TenantStore:
             return None
         except FrameError as error:
             tiers.count_damaged(tier)
+            if tier < len(tiers.backends) - 1:  # only a copy
+                tiers.drop_copies([key])
+                return self._get(key, buffer, known, entry, shape, tier + 1)
             logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
             self._remove_damaged(key)
             return None
@@ -280,7 +285,7 @@ class TenantStore:
             if tier < len(tiers.backends) - 1:  # another process has replaced it
                 tiers.drop_copies([key])
                 known, entries = self._entries([key])
-                return self._get(key, buffer, known, entries.get(key), shape)
+                return self._get(key, buffer, known, entries.get(key), shape, tier + 1)
             self._correct(key)
         tiers.promote(key, data, tier)
         return StoredKV(frame)
@@ -375,15 +380,16 @@ class TenantStore:
         self.flush()
         self.chunk_store.close()
 
-    def flush(self) -> None:
-        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are lost,
-        or recorded later."""
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Record uses that are not recorded yet. A full disk, or a catalog that is busy for over ``wait_s``, does
+        not stop a read: the uses are lost, or recorded later."""
         with self._lock:
             uses, self._uses = self._uses, []
         if not uses:
             return
         try:
-            self.catalog.use(uses)
+            with waiting_at_most(wait_s):
+                self.catalog.use(uses)
         except StoreError as error:
             logger.debug("%d uses are not recorded yet: %s", len(uses), error)
             if is_busy(error):

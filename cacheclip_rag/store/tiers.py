@@ -49,24 +49,17 @@ class Tiers(Backend):
             raise ConfigurationError("a chain of tiers needs at least one backend, got none.")
         self.backends = tuple(backends)
         self._stats = [TierStats(backend.name) for backend in backends]
-
-    @property
-    def reads_at_once(self) -> int:  # type: ignore[override]
-        return self.last.reads_at_once
-
-    @property
-    def least_read(self) -> int:  # type: ignore[override]
-        return self.last.least_read
+        self.reads_at_once, self.least_read = self.last.reads_at_once, self.last.least_read
 
     @property
     def last(self) -> Backend:
         """The backend that holds everything."""
         return self.backends[-1]
 
-    def find(self, key: str, sink: Sink) -> tuple[Buffer, int] | None:
-        """A payload and the number of its tier, or None. Faster tiers get no copy yet, because the payload may be
-        damaged; see :meth:`promote`."""
-        for number, (backend, stats) in enumerate(zip(self.backends, self._stats, strict=True)):
+    def find(self, key: str, sink: Sink, first: int = 0) -> tuple[Buffer, int] | None:
+        """A payload and the number of its tier, from ``first`` on, or None. Faster tiers get no copy yet, because the
+        payload may be damaged; see :meth:`promote`."""
+        for number, (backend, stats) in [*enumerate(zip(self.backends, self._stats, strict=True))][first:]:
             started = time.perf_counter()
             data = backend.read(key, sink)
             if data is not None:
@@ -75,10 +68,6 @@ class Tiers(Backend):
                 return data, number
             stats.misses += 1
         return None
-
-    def is_in_memory(self, key: str) -> bool:
-        """Whether a tier in memory holds a payload. Counts nothing."""
-        return any(backend.in_memory and backend.get_many([key]) for backend in self.backends)
 
     def holder(self, key: str) -> Backend:
         """The tier from which a payload would be read; the last one if no other has it. Reads and counts nothing."""
@@ -89,26 +78,32 @@ class Tiers(Backend):
 
     @property
     def has_parts(self) -> bool:  # type: ignore[override]
-        """Whether payloads that are not in memory can be read in parts: no tier between memory and the last one must
-        be asked first."""
-        return self.last.has_parts and all(backend.in_memory for backend in self.backends[:-1])
+        """Whether payloads that are not in memory can be read in parts."""
+        return all(backend.in_memory or backend.has_parts for backend in self.backends)
 
-    def read_part(self, key: str, start: int, target: memoryview) -> int:
+    def begin(self, key: str, num_bytes: int) -> tuple[Buffer, int, int] | None:
+        """As :meth:`head`, of the fastest tier outside memory that has the payload; and the tier's number."""
+        for number, backend in enumerate(self.backends):
+            if not backend.in_memory and (found := backend.head(key, num_bytes)) is not None:
+                return *found, number
+        return None
+
+    def read_part(self, key: str, start: int, target: memoryview, tier: int = -1) -> int:
         started = time.perf_counter()
-        count = self.last.read_part(key, start, target)
-        self._stats[-1].read_s += time.perf_counter() - started
+        count = self.backends[tier].read_part(key, start, target)
+        self._stats[tier].read_s += time.perf_counter() - started
         return count
 
-    def count_hit(self) -> None:
+    def count_hit(self, tier: int) -> None:
         """Count a payload that was read in parts, and the faster tiers that did not have it."""
-        for stats in self._stats[:-1]:
+        for stats in self._stats[:tier]:
             stats.misses += 1
-        self._stats[-1].hits += 1
+        self._stats[tier].hits += 1
 
     def promote(self, key: str, data: Buffer, tier: int) -> None:
         """Copy a payload that was found in ``tier`` to all faster ones."""
         for faster in self.backends[:tier]:
-            faster.put(key, data)
+            faster.offer(key, data)
 
     def drop_copies(self, keys: Iterable[str]) -> None:
         """Remove payloads from all tiers but the last, for instance because another process deleted them there."""

@@ -1,4 +1,4 @@
-"""A storage backend that is as slow as you say, and fails when you say: for tests and for benchmarks."""
+"""A storage backend that is as slow and as far away as you say, and fails when you say: for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from ..store.backend import Backend, Sink
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ThrottledBackend"]
-
 
 class ThrottledBackend(Backend):
-    """Reads of another backend, one after the other at a given speed. Waiting takes no processor time.
+    """Reads of another backend over a line of a given latency and speed. Waiting takes no processor time.
 
     >>> ChunkStore(Catalog(folder), Tiers([ThrottledBackend(DiskBackend(folder), bytes_per_s=50e6)]))
     """
@@ -28,26 +26,34 @@ class ThrottledBackend(Backend):
         backend: Backend,
         *,
         bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
+        reads_at_once: int = 1,
         before_read: Callable[[str, int, int], None] | None = None,
         in_parts: bool = True,
     ) -> None:
         """
         Args:
             bytes_per_s: speed of all readers together; default that of the backend.
+            latency_s: before the first byte of each read.
+            reads_at_once: above 1, reads are as large as those of object storage.
             before_read: called before each read with the key, the first byte, and the number of bytes (-1: all). It may
                 wait, or raise OSError.
             in_parts: whether payloads can be read in parts, if the backend can do so.
         """
         self.backend, self.bytes_per_s, self._before_read = backend, bytes_per_s, before_read
+        self.latency_s, self.reads_at_once = latency_s, reads_at_once
+        self.least_read = 1 << 20 if reads_at_once > 1 else backend.least_read
         self.has_parts = in_parts and backend.has_parts  # type: ignore[misc]
         self._free_at = 0.0
         self._lock = threading.Lock()
 
     def _wait(self, num_bytes: int) -> None:
-        if self.bytes_per_s is None:
+        if self.bytes_per_s is None and not self.latency_s:
             return
+        arrives = time.perf_counter() + self.latency_s
         with self._lock:
-            until = self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self.bytes_per_s
+            until = max(self._free_at, arrives) + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+            self._free_at = until if self.bytes_per_s else 0.0
         time.sleep(max(0.0, until - time.perf_counter()))
 
     def _asked(self, key: str, start: int, num_bytes: int) -> None:

@@ -24,7 +24,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from ..base.keys import json_digest
 from ..base.paths import cache_home, write_json
 from ..fusion.answer import FusionStats
 from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan, Prediction, Reading
+from ..plan.plan import Plan, Prediction, Read, Reading
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)
@@ -155,18 +155,30 @@ class Profile:
             return NOTHING_TO_READ
         primary, scorer = kv_sources.primary, kv_sources.auxiliary
         unread = [span for span in plan.reused if span.stop > known]
-        scored = {span.whole for span in unread if not plan.layout.is_exact(span)}
-        auxiliary_s = self._read_s(scorer.caches.reads_of(scored)) if scorer is not None else {}
-        primary_s = self._read_s(primary.reads_of({span.whole for span in unread}))
-        by_medium = {name: auxiliary_s.get(name, 0.0) + primary_s.get(name, 0.0) for name in auxiliary_s | primary_s}
+        scored = dict.fromkeys(span.whole for span in unread if not plan.layout.is_exact(span))
+        found = {True: primary.reads_of(dict.fromkeys(span.whole for span in unread))}
+        if scorer is not None:
+            found[False] = scorer.caches.reads_of(scored)
+        reads = [
+            Read(text, is_primary, *read)
+            for is_primary, of_model in found.items()
+            for text, read in of_model.items()
+            if read[0] in self.media
+        ]
+        beside = "" if plan.method.reads_cache else "recompute" if primary.store.reads_parts else "scoring"
+        return self.reading_of(reads, beside)
+
+    def reading_of(self, reads: Sequence[Read], beside: str) -> Reading:
+        """What these reads take. Entries of one medium are read together."""
+        seconds: dict[bool, dict[str, float]] = {True: {}, False: {}}
+        for is_primary, medium in {(read.is_primary, read.medium) for read in reads}:
+            sizes = [read.num_bytes for read in reads if (read.is_primary, read.medium) == (is_primary, medium)]
+            seconds[is_primary][medium] = self.media[medium].seconds(len(sizes), sum(sizes))
+        by_medium = {read.medium: sum(each.get(read.medium, 0.0) for each in seconds.values()) for read in reads}
         medium = max(by_medium, key=lambda name: by_medium[name], default=PAGE_CACHE)
         if medium == PAGE_CACHE:  # the lines hold it already
             return NOTHING_TO_READ
-        beside = "" if plan.method.reads_cache else "recompute" if primary.store.reads_parts else "scoring"
-        return Reading(medium, sum(auxiliary_s.values()), sum(primary_s.values()), beside)
-
-    def _read_s(self, reads: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        return {name: self.media[name].seconds(*read) for name, read in reads.items() if name in self.media}
+        return Reading(medium, sum(seconds[False].values()), sum(seconds[True].values()), beside, tuple(reads))
 
     @classmethod
     def of(cls, identity: Mapping[str, Any], samples: Sequence[Timing], reads: Sequence[TimedRead] = ()) -> Profile:
@@ -179,7 +191,7 @@ class Profile:
             fit([(*s.work.plain(), s.seconds) for s in plain]),
             fit([(*s.work.fused(ratio), s.phases_s["recompute"]) for s, ratio in fused]),
             fit([(s.work.stale, s.work.chunks, s.before_s) for s, _ in fused]),
-            _fit_media(reads),
+            fit_media(reads),
         )
 
     @property
@@ -223,19 +235,24 @@ def fit(rows: Sequence[tuple[float, float, float]], *, constant: bool = True) ->
     return Cost(*best.tolist())
 
 
-def _fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
-    """A line for each medium. Of equal reads, the shortest counts: other load only adds to it. No constant, because a
-    prompt may need many more entries than were measured, and what they take must grow with them."""
-    shortest: dict[str, dict[tuple[int, int], float]] = {}
+def fit_media(reads: Sequence[TimedRead]) -> dict[str, Cost]:
+    """A line for each medium, of two numbers: seconds for an entry, or for as many as are read at once, and seconds for
+    a byte. Of equal reads, the shortest counts: other load only adds to it. What entries take must grow with them,
+    because a prompt may need many more than were measured: a medium that serves many reads at once takes the seconds
+    once, and again for every so many entries."""
+    shortest: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for read in reads:
-        of_medium, seconds = shortest.setdefault(read.medium, {}), max(read.seconds, _TICK_S)
-        work = read.entries, read.num_bytes
+        of_medium = shortest.setdefault((read.medium, read.at_once), {})
+        seconds, work = max(read.seconds, _TICK_S), (read.entries, read.num_bytes)
         of_medium[work] = min(seconds, of_medium.get(work, seconds))
-    return {
-        medium: fit([(*work, seconds) for work, seconds in found.items()], constant=False)
-        for medium, found in shortest.items()
-        if len(found) >= 3
-    }
+    found = {}
+    for (medium, at_once), measured in shortest.items():
+        if len(measured) >= 3:
+            once = float(at_once > 1)
+            rows = [(once + entries / at_once, size, seconds) for (entries, size), seconds in measured.items()]
+            line = fit(rows, constant=False)
+            found[medium] = Cost(once * line.first, line.first / at_once, line.second)
+    return found
 
 
 def find_profile(identity: Mapping[str, Any]) -> Profile | None:
@@ -297,28 +314,33 @@ class Controller:
 
         Without ``max_ttft_s``, that is the least ratio that may be chosen. With it, the plan is plain prefill if that
         is soon enough, else it gets the largest ratio that is. Where reading the store takes longer than the recompute
-        beside it, the ratio is raised as long as that costs no time. Without a limit, and where no ratio keeps to it,
-        the plan is plain prefill if reuse would save less than a tenth of its time."""
+        beside it, some chunks are computed in full while the others are read, as many as make the first token soonest,
+        and the ratio is raised as long as that costs no time. Without a limit, and where no ratio keeps to it, the plan
+        is plain prefill if reuse would save less than a tenth of its time."""
         work = Work.of(plan, known)
         plain_s = self._computing(work) * self.profile.plain_s(work)
         ratio, *larger = self._ratios(plan)
+        shares = [(plan, work, reading), *self._shares(plan, known, reading, ratio)]
 
-        def fused_s(ratio: float) -> float:
-            return self._fused_s(work, ratio, _at(ratio, plan, reading))
+        def fused_s(ratio: float, share: tuple[Plan, Work, Reading]) -> float:
+            return self._fused_s(share[1], ratio, _at(ratio, plan, share[2]))
+
+        def soonest(ratio: float) -> tuple[Plan, Work, Reading]:
+            return min(shares, key=lambda share: fused_s(ratio, share))
 
         if max_ttft_s is not None:
-            ratio = next((each for each in reversed(larger) if fused_s(each) <= max_ttft_s), ratio)
-        seconds = fused_s(ratio)
-        ratio = max([ratio, *(each for each in larger if fused_s(each) <= seconds)])
+            ratio = next((each for each in reversed(larger) if fused_s(each, soonest(each)) <= max_ttft_s), ratio)
+        share = soonest(ratio)
+        seconds = fused_s(ratio, share)
+        ratio = max([ratio, *(each for each in larger if fused_s(each, share) <= seconds)])
         if max_ttft_s is not None and plain_s <= max_ttft_s:
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and {max_ttft_s:.2f} s are allowed"
         elif seconds > _WORTH * plain_s and (max_ttft_s is None or seconds > max_ttft_s):
             why = f"plain prefill is predicted to take {plain_s:.2f} s, and reuse {seconds:.2f} s"
         else:
             method = plan.method.at(ratio) if plan.method.has_ratio else plan.method
-            return replace(
-                plan, method=method, prediction=Prediction(seconds, plain_s, known, _at(ratio, plan, reading))
-            )
+            reading = _at(ratio, plan, share[2])
+            return replace(share[0], method=method, prediction=Prediction(seconds, plain_s, known, reading))
         return replace(plan, bypass=why, prediction=Prediction(plain_s, plain_s, known))
 
     def observe(self, plan: Plan, stats: FusionStats) -> None:
@@ -351,6 +373,20 @@ class Controller:
                     self._reading[reading.medium] = _adjusted(factor, stats.reading_s, reading.seconds)
                 elif work.stale:
                     self._left_s += _NEW * (stats.left_to_read_s / work.stale - self._left_s)
+
+    def _shares(self, plan: Plan, known: int, reading: Reading, ratio: float) -> Iterator[tuple[Plan, Work, Reading]]:
+        """Plans that compute more and more of the chunks in full instead of reading them, the first ones first: behind
+        others that are exact, a chunk is exact too. None where nobody waits for reading."""
+        work = Work.of(plan, known)
+        if self._fused_s(work, ratio, _at(ratio, plan, reading)) <= self._fused_s(work, ratio):
+            return
+        texts = [*dict.fromkeys(read.text for read in reading.reads if read.medium != PAGE_CACHE)]
+        for count in sorted({round(len(texts) * step / _STEPS) for step in range(_STEPS + 1)} - {0}):
+            computed = {*texts[:count]}
+            share = plan.computing(computed)
+            if share.reused:
+                reads = [read for read in reading.reads if read.text not in computed]
+                yield share, Work.of(share, known), self.profile.reading_of(reads, reading.beside)
 
     def _ratios(self, plan: Plan) -> list[float]:
         """Ratios that may be chosen, at least one, in order. 1.0 is always one of them: it is exact."""

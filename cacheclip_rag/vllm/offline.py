@@ -17,6 +17,7 @@ from typing import Any
 
 from ..base.checks import check_choice
 from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
+from ..base.paths import is_url
 from ..fusion.wire import FusionPlan
 from ..guards.metrics import Metrics
 from ..methods.base import Method
@@ -47,7 +48,7 @@ def engine_options(
     """Arguments of ``vllm.LLM`` (and ``AsyncEngineArgs``) that make it take fused prompts.
 
     Args:
-        store: folder of the chunk-cache store.
+        store: folder or URL of the chunk-cache store.
         namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
             None: the environment names them (:data:`~cacheclip_rag.vllm.parameters.NAMESPACES_VARIABLE`).
         device: ``cpu`` or ``gpu``.
@@ -60,7 +61,7 @@ def engine_options(
     if sealed:
         extra["sealed"] = True
     if store is not None:
-        extra["store"] = str(Path(store).absolute())
+        extra["store"] = str(store if is_url(store) else Path(store).absolute())
     return {
         "worker_cls": f"cacheclip_rag.vllm.worker.{_WORKERS[device]}",
         "kv_transfer_config": {

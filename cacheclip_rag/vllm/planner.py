@@ -19,6 +19,7 @@ from ..answering.pipeline import Answering
 from ..answering.prefill import stats_of
 from ..answering.writer import ChunkWriter
 from ..base.clock import PhaseClock
+from ..base.database import ANSWER_WAIT_S
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
 from ..fusion.answer import FusionStats
@@ -79,8 +80,8 @@ class Planner:
 
     def __init__(self, config: EngineConfig | None = None, *, served: Served | None = None, **options: Any) -> None:
         """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
-        a folder that vLLM's workers can read. Planners of several tenants may share the
-        :class:`~cacheclip_rag.store.ChunkStore` of that folder: ``Planner(config, store=shared)``.
+        a folder or URL that vLLM's workers can read. Planners of several tenants may share its
+        :class:`~cacheclip_rag.store.ChunkStore`: ``Planner(config, store=shared)``.
 
         Args:
             served: what vLLM runs; default a CPU without quantisation. A
@@ -92,7 +93,7 @@ class Planner:
         shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
-            raise ConfigurationError("vLLM's workers read chunks from a store folder, and none is set. Set store.")
+            raise ConfigurationError("vLLM's workers read chunks from a store, and none is set. Set store.")
         for name in ("finish", "max_ttft_s"):
             if getattr(self.config, name) not in (None, False, 0.0, "none"):
                 raise ConfigurationError(f"{name} has no effect on answers of vLLM. Leave it out.")
@@ -214,7 +215,7 @@ class Planner:
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
-        self.parts.store.flush()  # now: nobody evicts what was just used before all else, and it is not read yet
+        self.parts.store.flush(ANSWER_WAIT_S)  # now: until they have read it, it is what others evict last
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
 

@@ -64,7 +64,7 @@ class EngineFields(BaseModel):
     auxiliary: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.auxiliary
     """Small model that scores tokens; None for methods that need none. Also ``auxiliary_model_name``."""
     store: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.store  # type: ignore[assignment]
-    """Folder of the chunk-cache store; None keeps chunk caches in memory only."""
+    """Folder or URL of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = _ENGINE.namespace
     """Tenant. Two namespaces never share an entry."""
     method: Any = _ENGINE.method

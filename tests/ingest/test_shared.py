@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typer.testing
 
@@ -21,11 +28,12 @@ from tests.object_storage import bucket, s3_address, set_environment  # noqa: F4
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
 
-from cacheclip_rag.ingest import Commit, Encode, encode_table  # noqa: E402
+from cacheclip_rag.ingest import Commit, Encode, encode_table, shared  # noqa: E402
 from cacheclip_rag.ingest.library import LibrarySettings  # noqa: E402
 from cacheclip_rag.ingest.shared import SharedReport, ingest_shared  # noqa: E402
-from cacheclip_rag.store.shared.care import compact, create, gc, stats, verify  # noqa: E402
-from cacheclip_rag.store.shared.place import SharedPlace  # noqa: E402
+from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
+from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
+from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402
 from cacheclip_rag.store.shared.table import TextTable  # noqa: E402
 
 
@@ -132,6 +140,64 @@ class TestJob:
         assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
         assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
 
+    def test_kv_of_hot_texts_is_stored_by_the_first_answer(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        """The others have a row only. A second job changes nothing; KV that is there stays."""
+        given = [str(documents)]
+        report = ingest_shared(given, config, settings, kv="hot")
+        assert report.computed == 0 < report.texts and stats(str(config.store))["payloads"] == 0
+        assert ingest_shared(given, config, settings, kv="hot").unchanged == 4
+        engine = CacheClipEngine(config)
+        store = engine.store.chunk_store
+        store.poll()  # type: ignore[attr-defined]
+        used = texts_of(config)[str(documents / "0.txt")]
+        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(2)]
+        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (len(used), 0)]
+        store.commit()
+        engine.close()
+        rows = TextTable(SharedPlace(str(config.store)), "default").rows(["text", "kv"]).to_pylist()
+        assert {row["text"] for row in rows if row["kv"]} == {*used}
+        report = ingest_shared(given, config, settings)  # now of all
+        assert report.computed == len({row["text"] for row in rows}) - len(used)
+
+    def test_a_tenant_keeps_to_its_quota(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A job ends with the commit that reaches it; a cleaning takes the KV of the others that were written first.
+        Texts stay, and another tenant's KV."""
+        monkeypatch.setattr(shared, "_COMMIT_S", -1.0)
+        monkeypatch.setattr(shared, "_DOCUMENTS_AT_ONCE", 1)
+        url, given = str(config.store), [str(documents)]
+        other = replace(config, namespace="other")
+        ingest_shared(given, other, settings)
+        set_quota(url, "default", 1)
+        for _ in range(2):
+            report = ingest_shared(given, config, settings)
+            assert (report.documents, len(report.failed), report.above_quota) == (4, 3, True)
+            assert len(texts_of(config)) == 1
+        set_quota(url, "default", None)
+        report = ingest_shared(given, config, settings)
+        assert (report.unchanged, report.failed, report.above_quota) == (1, [], False)
+        before, texts = stats(url)["tenants"], {name: {*found} for name, found in texts_of(config).items()}
+        mine, theirs = tenant_folder("default"), tenant_folder("other")
+        quota = 100_000  # bytes of seven payloads, beside those of the chunk context, which belong to no text
+        run = typer.testing.CliRunner().invoke(
+            app, ["store", "limit", str(quota), "--store", url, "--namespace", "default"]
+        )
+        assert run.exit_code == 0 and stats(url)["tenants"][mine]["max_bytes"] == quota
+        objects = ObjectBackend(SharedPlace(url))
+        age = {each["path"]: each["last_modified"] for each in objects.objects_of(f"{mine}/kv/")}
+        found = gc(url, grace_s=0)
+        after = stats(url)["tenants"]
+        assert found["above_quota"] == found["deleted"] > 1 and room(url, "default") >= 0
+        assert {name: {*found} for name, found in texts_of(config).items()} == texts
+        assert after[theirs] == before[theirs]
+        left = {each["path"] for each in objects.objects_of(f"{mine}/kv/")}
+        gone = [written for path, written in age.items() if path not in left]
+        assert max(gone) <= sorted(age.values())[len(gone)], "the oldest ones, but for the chunk context"
+        assert verify(url)["missing"] == 0 and gc(url, grace_s=0)["above_quota"] == 0
+
 
 def settings_of(settings: LibrarySettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in LibrarySettings.__dataclass_fields__}
@@ -159,8 +225,98 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     assert engine.chunk_caches()[0].codec == "int8"
     assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits >= len(CHUNKS)
     engine.close()
-    refused = runner.invoke(app, ["store", "limit", "--store", url, "5"])
-    assert isinstance(refused.exception, ConfigurationError) and "folder" in str(refused.exception)
+    for words, command in (
+        ("folder", ["store", "limit", "--store", url, "5"]),
+        ("without --engine ray", ["ingest", str(documents), "--store", url, "--workers", "2"]),
+        ("--dry-run, --strict works on", ["ingest", str(documents), "--store", url, "--dry-run", "--strict"]),
+    ):
+        refused = runner.invoke(app, command)
+        assert isinstance(refused.exception, ConfigurationError) and words in str(refused.exception)
+
+
+_POLL_S = 0.3
+_SERVER = f"""
+from cacheclip_rag.cli import main
+from cacheclip_rag.store.shared import store
+store.POLL_S = {_POLL_S}
+main()
+"""
+
+
+class Serving:
+    """``cacheclip serve`` on another machine: a process with a home of its own."""
+
+    def __init__(self, address: str, home: Path) -> None:
+        self.home, self.client = home, httpx.Client(base_url=address, timeout=60)
+
+    def hits(self, texts: Sequence[str], **fields: Any) -> int:
+        body = {"messages": [{"role": "user", "content": rag_prompt(texts)}], "max_tokens": 2, **fields}
+        return int(self.client.post("/v1/chat/completions", json=body).raise_for_status().json()["cacheclip"]["hits"])
+
+    def all_until(self, texts: Sequence[str], wanted: int, **fields: Any) -> set[int]:
+        """Ask until so many texts are found; all numbers that were found. A few polls are enough."""
+        found, until = {self.hits(texts, **fields)}, time.monotonic() + 20 * _POLL_S
+        while wanted not in found and time.monotonic() < until:
+            found.add(self.hits(texts, **fields))
+        assert wanted in found, found
+        return found
+
+
+@pytest.fixture
+def serving(config: EngineConfig, tmp_path: Path) -> Iterator[Serving]:
+    home = tmp_path / "home of the server"
+    options = ["--primary", config.primary, "--auxiliary", "none", "--dtype", "float32", "--port", "0", "--json"]
+    command = [sys.executable, "-c", _SERVER, "serve", "--store", str(config.store), "--method", "anchored", *options]
+    environment = {**os.environ, "CACHECLIP_HOME": str(home)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        serving = Serving(json.loads(process.stdout.readline())["address"], home)
+        with serving.client:
+            yield serving
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_one_machine_ingests_while_another_serves(
+    config: EngineConfig, settings: LibrarySettings, tmp_path: Path, serving: Serving
+) -> None:
+    """New texts are found at the next poll. A document is one version or the other for who reads the table, and a
+    server always finds one. What is erased is gone everywhere."""
+    file, url = tmp_path / "document.txt", str(config.store)
+    passages: list[list[str]] = []
+    assert serving.hits(CHUNKS) == 0
+    for version in (CHUNKS[:2], CHUNKS[2:3]):
+        file.write_text(" ".join(version))
+        ingest_shared([str(file)], config, settings)
+        passages += texts_of(config).values()
+        serving.all_until(passages[-1], len(passages[-1]))
+    old, new = passages
+    assert serving.hits(old) == 0 and len(old) != len(new)
+    versions, seen, stop = {(*old,), (*new,)}, set(), threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.add((*texts_of(config)[str(file)],))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    file.write_text(" ".join(CHUNKS[:2]))
+    ingest_shared([str(file)], config, settings)
+    found = serving.all_until([*old, *new], len(old))
+    stop.set()
+    reader.join()
+    assert seen <= versions and (*old,) in seen
+    assert found <= {len(old), len(new), len(old) + len(new)}
+    engine = CacheClipEngine(config)
+    assert engine.release(sources=[str(file)]) == len(old)
+    engine.close()
+    serving.all_until(old, 0)
+    gc(url, grace_s=0)
+    assert stats(url)["texts"] == 0 and stats(url)["payloads"] == 2, "what comes before every chunk stays"
+    assert serving.hits(old, cacheclip={"documents": old}) == 0
+    (replica,) = serving.home.rglob("replica.sqlite3")
+    for table_of_texts in ("texts", "contents", "sources", "rows"):
+        assert sqlite3.connect(replica).execute(f"SELECT * FROM {table_of_texts}").fetchall() == []
 
 
 class DyingEncode(Encode):
@@ -195,7 +351,8 @@ def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> It
     ray.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_job_on_ray_survives_a_killed_worker(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag.store import TenantStore
-from tests.object_storage import bucket, s3_address  # noqa: F401
+from tests.object_storage import bucket, s3_address, valkey_address  # noqa: F401
 from tests.store.samples import opened, put
 
 

@@ -92,7 +92,7 @@ def use_everything(folder: Path) -> None:
         lambda: Library(folder).documents(),
         question,
         lambda: clear(folder),
-        lambda: StoreReader(folder, "t")._backend.get_many([key(1)]),
+        lambda: StoreReader(folder, "t")._tiers.get_many([key(1)]),
     ]
     for action in actions:
         use(action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError
+from cacheclip_rag.base.errors import MissingExtraError, StoreError
 from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
@@ -142,6 +144,25 @@ class TestMachines:
         assert gc(store_url)["deleted"] == 0 and gc(store_url, grace_s=0)["deleted"] == 1
         assert verify(store_url)["missing"] == 0
 
+    @pytest.mark.parametrize("released", ["while it is answered", "before the commit"])
+    def test_what_another_machine_releases_is_not_stored_again(self, machine: Machine, released: str) -> None:
+        """By an answer that found the text, but not its KV."""
+        one, other = machine(), machine()
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        answer = other.stream(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+        next(answer)
+        if released == "before the commit":
+            assert [*answer] and other.is_stored(CHUNKS[1])
+        one.release([CHUNKS[1]])
+        shared(other).poll()
+        assert released == "before the commit" or [*answer]
+        shared(other).commit()
+        shared(one).poll()
+        for engine in (one, other):
+            assert [engine.library.index.known(chunk) for chunk in CHUNKS] == [True, False, True, True]
+
     def test_sources_and_documents_are_shared(self, machine: Machine) -> None:
         one, other = machine(), machine()
         one.precompute({CHUNKS[0]: [("page 1", "book")], CHUNKS[1]: [("page 2", "book")]})
@@ -192,6 +213,46 @@ class TestMachines:
         assert asked and {name.split("/")[1] for name in asked if name.startswith("tenants/")} == {
             tenant_folder("one")[8:]
         }
+
+
+def of_llama_index(options: dict[str, Any]) -> tuple[str, int]:
+    from llama_index.llms.cacheclip import CacheClipLLM
+
+    llm = CacheClipLLM(**options, max_tokens=4)
+    found = llm.complete(rag_prompt(CHUNKS))
+    llm.engine.close()
+    return found.text, found.additional_kwargs["cacheclip"]["hits"]
+
+
+def of_langchain(options: dict[str, Any]) -> tuple[str, int]:
+    from langchain_cacheclip import CacheClipLLM
+
+    llm = CacheClipLLM(**options, max_tokens=4)
+    (found,) = llm.generate([rag_prompt(CHUNKS)]).generations[0]
+    llm.engine.close()
+    return found.text, found.generation_info["cacheclip"]["hits"]  # type: ignore[index]
+
+
+def of_the_server(options: dict[str, Any]) -> tuple[str, int]:
+    from tests.serving.conftest import running
+
+    with running(EngineConfig(**options)) as served:
+        found = served.chat(rag_prompt(CHUNKS)).json()
+    return found["choices"][0]["message"]["content"], found["cacheclip"]["hits"]
+
+
+@pytest.mark.parametrize("way", [of_llama_index, of_langchain, of_the_server])
+def test_every_way_in_takes_the_url(
+    way: Callable[[dict[str, Any]], tuple[str, int]], machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a home of its own, and the answer that the machine gives which stored the texts."""
+    one = machine()
+    one.precompute(CHUNKS)
+    expected = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    assert shared(one).objects.locate("default", [one.chunk_caches()[0].key(CHUNKS[0])])
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "another home"))
+    options = {"primary": one.config.primary, "auxiliary": None, "method": "anchored", "store": one.config.store}
+    assert way(options) == (expected.text, expected.stats.hits) == (expected.text, len(CHUNKS))
 
 
 class TestPayloadsNeverChange:
@@ -248,15 +309,52 @@ class TestPayloadsNeverChange:
         assert hits(machine()) == len(CHUNKS)
 
 
+_NEXT_VERSION = """
+import json, sys
+from cacheclip_rag.base import keys
+keys.FRAME_VERSION += 1
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.store.shared.care import gc, verify
+engine = CacheClipEngine(primary=sys.argv[1], auxiliary=None, method="anchored", store=sys.argv[2])
+chunks, prompt = json.loads(sys.argv[3]), sys.argv[4]
+counts = [engine.precompute(chunks), engine.generate(prompt, SamplingParams(max_tokens=2)).stats.hits]
+engine.close()
+found = verify(sys.argv[2])
+print(counts, gc(sys.argv[2], grace_s=0)["deleted"], found["damaged"], found["missing"])
+"""
+
+
+def test_two_versions_of_the_package_leave_each_others_payloads(machine: Machine, store_url: str) -> None:
+    """They are misses, also for those who may delete."""
+    one = machine()
+    one.precompute(CHUNKS)
+
+    def payloads() -> dict[str, str]:
+        return {
+            each["path"]: each["e_tag"]
+            for each in shared(one).objects.objects_of("tenants/")
+            if each["path"].endswith(".kv")
+        }
+
+    before = payloads()
+    command = [sys.executable, "-c", _NEXT_VERSION, one.config.primary, store_url, json.dumps(CHUNKS)]
+    run = subprocess.run([*command, rag_prompt(CHUNKS)], capture_output=True, text=True, check=True)
+    assert run.stdout == f"[{len(CHUNKS)}, {len(CHUNKS)}] 0 [] 0\n"
+    both, report = payloads(), verify(store_url)
+    assert before.items() < both.items() and report["other_versions"] == len(both) - len(before)
+    assert (report["damaged"], report["missing"], gc(store_url, grace_s=0)["deleted"]) == ([], 0, 0)
+    assert payloads() == both and hits(machine()) == len(CHUNKS)
+
+
 # -- outages --------------------------------------------------------------------------------------------------------
 
 
 class Relay:
-    """Stands between a client and the server: passes bytes on, or is silent, or gone."""
+    """Stands between a client and the server: passes bytes on, or is silent, or gone, or cannot write conditionally."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("http://").partition(":")
-        self._to, self.is_silent = (host, int(port)), False
+        self._to, self.is_silent, self.hides = (host, int(port)), False, b""
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
@@ -277,7 +375,7 @@ class Relay:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 if not self.is_silent:
-                    target.sendall(data)
+                    target.sendall(data.replace(self.hides, self.hides[::-1]) if self.hides else data)
 
     def go(self) -> None:
         self._listener.close()
@@ -312,6 +410,17 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
     assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
     assert relay.connections == asked
+
+
+def test_storage_that_ignores_conditions_is_refused(relay: Relay, store_url: str) -> None:
+    """Nothing of the probe stays, and no store is made."""
+    url = f"{store_url}-anew"
+    relay.hides = b"if-none-match"
+    with pytest.raises(StoreError, match="with If-None-Match, so that writers would replace one another's"):
+        create(url)
+    relay.hides = b""
+    assert [*ObjectBackend(SharedPlace(url)).objects_of("")] == []
+    assert create(url) == create(url) and len([*ObjectBackend(SharedPlace(url)).objects_of("")]) == 1
 
 
 def test_a_process_that_carries_out_plans_reads_it_without_a_catalog(machine: Machine, store_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -11,12 +12,13 @@ from typing import Any
 from ...base.errors import ConfigurationError, StoreError
 from ..codecs import CODECS, Frame, FrameError, OtherVersionError
 from .objects import ObjectBackend
-from .place import LAYOUT, SharedPlace, key_and_codec
+from .place import LAYOUT, SharedPlace, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
 from .table import Removal, TextTable, schema
 
 _TENANTS = "tenants/"
 _GARBAGE_FILE = "garbage.json"
+_QUOTA_FILE = "quota.json"
 
 
 def create(url: str, codec: str | None = None) -> dict[str, Any]:
@@ -32,36 +34,31 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
             f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
         )
     objects = ObjectBackend(SharedPlace(url.rstrip("/")))
-    _probe(objects)
     made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
     try:
-        objects._ask("put", STORE_FILE, json.dumps(made).encode(), mode="create", use_multipart=False)
-    except FileExistsError:
-        made = read_store_file(objects)
-        if codec is not None and made["codec"] != codec:
-            raise ConfigurationError(f"the store {url} was made with codec {made['codec']}, got {codec}.") from None
+        if not _writes_once(objects):
+            raise StoreError(
+                f"{url} does not keep an object that is written again with If-None-Match, so that writers would "
+                "replace one another's. Use a storage with conditional writes, such as S3, MinIO, Ceph, GCS or Azure."
+            )
+        is_new = objects.create(STORE_FILE, json.dumps(made).encode())
     except OSError as error:
         raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
+    if not is_new:
+        made = read_store_file(objects)
+        if codec is not None and made["codec"] != codec:
+            raise ConfigurationError(f"the store {url} was made with codec {made['codec']}, got {codec}.")
     return made
 
 
-def _probe(objects: ObjectBackend) -> None:
-    """Whether a name is written once only."""
-    name, url = f"probe-{secrets.token_hex(8)}", objects.place.url
+def _writes_once(objects: ObjectBackend) -> bool:
+    """Whether storage keeps an object that is written again."""
+    name = f"probe-{secrets.token_hex(8)}"
+    objects.create(name, b"1")
     try:
-        objects._ask("put", name, b"1", mode="create", use_multipart=False)
-        try:
-            objects._ask("put", name, b"2", mode="create", use_multipart=False)
-        except FileExistsError:
-            return
-        finally:
-            objects._ask("delete", [name])
-    except OSError as error:
-        raise StoreError(f"the shared store {url} cannot be made: {error}.") from error
-    raise StoreError(
-        f"{url} does not keep an object that is written again with If-None-Match, so that writers would replace one "
-        "another's. Use a storage with conditional writes, such as S3, MinIO, Ceph, GCS or Azure."
-    )
+        return not objects.create(name, b"2")
+    finally:
+        objects.remove([name])
 
 
 def _opened(url: str) -> ObjectBackend:
@@ -82,10 +79,25 @@ class SharedTenant:
     rows: int = 0
     texts: int = 0
     documents: int = 0
+    quota: int | None = None
+    """Bytes that the KV of its texts may take; None: as many as they are."""
 
     @property
     def num_bytes(self) -> int:
         return sum(each["size"] for each in self.objects)
+
+    def oldest_above_quota(self) -> Removal:
+        """Payloads that were written first, as many as are above the quota. Their texts stay."""
+        removal, own = Removal(), {key_and_codec(each["path"]): each for each in self.objects}
+        named = sorted((each["last_modified"], name) for name, each in own.items() if name in self.known)
+        excess = sum(own[name]["size"] for _, name in named) - self.quota if self.quota is not None else 0
+        for _, name in named:
+            if excess <= 0:
+                break
+            assert name is not None, "a row names it"
+            removal.payloads.setdefault(self.known[name], set()).add(name)
+            excess -= own[name]["size"]
+        return removal
 
 
 def _tenants(objects: ObjectBackend) -> list[str]:
@@ -102,17 +114,49 @@ def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
     found.documents = len({row["document"] for row in rows} - {""})
     found.known = {(each["key"], each["codec"]): row["digest"] for row in rows for each in row["kv"]}
     found.objects = [*objects.objects_of(f"{folder}/kv/")]
+    found.quota = _quota(objects, folder)
     return found
+
+
+def _quota(objects: ObjectBackend, folder: str) -> int | None:
+    found = objects.fetch_json(f"{folder}/{_QUOTA_FILE}")
+    return int(found["max_bytes"]) if found else None
+
+
+def set_quota(url: str, namespace: str, max_bytes: int | None) -> None:
+    """Limit the bytes of the KV of a tenant's texts; None: no limit. :func:`gc` and ingestion hold it."""
+    objects, name = _opened(url), f"{tenant_folder(namespace)}/{_QUOTA_FILE}"
+    try:
+        if max_bytes is None:
+            objects.remove([name])
+        else:
+            objects.replace(name, json.dumps({"max_bytes": max_bytes}).encode())
+    except OSError as error:
+        raise StoreError(f"the quota cannot be written to {objects.place.url}: {error}.") from error
+
+
+def room(url: str, namespace: str) -> float:
+    """Bytes that the KV of a tenant's texts may still take; infinite without a quota. Raises StoreError."""
+    objects, folder = _opened(url), tenant_folder(namespace)
+    try:
+        quota = _quota(objects, folder)
+        if quota is None:
+            return math.inf
+        rows = TextTable(objects.place, namespace).rows(["kv"])["kv"].to_pylist()
+        sizes: dict[tuple[str, str], int] = {(kv["key"], kv["codec"]): kv["bytes"] for row in rows for kv in row}
+        return quota - sum(sizes.values())
+    except OSError as error:
+        raise StoreError(f"the shared store {objects.place.url} does not answer: {error}.") from error
 
 
 def stats(url: str) -> dict[str, Any]:
     """Rows, texts, documents, payloads and bytes of each tenant."""
-    objects, tenants = _opened(url), {}
+    objects, tenants = _opened(url), dict[str, dict[str, Any]]()
     for folder in _tenants(objects):
         found = _look(objects, folder)
         tenants[folder] = {
             **{"rows": found.rows, "texts": found.texts, "documents": found.documents},
-            **{"payloads": len(found.objects), "bytes": found.num_bytes},
+            **{"payloads": len(found.objects), "bytes": found.num_bytes, "max_bytes": found.quota},
         }
     total = {
         name: sum(each[name] for each in tenants.values())
@@ -123,16 +167,20 @@ def stats(url: str) -> dict[str, Any]:
 
 def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
     """Delete payloads that no row names: those that an earlier run saw so ``grace_s`` seconds ago, and that are as old.
-    Also files of the table that held removed texts. What an ingestion found meanwhile is younger: it writes what it
-    finds again before it commits. ``grace_s`` 0 deletes at once; run it while nothing is ingested."""
-    objects, found = _opened(url), {"deleted": 0, "bytes": 0, "waiting": 0, "table_files": 0}
+    What an ingestion found meanwhile is younger: it writes what it finds again before it commits. Above a tenant's
+    quota, the oldest payloads lose their rows first; their texts stay, and are computed again where they are used. Also
+    deletes files of the table that held removed texts. ``grace_s`` 0 deletes at once; run it while nothing is
+    ingested."""
+    objects, found = _opened(url), {"above_quota": 0, "deleted": 0, "bytes": 0, "waiting": 0, "table_files": 0}
     now = time.time()
     for folder in _tenants(objects):
         tenant, name = _look(objects, folder), f"{folder}/{_GARBAGE_FILE}"
-        try:
-            seen = json.loads(bytes(objects._ask("get", name).bytes()))
-        except FileNotFoundError:
-            seen = {}
+        if above := tenant.oldest_above_quota():
+            tenant.table.commit(schema().empty_table(), above)
+            gone_names = set().union(*above.payloads.values())
+            tenant.known = {each: digest for each, digest in tenant.known.items() if each not in gone_names}
+            found["above_quota"] += len(gone_names)
+        seen = objects.fetch_json(name) or {}
         own = {each["path"]: each for each in tenant.objects if key_and_codec(each["path"]) is not None}
         garbage = {path: each for path, each in own.items() if key_and_codec(path) not in tenant.known}
         since = {path: float(seen.get(path, now)) for path in garbage}
@@ -145,7 +193,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
         gone = [path for path in gone if path not in kept]
         objects.remove(gone)
         waiting = {path: since[path] for path in garbage if path not in gone and path not in kept}
-        objects._ask("put", name, json.dumps(waiting).encode(), use_multipart=False)
+        objects.replace(name, json.dumps(waiting).encode())
         found["deleted"], found["waiting"] = found["deleted"] + len(gone), found["waiting"] + len(waiting)
         found["bytes"] += sum(garbage[path]["size"] for path in gone)
         found["table_files"] += tenant.table.vacuum(grace_s / 3600)
@@ -154,10 +202,9 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
 
 def _has_no_text(objects: ObjectBackend, path: str) -> bool:
     """Whether a payload is that of the shared prefix, which no row names, and which every prompt reads."""
-    head = memoryview(objects._ask("get_range", path, start=0, length=1 << 16))
-    key, size = (key_and_codec(path) or ("", ""))[0], objects._ask("head", path)["size"]
+    head, size = objects.beginning(path, 1 << 16)
     try:
-        return Frame.parse(head, key, num_bytes=size).digest is None
+        return Frame.parse(head, (key_and_codec(path) or ("", ""))[0], num_bytes=size).digest is None
     except FrameError:
         return False
 
@@ -178,7 +225,7 @@ def verify(url: str) -> dict[str, Any]:
                 continue
             key, codec = name
             try:
-                frame = Frame.parse(memoryview(objects._ask("get", each["path"]).bytes()), key)
+                frame = Frame.parse(objects.fetch(each["path"]), key)
                 frame.verify()
                 if frame.codec != codec:
                     raise FrameError(f"it is stored as {frame.codec}")
@@ -186,7 +233,8 @@ def verify(url: str) -> dict[str, Any]:
                 found["other_versions"] += 1
             except FrameError:
                 found["damaged"].append(each["path"])
-        whole = {key_and_codec(each["path"]) for each in tenant.objects if each["path"] not in found["damaged"]}
+        paths = {each["path"] for each in tenant.objects} - {*found["damaged"]}
+        whole = {key_and_codec(path, any_version=True) for path in paths}
         missing = {name: digest for name, digest in tenant.known.items() if name not in whole}
         objects.remove([each["path"] for each in tenant.objects if each["path"] in found["damaged"]])
         found["missing"] += len(missing)

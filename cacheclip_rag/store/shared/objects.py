@@ -7,10 +7,10 @@ is decided by whoever knows the codec that is wanted (:meth:`ObjectBackend.use`)
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,6 +120,10 @@ class ObjectBackend(Backend):
 
         return self.breaker.call(run)
 
+    def likely_name(self, key: str) -> str:
+        """The object that a key is read from, as far as it is known without a request."""
+        return self._names.get(key) or object_name(self.namespace, key, self._codec or "raw")
+
     def _name(self, key: str) -> str | None:
         if key not in self._names:
             found = self.locate(self.namespace, [key]).get(key)
@@ -184,44 +188,66 @@ class ObjectBackend(Backend):
         return self._found(key, take) or 0 if target.nbytes else 0
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
-        def take(name: str) -> tuple[Buffer, int]:
-            size = self._ask("head", name)["size"] if not num_bytes else None
-            if size is None:
-                try:
-                    found = self._ask("get", name, options={"range": (0, num_bytes)})
-                    return memoryview(found.bytes()), found.meta["size"]
-                except FileNotFoundError:
-                    raise
-                except OSError:  # it is empty, or storage fails, which this says then
-                    size = self._ask("head", name)["size"]
-            return b"", size
-
-        found: tuple[Buffer, int] | None = self._found(key, take)
+        found: tuple[Buffer, int] | None = self._found(key, lambda name: self.beginning(name, num_bytes))
         return found
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a payload unless there is one of this key and codec."""
-        try:
-            frame = Frame.parse(data, key)
-            name = object_name(frame.namespace, key, frame.codec)
-        except FrameError:
-            name = object_name(self.namespace, key, "raw")
-        with suppress(FileExistsError):
-            self._ask("put", name, bytes(data), mode="create", use_multipart=False)
+        name = self.name_of(key, data)
+        self.create(name, bytes(data))
         self.use(key, name)
 
-    def put_again(self, name: str) -> None:
-        """Make an object as young as a new one."""
-        data = self._ask("get", name).bytes()
-        self._ask("put", name, bytes(data), use_multipart=False)
+    def name_of(self, key: str, data: Buffer) -> str:
+        """The object that a payload belongs into."""
+        try:
+            frame = Frame.parse(data, key)
+            return object_name(frame.namespace, key, frame.codec)
+        except FrameError:
+            return object_name(self.namespace, key, "raw")
 
     def delete(self, keys: Iterable[str]) -> int:
         wanted = [*dict.fromkeys(keys)]
-        found = self.locate(self.namespace, wanted)
-        self.remove([each.name for objects in found.values() for each in objects])
+        found = [self._ask("list", self.likely_name(key).rpartition("/")[0], whole=True) for key in wanted]
+        self.remove([each["path"] for objects in found for each in objects])
         for key in wanted:
             self._names.pop(key, None)
-        return len(found)
+        return sum(map(bool, found))
+
+    # -- objects by name ------------------------------------------------------------------------------------------
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object unless there is one of this name, as which it returns False."""
+        try:
+            self._ask("put", name, data, mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._ask("put", name, data, use_multipart=False)
+
+    def fetch(self, name: str) -> bytes:
+        """An object. Raises FileNotFoundError."""
+        return bytes(self._ask("get", name).bytes())
+
+    def fetch_json(self, name: str) -> Any:
+        """What a file of JSON holds; None if there is none. Raises ValueError if it is no JSON."""
+        try:
+            return json.loads(self.fetch(name))
+        except FileNotFoundError:
+            return None
+
+    def beginning(self, name: str, num_bytes: int) -> tuple[Buffer, int]:
+        """The first bytes of an object, and its size. Raises FileNotFoundError."""
+        if num_bytes:
+            try:
+                found = self._ask("get", name, options={"range": (0, num_bytes)})
+                return memoryview(found.bytes()), found.meta["size"]
+            except FileNotFoundError:
+                raise
+            except OSError:  # it is empty, or storage fails, which this says then
+                pass
+        return b"", self._ask("head", name)["size"]
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects. Servers never do."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ...base.errors import MissingExtraError, StoreError
 from ...base.keys import FRAME_VERSION
-from ...base.paths import cache_home
+from ...base.paths import cache_home, split_hot
 
 LAYOUT = 1
 """Increase this number when names of objects or columns of the table change meaning."""
@@ -29,20 +30,26 @@ _REQUEST_S = 30.0
 """Longest request of which bytes go on arriving."""
 
 
-def need(module: str) -> ModuleType:
-    """A module of the extra ``shared``. Raises MissingExtraError."""
+def need(module: str, extra: str = "shared") -> ModuleType:
+    """A module of an extra. Raises MissingExtraError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", "shared") from error
+        raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", extra) from error
 
 
 @dataclass(frozen=True)
 class SharedPlace:
     """A folder in object storage: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, or ``file://`` for a folder that
-    machines share."""
+    machines share. Behind ``?hot=`` stands the URL of a hot tier."""
 
     url: str
+    hot: str = ""
+
+    def __post_init__(self) -> None:
+        url, hot = split_hot(self.url)
+        object.__setattr__(self, "url", url)
+        object.__setattr__(self, "hot", hot or self.hot)
 
     @cached_property
     def objects(self) -> Any:
@@ -109,13 +116,16 @@ def key_folder(namespace: str, key: str) -> str:
     return f"{tenant_folder(namespace)}/kv/{key[:2]}/{key}"
 
 
-def key_and_codec(name: str) -> tuple[str, str] | None:
-    """What the name of an object says; None if it is of another frame version, or no payload."""
-    *_, key, last = name.split("/")
-    return (key, last.removesuffix(_ENDING)) if last.endswith(_ENDING) else None
+def key_and_codec(name: str, *, any_version: bool = False) -> tuple[str, str] | None:
+    """What the name of an object says; None if it is no payload, or, unless ``any_version``, of another frame
+    version."""
+    *_, key, last = ("", *name.split("/"))
+    found = _PAYLOAD.fullmatch(last)
+    return (key, found[1]) if found and (any_version or last.endswith(_ENDING)) else None
 
 
 _ENDING = f".f{FRAME_VERSION}.kv"
+_PAYLOAD = re.compile(r"(.+)\.f\d+\.kv")
 
 
 def _is_plain_http() -> bool:

@@ -160,8 +160,12 @@ class SharedCatalog(Catalog):
         return count
 
     def _forget_texts(self, namespace: str, digests: Iterable[bytes]) -> None:
-        """Forget texts that have no row any more, and their payloads."""
+        """Forget texts that have no row any more, and their payloads; also those that an answer added here."""
         gone = set(digests)
+        with self._lock:
+            waiting = self._added.get(namespace, {})
+            for digest in gone:
+                waiting.pop((digest.hex(), "", ""), None)
         sql = "SELECT text FROM contents WHERE namespace = ? AND digest = ?"
         found = [row for digest in gone for row in self.database.query(sql, (namespace, digest))]
         texts = [zlib.decompress(text).decode("utf-8", "surrogatepass") for (text,) in found]
@@ -172,8 +176,8 @@ class SharedCatalog(Catalog):
                 run("DELETE FROM texts WHERE namespace = ? AND digest = ?", (namespace, digest))
         self.remove(namespace, keys)
 
-    on_forgotten: Callable[[Sequence[str]], object] = staticmethod(lambda keys: None)
-    """Called with keys whose copies on this machine are to be dropped."""
+    on_forgotten: Callable[[str, Sequence[str]], object] = staticmethod(lambda namespace, keys: None)
+    """Called with a tenant and keys whose copies are to be dropped."""
 
     # -- what waits for a commit ----------------------------------------------------------------------------------
 
@@ -318,7 +322,7 @@ class SharedCatalog(Catalog):
                 ]
             )
         self._missing |= dict.fromkeys(keys, time.monotonic())
-        self.on_forgotten(keys)
+        self.on_forgotten(namespace, keys)
         return count
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:

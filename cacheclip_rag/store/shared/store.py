@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -15,6 +14,7 @@ from ..chunk_store import ChunkStore
 from ..codecs import Frame
 from ..memory import MemoryBackend
 from ..tiers import Tiers
+from .hot import HotBackend, with_hot
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace
 from .replica import SharedCatalog, entry_of_frame
@@ -47,9 +47,9 @@ class SharedStore(ChunkStore):
         objects = ObjectBackend(place, codec=codec)
         catalog = SharedCatalog(objects)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
-        super().__init__(catalog, Tiers([*memory, objects]))
+        super().__init__(catalog, Tiers([*memory, *with_hot(objects)]))
         self.place, self.objects, self.shared = place, objects, catalog
-        catalog.on_forgotten = self.tiers.drop_copies
+        catalog.on_forgotten = self._drop_copies
         catalog.on_tenant = self._wake
         self.codec = codec
         self.commits = True
@@ -104,7 +104,7 @@ class SharedStore(ChunkStore):
 
     def keep_young(self, namespace: str, digests: Sequence[str]) -> None:
         for name in self.shared.old_payloads(namespace, digests, time.time() - GRACE_S / 2):
-            self.objects.put_again(name)
+            self.objects.replace(name, self.objects.fetch(name))  # as young as a new one
 
     def take_rows(self, namespace: str) -> Any:
         """Rows of what was stored since the last call, for another process to commit (a ``pyarrow.Table``)."""
@@ -130,6 +130,12 @@ class SharedStore(ChunkStore):
         if not self.objects.breaker.is_open:
             self._polled.wait(_FIRST_S)
 
+    def _drop_copies(self, namespace: str, keys: Sequence[str]) -> None:
+        self.tiers.drop_copies(keys)
+        for each in self.tiers.backends:
+            if isinstance(each, HotBackend):
+                each.erase(namespace, keys)
+
     # -- as a store of a folder -----------------------------------------------------------------------------------
 
     def write(self, namespace: str, key: str, data: bytearray) -> bool:
@@ -148,6 +154,10 @@ class SharedStore(ChunkStore):
 
     def shrink(self) -> int:
         return 0
+
+    def drop_tenant(self, namespace: str) -> int:
+        """Forget a tenant's entries on this machine."""
+        return self.shared.remove(namespace, self.shared.keys(namespace))
 
     def sweep(self, most_s: float = 0.0) -> int:
         return 0
@@ -183,8 +193,8 @@ def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threadin
         if store is None:
             return
         try:
-            store.commit()
             store.poll()
+            store.commit()
         except Exception as error:  # the thread must go on
             store.warn_once("commit", "texts stored after answers are not committed: %s", error)
         store._polled.set()
@@ -197,13 +207,13 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
     """What a store was made with. Raises StoreError."""
     url = objects.place.url
     try:
-        found = json.loads(bytes(objects._ask("get", STORE_FILE).bytes()))
-    except FileNotFoundError as error:
-        raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}") from error
+        found = objects.fetch_json(STORE_FILE)
     except OSError as error:
         raise StoreError(f"the shared store {url} does not answer: {error}.") from error
     except ValueError as error:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
+    if found is None:
+        raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}")
     if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
         layout = found.get("layout") if isinstance(found, dict) else None
         raise StoreError(

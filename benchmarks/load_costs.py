@@ -1,11 +1,11 @@
 """What a load costs a worker of vLLM, without vLLM: processor seconds and seconds to read 8,000 tokens' stored KV of an
 8B model (8 KV heads of 128), to check it, and to write it into a paged cache in host memory.
 
-    python -m tests.runtime.load_costs
+    python benchmarks/load_costs.py
 
 Some layers are measured, and the table is for 32. ``read``: files to checked payloads in memory, on the loader's
 threads, beside vLLM's steps. ``write``: payloads to the paged cache, rotated, which a step waits for. Medians. Payloads
-are in the system's page cache.
+are in the system's page cache. ``--ranks 8``: one of eight tensor-parallel workers. ``--device cuda``: caches there.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="measured ones")
     parser.add_argument("--codecs", default="bfloat16,int8")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     print(f"{processor_name()}, {psutil.cpu_count(logical=False)} cores; {args.tokens} tokens, {LAYERS} layers")
     for codec in args.codecs.split(","):
@@ -67,15 +69,14 @@ def measure(args: argparse.Namespace, codec: str, folder: Path) -> dict[str, Any
     tokens = count * args.chunk_tokens
     pieces = tuple(StoredPiece(n * args.chunk_tokens, key, 0, args.chunk_tokens) for n, key in enumerate(keys))
     plan = FusionPlan(tuple(range(tokens + 1)), pieces, (), codec=codec)
+    cache = {"size": (2, tokens + BLOCK, HEADS // args.ranks, WIDTH), "dtype": torch.bfloat16, "device": args.device}
+    torch.distributed.all_reduce = lambda *_, **__: None  # the others have read as much
     loader = Loader(
-        {
-            number: SimpleNamespace(impl=Writer(), kv_cache=torch.zeros(2, tokens + BLOCK, HEADS, WIDTH).bfloat16())
-            for number in range(args.layers)
-        },
+        {number: SimpleNamespace(impl=Writer(), kv_cache=torch.zeros(**cache)) for number in range(args.layers)},
         Settings(folder),
         runtime(args.layers),  # type: ignore[arg-type]
         lambda: None,  # type: ignore[arg-type, return-value]
-        SimpleNamespace(rank_in_group=0, world_size=1),
+        SimpleNamespace(rank_in_group=0, world_size=args.ranks, cpu_group=None),
         block_size=BLOCK,
         max_runs=64,
         max_rows=tokens,
@@ -83,19 +84,22 @@ def measure(args: argparse.Namespace, codec: str, folder: Path) -> dict[str, Any
     blocks = tuple(range(tokens // BLOCK + 1))
     times: dict[str, list[float]] = {"read_cpu_s": [], "read_s": [], "write_cpu_s": [], "write_s": []}
     for _ in range(args.rounds):
-        loader._queue.clear()
+        before = psutil.Process().io_counters().read_chars
         began, cpu = time.perf_counter(), time.process_time()
         loader.load(Load("a", blocks, 0, tokens, plan=plan))
         wait((loader._queue[0].entries or {}).values())
         half, half_cpu = time.perf_counter(), time.process_time()
         ((_, done),) = loader.work(tokens, waits=True)
         assert not isinstance(done, Exception), done
+        if args.device != "cpu":
+            torch.cuda.synchronize()
         times["read_s"].append(half - began), times["read_cpu_s"].append(half_cpu - cpu)
         times["write_s"].append(time.perf_counter() - half), times["write_cpu_s"].append(time.process_time() - half_cpu)
+    read = (psutil.Process().io_counters().read_chars - before) / args.layers * LAYERS
     loader.close()
     stored = sum(path.stat().st_size for path in folder.glob("kv/*/*.kv")) / args.layers * LAYERS
     scaled = {name: round(statistics.median(each) / args.layers * LAYERS, 3) for name, each in times.items()}
-    return {"stored_mb": round(stored / 1e6), **scaled}
+    return {"stored_mb": round(stored / 1e6), "read_mb": round(read / 1e6), **scaled}
 
 
 def runtime(layers: int) -> SimpleNamespace:
