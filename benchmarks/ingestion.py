@@ -3,7 +3,8 @@ models, and what commits cost.
 
     python benchmarks/ingestion.py --workers 1,2 --rounds 3
 
-In turns, each time into a new store of an S3 server on this machine. Medians; the ratio is that of the same round.
+In turns, each time into a new store of an S3 server on this machine, on a model of random weights (36 million).
+Medians; the ratio is that of the same round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from typing import Any
 from store_attack import ray_cluster, s3_server, store_command, text_of
 
 from cacheclip_rag.ingest import LibrarySettings, shared
+from cacheclip_rag.testing import build_model, tiny_spec
 from cacheclip_rag.timing import processor_name
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+}
 
 
 def measure(url: str, folder: Path, settings: LibrarySettings, workers: int) -> dict[str, float]:
@@ -64,8 +74,7 @@ def measure(url: str, folder: Path, settings: LibrarySettings, workers: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--primary", default="packaged:smollm2-135m")
-    parser.add_argument("--texts", type=int, default=160)
+    parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--characters", type=int, default=800, help="of each text")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
@@ -73,9 +82,10 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("ray").setLevel(logging.ERROR)
     counts, rng = [int(each) for each in args.workers.split(",")], random.Random(1)
-    settings = LibrarySettings(primary=args.primary, auxiliary=None)
     found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
     with tempfile.TemporaryDirectory() as root, s3_server(Path(root) / "home"), ray_cluster("ray"):
+        primary = str(build_model(Path(root) / "model", tiny_spec("llama", **SIZES)))
+        settings = LibrarySettings(primary=primary, auxiliary=None, dtype="float32")
         folder = Path(root) / "documents"
         folder.mkdir()
         for number in range(args.texts):

@@ -1621,14 +1621,19 @@ def store_command(*arguments: str) -> dict[str, Any]:
 class Job:
     """An ingestion into a shared store, each time in a process of its own."""
 
-    def __init__(self, folder: Path, engine: str, texts: Sequence[str]) -> None:
-        self.folder, self.engine, self.texts, self.url = folder, engine, texts, "s3://bucket/killed"
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.folder, self.engine, self.url = folder, engine, "s3://bucket/killed"
+        self.texts: list[str] = []
         model = str(build_model(folder / "model", TINY_MODELS["llama"]))
         self.settings = LibrarySettings(primary=model, auxiliary=None, dtype="float32")
         self.config = self.settings.engine_config(self.url, device="cpu")
         (folder / "documents").mkdir()
-        for number, text in enumerate(texts):
-            (folder / "documents" / f"{number}.txt").write_text(text)
+
+    def write(self, rng: random.Random, count: int) -> None:
+        """New texts in all documents."""
+        self.texts = [f"{number}. {text_of(rng)}" for number in range(count)]
+        for number, text in enumerate(self.texts):
+            (self.folder / "documents" / f"{number}.txt").write_text(text)
 
     def run(self) -> None:
         """In the process of the job: to its end, unless it is killed."""
@@ -1765,13 +1770,13 @@ def attack_shared(args: argparse.Namespace, folder: Path) -> Result:
 
 
 def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, result: Result) -> None:
-    texts = [f"{number}. {text_of(rng)}" for number in range(args.texts)]
-    job, found = Job(folder, args.engine, texts), Counter[str]()
+    job, found = Job(folder, args.engine), Counter[str]()
+    job.write(rng, args.texts)
     with ray_cluster(args.engine) as cluster:
         job.in_child(lambda: store_command("create", job.url))
         first_s, work_s = job.work_s()
         result.figures |= {"undisturbed_s": round(first_s + work_s, 1)}
-        while found["kills"] < args.kills and found["ended"] < args.kills:
+        while found["kills"] < args.kills:
             child = job.start()
             if rng.random() < 0.2:
                 time.sleep(rng.uniform(0, first_s))
@@ -1781,10 +1786,12 @@ def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, resul
             for worker in workers_of(cluster)[:1]:
                 worker.kill()
                 found["kills"] += 1
-                time.sleep(rng.uniform(0, first_s))
+                time.sleep(rng.uniform(0, first_s / 2))
             os.kill(child, signal.SIGKILL)
             was_killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) < 0
             found["kills" if was_killed else "ended"] += 1
+            if not was_killed:
+                job.write(rng, args.texts)  # so that the next one has work
             if found["kills"] % 5 == 0:
                 rows = job.in_child(job.look)
                 result.expect(not rows["gone"], f"{rows['gone']} payloads that the catalog names are not there")
@@ -1796,14 +1803,14 @@ def _kill_jobs(args: argparse.Namespace, folder: Path, rng: random.Random, resul
             found[computed] = report["computed"]
             result.expect(not report["failed"], f"{len(report['failed'])} documents failed")
     rows, kv = job.in_child(job.look), job.in_child(job.compared)
-    expected = [(f"{number}.txt", text) for number, text in enumerate(texts)]
+    expected = [(f"{number}.txt", text) for number, text in enumerate(job.texts)]
     result.expect(sorted(map(tuple, rows["rows"])) == sorted(expected), f"{len(rows['rows'])} rows, not each text once")
     result.expect(found["computed_again"] == 0, "a job that has nothing to do computes something")
-    result.expect(kv == {"read": len(texts), "wrong": 0}, f"KV: {kv}")
+    result.expect(kv == {"read": len(job.texts), "wrong": 0}, f"KV: {kv}")
     where = ("--store", job.url)
     care = job.in_child(lambda: {**store_command("verify", *where), **store_command("gc", *where, "--grace", "0")})
     result.expect(not care["damaged"] and not care["missing"], f"{care}")
-    result.figures |= {**found, "payloads": care["payloads"], "unnamed_payloads": care["deleted"]}
+    result.figures |= {**found, "payloads": care["payloads"] - care["deleted"], "unnamed_payloads": care["deleted"]}
 
 
 def _ask_without_storage(

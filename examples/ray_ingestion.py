@@ -1,6 +1,6 @@
-"""Ingestion on Ray, as a pipeline of your own: actors encode, one commits; then any machine answers from the store. First
-``cacheclip store create URL``, with ``SHARED_STORE=URL`` (``s3://my-bucket/prod``). ``RAY_ADDRESS`` names a cluster. In
-the shell: ``cacheclip ingest … --store URL --engine ray``."""
+"""Ingestion on Ray, as a pipeline of your own: actors encode, one commits; then any machine answers from the store.
+First ``cacheclip store create URL``, with ``SHARED_STORE=URL`` (``s3://my-bucket/prod``). ``RAY_ADDRESS`` names a
+cluster. In the shell: ``cacheclip ingest … --store URL --engine ray``."""
 
 from __future__ import annotations
 

@@ -115,14 +115,15 @@ class ChunkWriter:
             return
         origins, given = _origins(documents), {*chunk_texts(documents)}
         given.update(each.whole for each in prompt if isinstance(each, Chunk))
-        wanted = (chunk for chunk in chunks if chunk in given or self._parts.library.index.known(chunk))
-        late = {(chunk, context): origins.get(chunk, []) for chunk in wanted}
+        late = {(chunk, context): origins.get(chunk, []) for chunk in chunks}
         late |= {each: self.late.pop(each) for each in [*self.late]}
+        found = {*chunks} - given
         with waiting_at_most(ANSWER_WAIT_S):
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
-                    self._store_missing(chunk, behind, known)
+                    if chunk not in found or self._parts.library.index.known(chunk):
+                        self._store_missing(chunk, behind, known)
                 except CacheClipError as error:
                     if is_busy(error) and len(self.late) < _MOST_LATE:
                         self.late[chunk, behind] = known

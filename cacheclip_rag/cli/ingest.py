@@ -61,6 +61,9 @@ def ingest(
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     store = settings.store
     if is_url(store):
+        local = {"--dry-run": dry_run, "--strict": strict, "--embedding": embedding, "--backend": backend == "vllm"}
+        if ignored := [name for name, value in local.items() if value]:
+            raise ConfigurationError(f"{', '.join(ignored)} works on a store folder, not on {store}. Leave it out.")
         _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, as_json)
         return
     if engine is not None or workers != 1 or settings.table(IngestTable).kv != "all":
@@ -125,6 +128,8 @@ def _ingest_shared(
 
     kv = settings.table(IngestTable).kv
     check_choice("engine", engine, ENGINES)
+    if workers != 1 and engine == "local":
+        raise ConfigurationError(f"one process encodes without --engine ray, got --workers {workers}. Add it.")
     check_choice("kv", kv, KV_OF_TEXTS)
     own = {"chunk_tokens": chunk_tokens, "overlap_tokens": settings.table(IngestTable).overlap_tokens}
     given = {name: value for name, value in own.items() if value is not None}

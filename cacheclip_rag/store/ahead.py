@@ -216,73 +216,54 @@ class ReadAhead:
             self._fail(error)
 
     def _read_all(self, keys: list[str]) -> None:
-        at_once = self._store.chunk_store.tiers.reads_at_once
-        if at_once > 1:
-            in_order(self._reads(keys), at_once, lambda: not self._stop.is_set())
-            for key in [] if self._stop.is_set() else self._failed:
-                self._read_whole(key)
-            return
-        if not self._store.reads_parts:
-            reads = self._store.get_each(keys, shapes=self._shapes)
-            for key in keys:
-                if self._stop.is_set():
-                    return
-                self._settle(key, next(reads))
-            return
-        opened = {}
-        for key, begun in zip(keys, self._store.begin_each(keys, self._shapes), strict=True):
-            if self._stop.is_set():
-                return
-            if begun is None:
-                self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
-            else:
-                opened[key] = begun
-                with self._changed:
-                    self._found[key] = self._opened[key] = begun
-                    self._changed.notify_all()
-        self._set_ahead(opened)
-        layer = 0
-        while opened and not self._stop.is_set():
-            self._pace(layer)
-            for key, stored in [*opened.items()]:
-                if self._stop.is_set():
-                    return
-                if self._read_layers(key, stored, layer):
-                    del opened[key]
-            layer += 1
+        in_order(self._reads(keys), self._store.chunk_store.tiers.reads_at_once, lambda: not self._stop.is_set())
+        self._read_failed()
 
     def _reads(self, keys: list[str]) -> Iterator[Callable[[], object]]:
-        """Reads that may be under way together, those of first layers first."""
+        """Reads in their order, those of first layers first. As many may be under way together as the medium likes."""
         if not self._store.reads_parts:
             for key in keys:
                 yield partial(self._read_whole, key)
             return
         pieces = list[tuple[int, int, str, StoredKV, int]]()
         for number, (key, begun) in enumerate(zip(keys, self._store.begin_each(keys, self._shapes), strict=True)):
+            if self._stop.is_set():
+                return
             if begun is None:
-                self._failed.append(key)
+                self._read_whole(key)
                 continue
             with self._changed:
                 self._found[key] = self._opened[key] = begun
                 self._changed.notify_all()
             step, last = self._step(begun), self._last(begun)
             pieces += [(first, number, key, begun, min(last, first + step)) for first in range(0, last, step)]
-        self._set_ahead(self._opened)
+        of_layer = sum(stored.frame.layer_size for stored in self._opened.values())
+        self._ahead = max(_LEAST_AHEAD, _AHEAD_BYTES // max(1, of_layer))
         for first, _, key, stored, stop in sorted(pieces, key=lambda piece: piece[:2]):
             self._pace(first)
             yield partial(self._read_piece, key, stored, first, stop)
+
+    def _read_failed(self) -> None:
+        """Read what failed in parts as a whole: on this thread, because that may need the pool's."""
+        while self._failed and not self._stop.is_set():
+            self._read_whole(self._failed.pop(0))
 
     def _read_whole(self, key: str) -> None:
         self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
 
     def _read_piece(self, key: str, stored: StoredKV, first: int, stop: int) -> None:
-        if key in self._failed or self._stop.is_set():
+        if key not in self._opened or self._stop.is_set():
             return
         if not self._store.read_layers(stored, first, stop):
-            self._failed.append(key)
+            with self._changed:
+                if self._opened.pop(key, None) is not None:
+                    self._failed.append(key)
+                self._changed.notify_all()
             return
         last = self._last(stored)
         with self._changed:
+            if key not in self._opened:
+                return
             self._read[key, first] = stop
             while (until := self._read.pop((key, self._ready[key]), None)) is not None:
                 self._ready[key] = until if until < last else _ALL
@@ -291,42 +272,24 @@ class ReadAhead:
         if is_last:
             self._store.count_read(stored, is_whole=last == stored.shape[0])
 
-    def _set_ahead(self, opened: Mapping[str, StoredKV]) -> None:
-        of_layer = sum(stored.frame.layer_size for stored in opened.values())
-        self._ahead = max(_LEAST_AHEAD, _AHEAD_BYTES // max(1, of_layer))
-
     def _step(self, stored: StoredKV) -> int:
         """Layers that are read together."""
         return math.ceil(self._store.chunk_store.tiers.least_read / stored.frame.layer_size)
 
     def _pace(self, layer: int) -> None:
-        """Wait until a layer is near enough to what is used now."""
-        with self._changed:
-            if not self._once or self._is_near(layer):
-                return
-            self._idle_since = time.perf_counter()
-            self._changed.wait_for(lambda: self._is_near(layer) or self._stop.is_set())
-            self._idle_s += time.perf_counter() - self._idle_since
-            self._idle_since = None
+        """Wait until a layer is near enough to what is used now. What fails meanwhile is read as a whole."""
+        while True:
+            self._read_failed()
+            with self._changed:
+                if not self._once or self._is_near(layer) or self._stop.is_set():
+                    return
+                self._idle_since = time.perf_counter()
+                self._changed.wait_for(lambda: self._is_near(layer) or self._stop.is_set() or bool(self._failed))
+                self._idle_s += time.perf_counter() - self._idle_since
+                self._idle_since = None
 
     def _is_near(self, layer: int) -> bool:
         return layer <= max(self._wanted, self._done + self._ahead)
-
-    def _read_layers(self, key: str, stored: StoredKV, layer: int) -> bool:
-        """Read ``layer`` and those that come with it, if they are not there yet; True if nothing is left to read."""
-        first, last = self._ready[key], self._last(stored)
-        if first > layer:
-            return first >= last
-        stop = min(last, first + self._step(stored))
-        if not self._store.read_layers(stored, first, stop):
-            self._settle(key, self._store.get(key, shape=self._shapes.get(key)))
-            return True
-        if stop == last:
-            self._store.count_read(stored, is_whole=last == stored.shape[0])
-        with self._changed:
-            self._ready[key] = stop if stop < last else _ALL
-            self._changed.notify_all()
-        return stop == last
 
     def _last(self, stored: StoredKV) -> int:
         num_layers = stored.shape[0]

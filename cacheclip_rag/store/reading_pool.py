@@ -32,13 +32,16 @@ def each_in_pool(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 def in_order(work: Iterable[Callable[[], object]], at_once: int, is_wanted: Callable[[], bool]) -> None:
-    """Begin work in order, up to ``at_once`` of it at a time, while it is wanted. Ends when what was begun has ended,
-    and raises the first error."""
+    """Begin work in order, up to ``at_once`` of it at a time, while it is wanted; one at a time is done here. Ends when
+    what was begun has ended, and raises the first error."""
     running: set[Future[Any]] = set()
     ended: list[Future[Any]] = []
     for each in work:
         if not is_wanted():
             break
+        if at_once == 1:
+            each()
+            continue
         while len(running) >= at_once:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             ended += [future for future in done if future.exception() is not None]

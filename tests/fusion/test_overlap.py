@@ -492,6 +492,30 @@ class TestReadAhead:
             assert first is not None and reading.kv(0) is None
             reading.wait(0)
 
+    @pytest.mark.parametrize("at_once", [1, 4])
+    def test_a_damaged_layer_is_seen_at_once(self, slow: Slow, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+        """Though the reading goes on only when this layer is used."""
+        slow.ask()
+        for owner, name, value in (
+            (module, "_AHEAD_BYTES", 0),
+            (module, "_LEAST_AHEAD", 0),
+            (Backend, "reads_at_once", at_once),
+        ):
+            monkeypatch.setattr(owner, name, value)
+        keys = slow.keys("primary")
+        damage(slow, keys[0], 0)
+        seen = threading.Event()
+
+        def wait() -> None:
+            with pytest.raises(ReadAgain):
+                reading.wait(0)
+            seen.set()
+
+        with ReadAhead(slow.engine.store, keys, once=True) as reading:
+            assert all(reading.kv(number) for number in range(len(keys)))
+            threading.Thread(target=wait, daemon=True).start()
+            assert seen.wait(10)
+
     def test_then_is_called_once_all_is_read(self, slow: Slow) -> None:
         slow.ask()
         done = threading.Event()

@@ -225,8 +225,13 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     assert engine.chunk_caches()[0].codec == "int8"
     assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits >= len(CHUNKS)
     engine.close()
-    refused = runner.invoke(app, ["store", "limit", "--store", url, "5"])
-    assert isinstance(refused.exception, ConfigurationError) and "folder" in str(refused.exception)
+    for words, command in (
+        ("folder", ["store", "limit", "--store", url, "5"]),
+        ("without --engine ray", ["ingest", str(documents), "--store", url, "--workers", "2"]),
+        ("--dry-run, --strict works on", ["ingest", str(documents), "--store", url, "--dry-run", "--strict"]),
+    ):
+        refused = runner.invoke(app, command)
+        assert isinstance(refused.exception, ConfigurationError) and words in str(refused.exception)
 
 
 _POLL_S = 0.3

@@ -249,6 +249,7 @@ def test_every_way_in_takes_the_url(
     one = machine()
     one.precompute(CHUNKS)
     expected = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    assert shared(one).objects.locate("default", [one.chunk_caches()[0].key(CHUNKS[0])])
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "another home"))
     options = {"primary": one.config.primary, "auxiliary": None, "method": "anchored", "store": one.config.store}
     assert way(options) == (expected.text, expected.stats.hits) == (expected.text, len(CHUNKS))
