@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo demo-gguf test test-all test-weights test-oldest test-llamacpp test-vllm lint docs bench clean
+.PHONY: setup demo demo-gguf test test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
@@ -56,6 +56,10 @@ test-oldest:
 # Tests inside llama.cpp, on tiny GGUF files that they write.
 test-llamacpp: $(VENV)/.llamacpp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llamacpp
+
+# The engine on a GPU against the processor. It wants a build of torch with CUDA, and fails without a GPU.
+test-gpu: setup
+	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest tests/test_gpu.py
 
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,

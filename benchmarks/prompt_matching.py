@@ -179,7 +179,7 @@ class Tokens(TextModel):
 
     def __init__(self) -> None:
         self.tokenizer = self.text_tokenizer = make_tokenizer(800, [text(random.Random(0), 9000)])
-        self.has_offsets, self._control_ids = True, []
+        self._control_ids = []
 
 
 Tokens.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,9 @@ from .base.checks import (
     check_number,
     check_ratio_and_limit,
     check_whole_number,
-    path_as_text,
+    model_place,
     refuse_unknown,
+    store_place,
 )
 from .base.errors import ConfigurationError
 from .base.paths import HOT_SCHEMES, SCHEMES, is_url, split_hot
@@ -111,7 +111,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("primary", "auxiliary"):
-            object.__setattr__(self, name, path_as_text(getattr(self, name)))
+            object.__setattr__(self, name, model_place(getattr(self, name)))
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         if self.min_confidence is not None:
             check_confidence("min_confidence", self.min_confidence)
@@ -149,9 +149,7 @@ class EngineConfig:
                         "max_bytes limits a store folder. What a shared store holds is decided by ingest and by "
                         "cacheclip store gc; leave max_bytes out."
                     )
-                object.__setattr__(self, "store", f"{url}?hot={hot}" if hot else url)
-            else:  # absolute, so that a change of the working directory has no effect
-                object.__setattr__(self, "store", os.path.abspath(os.path.expanduser(self.store)))
+            object.__setattr__(self, "store", store_place(self.store))
         check_namespace(self.namespace)
         for name in ("primary", "device"):
             value = getattr(self, name)

@@ -25,7 +25,7 @@ from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
 from .chunks.texts import ChunkTexts
 from .config import EngineConfig
-from .fusion.answer import Answer, Event, last_answer
+from .fusion.answer import Answer, Event
 from .guards.base import Observer
 from .guards.metrics import Metrics
 from .guards.standard import standard_observers
@@ -279,15 +279,9 @@ class CacheClipEngine:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def make_method(
-        self,
-        method: str | Method | None = None,
-        recompute_ratio: float | str | None = None,
-        *,
-        any_ratio: bool = False,
-    ) -> Method:
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | str | None = None) -> Method:
         """The method of a call with these options; see :meth:`~cacheclip_rag.answering.parts.Parts.choose_method`."""
-        return self.parts.choose_method(method, recompute_ratio, any_ratio=any_ratio)
+        return self.parts.choose_method(method, recompute_ratio)
 
     def context_of(self, method: str | Method | None = None) -> ChunkContext:
         """The chunk context of a method (default the engine's method): its own, else the engine's setting."""
@@ -324,7 +318,9 @@ class CacheClipEngine:
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
-        return last_answer(self.stream(prompt, params, options=options, **given))
+        *_, last = self.stream(prompt, params, options=options, **given)
+        assert last.answer is not None, "a stream ends with its answer"
+        return last.answer
 
     def stream(
         self,

@@ -21,7 +21,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
-    ("finding", "sampling"),
+    ("finding",),
     ("store",),
     # the protocol of a running model; transformers' internals
     ("runtime",),
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("plan",),
     ("fusion",),
-    ("models", "types"),
+    ("models",),
     ("guards",),
     ("timing",),
     ("answering",),

@@ -164,8 +164,15 @@ class TestReadmeRuns:
         assert len(blocks(README, "python")) == 1 and len(blocks(README, "diff")) == 2
 
 
+MOST_WORDS = 18_000
+"""On all pages of the documentation. The number only falls."""
+
+
 class TestPages:
     """What the documentation site says."""
+
+    def test_words(self) -> None:
+        assert sum(len(page.split()) for page in PAGES.values()) <= MOST_WORDS
 
     def commands(self) -> Iterator[tuple[str, str, str]]:
         for name, text in WRITTEN.items():

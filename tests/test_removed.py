@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib import import_module
 
 import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.removed import METHODS, NAMES, OPTIONS, SETTINGS
+from cacheclip_rag.base.removed import METHODS, OPTIONS, SETTINGS
 from cacheclip_rag.methods import PRESET_NAMES, check_method
 
 
@@ -29,15 +28,6 @@ def test_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigurationError) as error:
             check_method(name)
         assert str(error.value) == sentence
-
-
-def test_names() -> None:
-    for path, sentence in NAMES.items():
-        package, _, name = path.rpartition(".")
-        assert name not in import_module(package).__all__
-        with pytest.raises(ImportError) as error:
-            exec(f"from {package} import {name}")
-        assert str(error.value) == sentence and sentence.startswith(f"{name} is gone")
 
 
 def test_each_says_what_to_use() -> None:

@@ -65,7 +65,7 @@ class CallOptions:
     """Record how likely each new token was, and this many of the likeliest at its place, 0 to 20; None: nothing. Not
     with ``finish="revise"``, which replaces tokens."""
     trace: bool = False
-    """Whether scores, recomputed tokens and seconds per layer are recorded in the answer's ``trace``."""
+    """Whether the answer's ``trace`` records which tokens were computed again."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
@@ -77,7 +77,8 @@ class CallOptions:
         check_ratio_and_limit(self.recompute_ratio, self.max_ttft_s)
         if self.logprobs is not None:
             check_whole_number("logprobs", self.logprobs, most=20)
-        object.__setattr__(self, "tools", tuple(check_tools(self.tools)))
+        if self.tools != ():
+            object.__setattr__(self, "tools", tuple(check_tools(self.tools)))
         if self.chat_template_kwargs or not isinstance(self.chat_template_kwargs, Mapping):
             object.__setattr__(self, "chat_template_kwargs", check_template_kwargs(self.chat_template_kwargs))
 

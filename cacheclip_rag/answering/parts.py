@@ -215,7 +215,7 @@ class Parts:
         check_least_length([text], runtime)
         given = _watched(documents) if documents or CALLER.get() else ()
         opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-        return opening + segment_text(text, self.library.index, given, parts=not isolated and runtime.has_offsets)
+        return opening + segment_text(text, self.library.index, given, parts=not isolated)
 
     def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
         """``role``: ``primary`` or ``auxiliary``."""

@@ -27,7 +27,6 @@ from ..plan.plan import Plan
 from ..plan.planner import least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
-from ..timing.controller import Controller
 from .completion import IdleCompletion
 from .decoding import decode
 from .options import Request
@@ -142,8 +141,10 @@ class Answering:
                 return plan
             known, continued = kv_sources.known_tokens(plan)
             plan = least_computed(plan, known, continued)
-            controller = self._controller(request)
-            if controller is None or plan.continues or plan.bypass is not None:
+            if not request.options.auto_ratio or plan.continues or plan.bypass is not None:
+                return plan
+            controller = self.parts.controllers.of(request.method)
+            if controller is None:  # there is no profile
                 return plan
             reading = controller.profile.reading(plan, kv_sources, known)
             return controller.decide(plan, known, request.options.max_ttft_s, reading)
@@ -169,12 +170,6 @@ class Answering:
                     question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
             return _ReadPrompt(segments, question, given)
 
-    def _controller(self, request: Request) -> Controller | None:
-        """What chooses the recompute ratio of a request that asks for it; None without a profile."""
-        if not request.options.auto_ratio or not request.method.reuses_chunks:
-            return None
-        return self.parts.controllers.of(request.method)
-
     @torch.inference_mode()
     def prefill_only(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
@@ -198,7 +193,7 @@ class Answering:
             plan = observer.on_plan(plan, kv_sources) or plan
         room = room_for(request.options.params)
         found = prefill_plan(plan, kv_sources, answer_tokens=room, clock=clock, trace=request.options.trace)
-        if plan.prediction is not None and (controller := self._controller(request)) is not None:
+        if plan.prediction is not None and (controller := self.parts.controllers.of(request.method)) is not None:
             controller.observe(plan, found.stats)
             found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))

@@ -17,7 +17,7 @@ from ..fusion.fused import Fused
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
 from ..prompt.layout import Layout, Span
-from ..prompt.occurrences import occurrences
+from ..prompt.occurrences import MOST_PARTIAL, occurrences
 from ..runtime.base import State, wait_for
 from .sampler import confidence
 
@@ -84,7 +84,7 @@ def prefill_plan(
     plan: Plan, kv_sources: KVSources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False
 ) -> Prefilled:
     """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
-    also record scores, recomputed tokens and seconds per layer."""
+    also record which tokens were computed again."""
     capacity = plan.layout.num_tokens + answer_tokens
     if not plan.reused:
         return _plain(plan, kv_sources, capacity, clock)
@@ -92,11 +92,11 @@ def prefill_plan(
         planned = stats_of(plan, clock)  # hits and misses are those of the plan
         found = _plain_instead(plan, plan.bypass, planned, kv_sources, capacity, clock)
         return replace(found, stats=replace(found.stats, bypassed=True))
-    fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
+    fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=capacity, clock=clock)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
         return _plain(replace(plan.reusing(()), fallback=why), kv_sources, capacity, clock)
-    found = _fused(fused, kv_sources, clock)
+    found = _fused(fused, kv_sources, clock, trace)
     sure = found.stats.confidence
     assert sure is not None, "every prefill has a confidence"
     if found.is_exact or sure >= plan.method.min_confidence:
@@ -123,13 +123,13 @@ def _plain_instead(
     return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
 
 
-def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock) -> Prefilled:
-    plan = fused.plan
-    stats = stats_of(plan, clock, fused.logits, fused.recomputed_tokens, fused.charged_tokens)
+def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock, trace: bool) -> Prefilled:
+    plan, recomputed = fused.plan, fused.recomputed
+    stats = stats_of(plan, clock, fused.logits, len(recomputed), fused.charged_tokens)
     keeping = None if fused.first_computed is None else _keeping(plan, kv_sources, fused.first_computed)
     # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
     stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, kv_sources)])
-    is_recomputed = plan.method.exact_at_one and fused.recomputed_tokens == stale
+    is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
     is_plain = fused.first_computed is not None and not plan.layout.is_continued
     is_exact = is_plain and (not stale or is_recomputed)
     continuing = None
@@ -139,8 +139,12 @@ def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock) -> Prefilled:
     if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax()) if fused.stale.any() else None
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
+    seen = None
+    if trace:
+        chunks = tuple((span.start, span.stop) for span in plan.reused)
+        seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
     return Prefilled(
-        plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, fused.trace, is_exact
+        plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, seen, is_exact
     )
 
 
@@ -207,7 +211,7 @@ def stats_of(
     layout, reused = plan.layout, plan.reused
     chunk_tokens = plan.chunk_tokens
     found = occurrences((*reused, *plan.in_full))
-    partial = [chunk.share for chunk in found if chunk.is_partial]
+    partial = [chunk.share for chunk in found if chunk.share <= MOST_PARTIAL]
     prefix_tokens = layout.num_known - _chunk_tokens([span for span in reused if layout.is_cached(span)])
     return FusionStats(
         method=plan.method.name,

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from .errors import ConfigurationError
+from .paths import is_url, split_hot
 
 ALIASES = {
     "model": "primary",
@@ -56,6 +57,28 @@ def did_you_mean(given: str | Iterable[str], known: Iterable[str]) -> str:
 def path_as_text(value: Any) -> Any:
     """A path as a string; other values as they are."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def model_place(value: Any) -> Any:
+    """A model's name as a string; of a folder or GGUF file that is there, its absolute path, so that a change of the
+    working directory has no effect. Other values as they are."""
+    name = path_as_text(value)
+    if not isinstance(name, str) or not name:
+        return name
+    place = os.path.expanduser(name)
+    marker = place if place.lower().endswith(".gguf") else os.path.join(place, "config.json")
+    return os.path.abspath(place) if os.path.isfile(marker) else name
+
+
+def store_place(value: Any) -> Any:
+    """A store's URL as a string, or its folder's absolute path. Other values as they are."""
+    text = path_as_text(value)
+    if not isinstance(text, str) or not text:
+        return text
+    if not is_url(text):
+        return os.path.abspath(os.path.expanduser(text))
+    url, hot = split_hot(text)
+    return f"{url}?hot={hot}" if hot else url
 
 
 def is_whole_number(value: Any) -> bool:

@@ -54,9 +54,20 @@ _PASSING = (
 
 
 def set_aside(folder: Path, name: str) -> str:
-    """Move a database out of the way, with what belongs to it; returns its new name. What an earlier call moved is
-    removed."""
+    """Move a damaged database out of the way, with what belongs to it; returns its new name. What an earlier call moved
+    is removed. Raises StoreError, and moves nothing, if its bytes cannot be read: SQLite says the same of a failing
+    disk as of damage."""
     with open_folder(folder) as root:
+        try:
+            for ending in _FILES:
+                found = root.status(f"{name}{ending}")
+                if found is not None and stat.S_ISREG(found.st_mode):
+                    _read_through(root.open(f"{name}{ending}", os.O_RDONLY))
+        except (OSError, MemoryError) as error:
+            raise StoreError(
+                f"{folder / name} cannot be read ({error}), so it may be whole. Nothing was moved. Mend the disk, or "
+                "change who may read it, and repair again."
+            ) from error
         aside = f"{name}.damaged"
         while any(root.is_folder(f"{aside}{ending}") for ending in _FILES):
             aside += "~"
@@ -68,6 +79,15 @@ def set_aside(folder: Path, name: str) -> str:
             if root.status(f"{name}{ending}") is not None:
                 root.replace(f"{name}{ending}", root, f"{aside}{ending}")
     return aside
+
+
+def _read_through(descriptor: int) -> None:
+    """Read a file to its end, and close it."""
+    try:
+        while os.read(descriptor, 1 << 20):
+            pass
+    finally:
+        os.close(descriptor)
 
 
 _FILES = ("", "-wal", "-shm", "-journal")
@@ -132,7 +152,7 @@ class Database:
     def __init__(self, path: Path | None, schema: str, version: int) -> None:
         """``path`` None keeps the tables in memory. Files of another schema ``version``, and of other programs, are
         refused."""
-        self._path = path
+        self._path = None if path is None else path.absolute()
         self._schema = schema
         self._version = version
         self._connection: sqlite3.Connection | None = None

@@ -6,16 +6,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from .removed import NAMES
-
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``, which finds each name in its module within the package. It raises ImportError where
-    the name is gone (:data:`~cacheclip_rag.base.removed.NAMES`), as an import loses the text of an AttributeError."""
+    """A package's ``__getattr__``, which finds each name in its module within the package."""
 
     def find(name: str) -> Any:
-        if gone := NAMES.get(f"{package}.{name}"):
-            raise ImportError(gone)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{homes[name]}", package), name)

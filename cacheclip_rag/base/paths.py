@@ -7,6 +7,8 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from os import PathLike
 from pathlib import Path
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -27,12 +29,18 @@ def split_hot(store: str) -> tuple[str, str]:
     return url.rstrip("/"), hot
 
 
+@lru_cache
+def at_first_use(path: str | PathLike[str]) -> Path:
+    """A path that does not depend on the working directory any more, after the first call for it in this process."""
+    return Path(path).expanduser().absolute()
+
+
 def cache_home() -> Path:
     """Cache folder of this package: ``$CACHECLIP_HOME``, or ``cacheclip`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if explicit := os.environ.get("CACHECLIP_HOME"):
-        return Path(explicit).expanduser()
+        return at_first_use(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cacheclip"
+    return at_first_use(base or Path.home() / ".cache") / "cacheclip"
 
 
 def fsync_folder(folder: Path) -> None:

@@ -68,21 +68,6 @@ OPTIONS: dict[str, str] = {
 became a setting of the same name in the file of ``--settings`` needs no entry."""
 
 
-_DEEPER = "is gone here: it is no part of the public API any more"
-NAMES: dict[str, str] = {
-    "cacheclip_rag.store.encode": "encode is gone: use encode_frame.",
-    "cacheclip_rag.store.decode": "decode is gone: use decode_frame.",
-    "cacheclip_rag.store.Entry": f"Entry {_DEEPER}.",
-    "cacheclip_rag.store.StoreStats": f"StoreStats {_DEEPER}; ChunkStore.stats returns one.",
-    "cacheclip_rag.store.TenantStats": f"TenantStats {_DEEPER}; TenantStore.stats returns one.",
-    "cacheclip_rag.guards.CertificateGuard": f"CertificateGuard {_DEEPER}: set require_certificate.",
-    "cacheclip_rag.guards.Metrics": f"Metrics {_DEEPER}: engine.metrics is one.",
-    "cacheclip_rag.selection.HeadSet": f"HeadSet {_DEEPER}: name its file, AuxiliaryAttention(heads=...).",
-    "cacheclip_rag.models.unload_models": "unload_models is gone here: use engine.unload() or llm.unload().",
-}
-"""Names of public modules."""
-
-
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:
     """Raise ConfigurationError with the sentence of each ``given`` name that is in ``table``."""
     found = [table[name] for name in given if name in table]

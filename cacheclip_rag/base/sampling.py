@@ -37,9 +37,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these strings."""
     seed: int | None = None
-    """Makes sampling repeatable, for the same text that is reused from the same chunks and prefixes: KV that an earlier
-    prompt left in the prefix cache is rounded in another order than KV that is computed now, so that a token may differ
-    where two are almost equally likely. ``prefix_cache_bytes=0`` and a fixed store give the same tokens each time."""
+    """Makes sampling repeatable as long as the same KV is reused. What earlier prompts left in the prefix cache, and
+    answers that are computed at the same time, change the rounding: a token may differ where two are almost equally
+    likely. ``prefix_cache_bytes=0``, a store that does not change and one question at a time give the same tokens."""
     json_schema: Any = None
     """The answer is JSON that follows this JSON schema, a dict or JSON text: before each token, all tokens that cannot
     come next are ruled out. Objects have only the properties that the schema names, unless it says

@@ -15,20 +15,6 @@ import typer
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from .options import existing_store
 
-__all__ = [
-    "BackendOption",
-    "ExistingStoreOption",
-    "JsonOption",
-    "NamespaceOption",
-    "Rows",
-    "VariantsOption",
-    "format_bytes",
-    "guarded",
-    "print_json",
-    "print_names",
-    "print_tables",
-]
-
 
 def _checked_backend(name: str) -> str:
     from ..serving.backend import check_backend

@@ -30,17 +30,6 @@ from .tables import TABLES, Table
 if TYPE_CHECKING:
     from ..ingest.library import Library
 
-__all__ = [
-    "SettingsCommand",
-    "CommandSettings",
-    "checked_model",
-    "engine_options",
-    "existing_folder",
-    "existing_store",
-    "no_store",
-    "read_settings",
-]
-
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
 _FIELDS = {each.name: each for each in fields(EngineConfig)}

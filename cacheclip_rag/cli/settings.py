@@ -9,8 +9,6 @@ from typing import Any
 
 from ..ingest.library import Library, LibrarySettings
 
-__all__ = ["given_settings", "merge_settings"]
-
 _NAMES = tuple(each.name for each in fields(LibrarySettings))
 _MODELS = ("primary", "auxiliary", "embedding")
 

@@ -16,15 +16,6 @@ from dataclasses import dataclass, fields
 from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
 
-__all__ = [
-    "TABLES",
-    "CertifyTable",
-    "FinetuneTable",
-    "IngestTable",
-    "ServeTable",
-    "Table",
-]
-
 
 class Table:
     """A table. Values of another type than their field's, and negative numbers, raise ConfigurationError."""

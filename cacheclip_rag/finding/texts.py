@@ -276,10 +276,8 @@ def _rows_of(texts: Iterable[str]) -> Iterator[TextRow]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sums:
-    """Sums of window hashes times powers of an odd number, modulo 2**64: hashes of slices in constant time.
-
-    Sums of window hashes and not of characters, because two different texts with equal sums of characters are known.
-    """
+    """Sums of window hashes times powers of an odd number, modulo 2**64: hashes of slices in constant time. (Of window
+    hashes, because two different texts with equal sums of characters are known.)"""
 
     inverse: Column
     """``(num_windows + 1,)`` int64: powers of the number's inverse."""

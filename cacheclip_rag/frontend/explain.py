@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
-_OTHER_FORM = (
-    "in another form, which has other tokens: escaped as JSON or markup does, or with letters apart from their accents."
-)
 _RUN = 4
 _MOST_SHARING = 3
 _PLAUSIBLE = 0.3
@@ -89,7 +85,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
             return report(*_missing(engine, chunk, stored), share)
         if share > MOST_PARTIAL:
             return report("hit", "the text is in the prompt, known, and its KV is stored: it is reused.", share)
-        return report("part", _partly(chunk, written, spans, share), share)
+        return report("part", _partly(chunk, spans, share), share)
     if chunk not in written:
         return report("not_in_prompt", _departure(chunk, written))
     found = [span.whole for span in chunks]
@@ -114,7 +110,7 @@ def explain_miss(engine: CacheClipEngine, prompt: Prompt, text: str) -> MissRepo
     )
 
 
-def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> str:
+def _partly(chunk: str, spans: Sequence[Span], share: float) -> str:
     reused = f"{share:.0%} of the text's tokens are in the prompt as they are stored, and are reused."
     first = min(span.at for span in spans)
     if first and _HEADER.fullmatch(chunk[:first].strip()):
@@ -122,20 +118,11 @@ def _partly(chunk: str, written: str, spans: Sequence[Span], share: float) -> st
             f"{reused} Its metadata header is not in the prompt: {chunk[:first].strip()[:_SHOWN]!r}... To store texts "
             "without it, precompute what the prompt shows."
         )
-    if escaped := _escaped(chunk, written):
-        return f"{reused} Of the rest: {escaped}"
-    rest = max(_between(chunk, spans), key=len)
-    if _words(rest) in _words(written):
-        return (
-            f"{reused} The rest, such as {rest.strip()[:_SHOWN]!r}..., has other blanks, line ends or punctuation "
-            "there, and is computed. To reuse all of it, precompute the text as the prompt has it."
-        )
-    if standing_in(written, [rest]):
-        return f"{reused} The rest, such as {rest.strip()[:_SHOWN]!r}..., is there {_OTHER_FORM}"
+    rest = max(_between(chunk, spans), key=len).strip()[:_SHOWN]
     return (
-        f"{reused} The prompt has nothing like the rest, such as {rest.strip()[:_SHOWN]!r}... A splitter that runs "
-        "after precomputing, or a synthesizer whose prompts are full, cuts chunks: give it the chunk size of the "
-        "precomputed texts."
+        f"{reused} The rest, such as {rest!r}..., is not in the prompt, or is written otherwise there: escaped, or "
+        "with other blanks, marks or accents. Precompute the text as the prompt has it. A splitter that runs after "
+        "precomputing, or a synthesizer whose prompts are full, cuts chunks: give it their size."
     )
 
 
@@ -213,29 +200,13 @@ def _missing(engine: CacheClipEngine, chunk: str, stored: Sequence[_Stored]) -> 
     )
 
 
-def _escaped(chunk: str, written: str) -> str | None:
-    for change, what, advice in (
-        (html.escape, "HTML-escaped", "Give the prompt the text as it is, or precompute it escaped."),
-        (html.unescape, "with its HTML entities resolved", "Precompute the text as the prompt has it."),
-    ):
-        if change(chunk) != chunk and change(chunk) in written:
-            return f"the prompt has the text {what}. {advice}"
-    return None
-
-
 def _departure(chunk: str, written: str) -> str:
     """Where prompt and text begin to differ, and a possible reason."""
-    if escaped := _escaped(chunk, written):
-        return escaped
-    if _words(chunk) in _words(written):
+    if _words(chunk) in _words(written) or standing_in(written, [chunk]):
         return (
-            "the prompt has all words of the text, with other blanks, line ends or punctuation between them. "
-            "Precompute the text after the step that changes them, or leave that step out."
+            "the prompt has the words of the text, written otherwise: escaped, in other letter case, or with other "
+            "blanks, punctuation or accents. Precompute the text as the prompt has it."
         )
-    if chunk.casefold() in written.casefold():
-        return "the prompt has the text in other letter case. Precompute it as the prompt has it."
-    if standing_in(written, [chunk]):
-        return f"the prompt has the text {_OTHER_FORM} Precompute it as the prompt has it."
     length = _longest_start(chunk, written)
     if length >= WINDOW:
         end = written.index(chunk[:length]) + length
@@ -260,7 +231,7 @@ def _longest_start(chunk: str, written: str) -> int:
 
 
 def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text))
+    return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def plausible(texts: Iterable[str], written: str) -> list[str]:

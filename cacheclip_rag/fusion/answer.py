@@ -133,18 +133,14 @@ class FusionStats:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Details of an answer's prefill, for requests with ``trace``."""
+    """What of a prompt was computed again, for requests with ``trace``."""
 
     token_ids: tuple[int, ...]
     """Token ids of the whole prompt."""
     chunks: tuple[tuple[int, int], ...]
     """``(start, stop)`` of each reused chunk, in tokens."""
-    scores: tuple[tuple[float, ...], ...]
-    """Scores per reused chunk, one per token; empty for exact chunks. An empty tuple if the method scores nothing."""
     recomputed: tuple[int, ...]
     """Positions of the recomputed chunk tokens."""
-    layer_s: tuple[float, ...]
-    """Seconds of each layer of the recompute; empty after plain prefill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,14 +35,11 @@ from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.prefix_cache import Match
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAgain, ReadAhead, part_of
-from .answer import Trace
 from .fused import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
 
 
-def fuse(
-    runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
-) -> Fused | None:
+def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
@@ -61,7 +58,6 @@ def fuse(
             runtime=runtime,
             capacity=capacity,
             geometry=geometry,
-            trace=trace,
         )
         return pass_.run(match)
 
@@ -72,7 +68,7 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
     ConfigurationError for another method, or one that changes positions."""
     method, layout = plan.method, plan.layout
     assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    chosen, _ = choose_ahead(plan, kv_sources, clock=clock)
+    chosen = choose_ahead(plan, kv_sources, clock=clock)
     rows = choose_rows(layout, plan.reused, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
@@ -103,9 +99,9 @@ def choose_ahead(
     clock: PhaseClock,
     when_read: Callable[[], None] | None = None,
     stale: np.ndarray[Any, Any] | None = None,
-) -> tuple[dict[Span, torch.Tensor], dict[Span, torch.Tensor]]:
-    """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, and the scores, by a method
-    that looks at no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
+) -> dict[Span, torch.Tensor]:
+    """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
+    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
     KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
     method."""
     method, layout = plan.method, plan.layout
@@ -114,7 +110,7 @@ def choose_ahead(
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
     spans = [span for span in plan.reused if not layout.is_exact(span)]
-    choice, recorded = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale), list[torch.Tensor]()
+    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale)
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
         early = method.score(PromptView(**choice.seen(spans, when_read)))
@@ -123,10 +119,9 @@ def choose_ahead(
             runtime=unread,
             cache=unread,
             full_prefill=lambda: unread.prefill,
-            record_scores=recorded.extend,
         )
-        masks, scores = method.select(view, early), recorded
-    return dict(zip(spans, masks, strict=True)), dict(zip(spans, scores, strict=False))
+        masks = method.select(view, early)
+    return dict(zip(spans, masks, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +170,6 @@ class _FusedPass(_Choice):
     runtime: ModelRuntime
     capacity: int
     geometry: Geometry | None
-    trace: bool
 
     def run(self, match: Match | ContinuedMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
@@ -231,7 +225,7 @@ class _FusedPass(_Choice):
                     write(layer)
         if is_changed:
             # a damaged chunk becomes ordinary text, which changes the method's positions: start again without it
-            return fuse(self.runtime, kept, self.kv_sources, capacity=self.capacity, clock=clock, trace=self.trace)
+            return fuse(self.runtime, kept, self.kv_sources, capacity=self.capacity, clock=clock)
 
         began: list[float] = []
 
@@ -262,7 +256,6 @@ class _FusedPass(_Choice):
         plan, clock, runtime = self.plan, self.clock, self.runtime
         layout, method, reused = plan.layout, plan.method, plan.reused
         charged = 0
-        recorded: list[torch.Tensor] = []
 
         def full_prefill() -> FusedCache:
             nonlocal charged
@@ -275,12 +268,10 @@ class _FusedPass(_Choice):
                 runtime=runtime,
                 cache=cache,
                 full_prefill=full_prefill,
-                record_scores=recorded.extend,
             )
             masks = method.select(view, scores)
             rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
             row_filter = method.row_filter(view, rows)
-        starts: list[float] | None = [] if self.trace else None
         with clock.phase("recompute"):
             method.prepare(view, masks)
             logits = runtime.run_slots(
@@ -288,7 +279,6 @@ class _FusedPass(_Choice):
                 layout.ids[rows],
                 rows,
                 row_filter=row_filter,
-                layer_starts=starts,
                 before_layer=before_layer,
             )
             assert logits is not None
@@ -300,9 +290,8 @@ class _FusedPass(_Choice):
             charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
         chosen = chunk_rows(rows, reused)
         first = int(rows[0]) if cache.geometry is None else None
-        trace = trace_of(plan, scorable, recorded, chosen, starts or [], clock) if self.trace else None
         stale = None if cache.geometry is not None else stale_tokens(plan, rows, self.stale)
-        return Fused(cache, logits, plan, len(chosen), charged / runtime.num_layers, first, stale, trace=trace)
+        return Fused(cache, logits, plan, chosen, charged / runtime.num_layers, first, stale)
 
     def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
@@ -350,26 +339,6 @@ def stale_tokens(plan: Plan, rows: torch.Tensor, known: np.ndarray[Any, Any] | N
         stale[: len(known)] = known
     stale[rows.numpy()] = False
     return stale
-
-
-def trace_of(
-    plan: Plan,
-    scorable: Iterable[Span],
-    scores: Iterable[torch.Tensor],
-    recomputed: Sequence[int],
-    starts: Sequence[float],
-    clock: PhaseClock,
-) -> Trace:
-    """The trace of a plan that is carried out; ``starts``: when each layer began."""
-    by_span = dict(zip(scorable, scores, strict=False))  # empty if there was nothing to choose
-    ends = [*starts[1:], clock.started + clock.elapsed()]
-    return Trace(
-        token_ids=plan.layout.token_ids,
-        chunks=tuple((span.start, span.stop) for span in plan.reused),
-        scores=tuple(tuple(by_span[s].flatten().tolist()) if s in by_span else () for s in plan.reused),
-        recomputed=tuple(recomputed),
-        layer_s=tuple(end - start for start, end in zip(starts, ends, strict=False)) if starts else (),
-    )
 
 
 def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..plan.plan import Plan
-    from .answer import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Fused:
     """Logits of the prompt's last token, ``(vocab_size,)``."""
     plan: Plan
     """The plan that was carried out. ``reused`` no longer lists chunks whose stored KV was missing or damaged."""
-    recomputed_tokens: int
-    """Tokens of reused chunks that were computed again."""
+    recomputed: Sequence[int]
+    """Positions of tokens of reused chunks that were computed again."""
     charged_tokens: float
     """Chunk tokens that got fresh KV. A token that only some layers computed counts as that share of a token."""
     first_computed: int | None
@@ -36,4 +36,3 @@ class Fused:
     may continue this KV."""
     turns: int = 0
     """Earlier answers whose KV the prompt continues."""
-    trace: Trace | None = None

@@ -18,20 +18,20 @@ from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
-from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens, trace_of
+from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens
 from .fused import Fused
 from .wire import runs_of
 
 
 def fuse_in_order(
-    runtime: LlamaRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
+    runtime: LlamaRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
         match: Match | ContinuedMatch = kv_sources.continued_match(plan) if plan.continues else kv_sources.match(plan)
     with match:
         layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
-        return _fused(runtime, replace(plan, layout=layout), kv_sources, match, capacity, clock, trace)
+        return _fused(runtime, replace(plan, layout=layout), kv_sources, match, capacity, clock)
 
 
 def _fused(
@@ -41,7 +41,6 @@ def _fused(
     match: Match | ContinuedMatch,
     capacity: int,
     clock: PhaseClock,
-    trace: bool,
 ) -> Fused | None:
     known = None if match.stale is None else match.stale[: plan.layout.num_cached]
     texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
@@ -49,7 +48,7 @@ def _fused(
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen, scores = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start, stale=known)
+        chosen = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start, stale=known)
         with clock.phase("read"):
             stored = _read(reading, texts)
         clock.reading_s += reading.busy_s()
@@ -66,12 +65,11 @@ def _fused(
         state,
         logits,
         kept,
-        len(computed),
+        computed,
         float(len(computed)),
         int(rows[0]),
         stale_tokens(kept, rows, known),
         match.turns,
-        trace=trace_of(kept, scores, scores.values(), computed, (), clock) if trace else None,
     )
 
 

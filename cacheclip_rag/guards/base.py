@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
 
-__all__ = ["ObservedAnswer", "Observer", "Verified"]
-
 
 @dataclass(frozen=True, slots=True)
 class Verified:

@@ -35,23 +35,6 @@ from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
 from .promise import Guarantee, PromiseWatch
 
-__all__ = [
-    "THRESHOLDS",
-    "VERDICTS",
-    "Certificate",
-    "CertificateGuard",
-    "GateFigures",
-    "Identity",
-    "RatioFigures",
-    "TurnFigures",
-    "check_certificate",
-    "check_writable",
-    "find_certificate",
-    "identity_of",
-    "no_promise",
-    "verdict_at",
-]
-
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 4
@@ -447,7 +430,6 @@ def no_promise(config: EngineConfig, method: Method, certificate: Certificate | 
     )
 
 
-_CERTIFY = "cacheclip_rag.lab.evaluation.certify.certify"
 _NEVER_CERTIFIED = "it has not been certified"
 _NOT_CERTIFIED = "not certified"
 _warned: set[object] = set()
@@ -461,20 +443,13 @@ def _warn_once(what: object, message: str) -> None:
 
 
 def _command(config: EngineConfig, method: Method, backend: str, max_differ: float | None = None) -> str:
-    """Command that makes the missing certificate: a shell command with the lines of its settings file, or Python if the
-    method is not a preset."""
-    in_vllm = backend.startswith("vllm")
-    run = "cacheclip_rag.lab.evaluation.served.certify_vllm" if in_vllm else _CERTIFY
-    own = preset(method.name) if method.name in PRESET_NAMES else None
-    as_preset = own if own is None or own.chunk_context else replace(own, chunk_context=method.chunk_context)
-    if as_preset is None or _without_ratio(method) != _without_ratio(as_preset):
-        promised = f", max_differ={max_differ}" if max_differ else ""
-        return f"{run}(config, method={type(method).__name__}(...){promised}).save()"
-    config, defaults = concrete(config), EngineConfig()
-    context = method.chunk_context or config.chunk_context
-    from_preset = method.context is not None and as_preset == own
+    """What makes the missing certificate: a shell command, or Python if the method is not a preset."""
+    if method.name not in PRESET_NAMES or type(method) is not type(preset(method.name)):
+        run = "served.certify_vllm" if backend.startswith("vllm") else "certify.certify"
+        return f"cacheclip_rag.lab.evaluation.{run}(config, method={type(method).__name__}(...)).save()"
+    config = concrete(config)
     options: dict[str, Any] = {
-        "backend": "vllm" if in_vllm else None,
+        "backend": "vllm" if backend.startswith("vllm") else None,
         "primary": config.primary,
         "auxiliary": config.auxiliary if method.needs_auxiliary else None,
         "method": method.name,
@@ -483,15 +458,8 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
         "device": config.device,
         "max-differ": max_differ,
     }
-    in_file: dict[str, Any] = {
-        "chunk_context": None if from_preset or context == defaults.chunk_context else context,
-        "auxiliary_device": config.auxiliary_device if method.needs_auxiliary else None,
-        "codec": config.codec,
-    }
     given = [f"--{name} {shlex.quote(str(value))}" for name, value in options.items() if value is not None]
-    lines = [f"{name} = {json.dumps(str(value))}" for name, value in in_file.items() if value is not None]
-    file = [f"--settings FILE (FILE: {'; '.join(lines)})"] if lines else []
-    return " ".join(["cacheclip certify", *given, *file])
+    return " ".join(["cacheclip certify", *given, "(and --settings FILE, if this engine has other settings)"])
 
 
 def _differences(wanted: Identity, found: Identity) -> list[str]:

@@ -11,8 +11,6 @@ from ..methods.base import Method
 from ..plan.kv_sources import KVSources
 from .certificate import Identity, find_certificate, identity_of, no_promise, verdict_at
 
-__all__ = ["Certificates"]
-
 
 class Certificates:
     """Certificates of one engine's models with its methods. Safe to share between threads."""

@@ -10,8 +10,6 @@ from ..fusion.answer import FusionStats
 from ..store import TierStats
 from .base import ObservedAnswer, Observer
 
-__all__ = ["Metrics"]
-
 _HELP = {
     "answers_total": "Answers, by the method that produced them.",
     "bypassed_total": "Answers by plain prefill because it computes less, was predicted to be soon enough, or the "

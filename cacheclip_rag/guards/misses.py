@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
 
-__all__ = ["MissWarning"]
-
 logger = logging.getLogger(__name__)
 
 

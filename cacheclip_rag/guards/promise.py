@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..methods.base import Method
     from .metrics import Metrics
 
-__all__ = ["Guarantee", "PromiseWatch", "PromisedGate"]
-
 logger = logging.getLogger(__name__)
 
 _ALTERNATIVES = (1.5, 2.0, 4.0)

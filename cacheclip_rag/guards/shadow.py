@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..runtime.transformers.model import ModelRuntime
     from .base import Verified
 
-__all__ = ["ShadowChecker", "ShadowRequest"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 8

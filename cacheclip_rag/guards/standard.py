@@ -14,8 +14,6 @@ from .promise import PromiseWatch
 from .shadow import ShadowChecker
 from .tracing import Tracing, is_traced
 
-__all__ = ["standard_observers"]
-
 
 def standard_observers(config: EngineConfig, metrics: Metrics, find_runtime: Callable[[], Runtime]) -> list[Observer]:
     """Certificate checks, a warning where nothing is reused, metrics, OpenTelemetry spans and

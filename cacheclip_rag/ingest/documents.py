@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import stat
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +16,6 @@ from typing import BinaryIO
 from ..base.errors import DocumentError, MissingExtraError
 from .pdf import PYPDF, pdf_text
 from .text import HTML_SUFFIXES, SAVE_AS_TEXT, DocumentText, cleaned, decoded, encoding_of_page, html_text
-
-__all__ = [
-    "EmptyFileError",
-    "MARKDOWN_SUFFIXES",
-    "PDF_SUFFIX",
-    "SUFFIXES",
-    "TABLE_SUFFIXES",
-    "digest_file",
-    "find_files",
-    "is_read",
-    "printable",
-    "read_document",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +26,8 @@ SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst", PDF_SUFFIX}
 """File types read from folders. A file that is named itself is read with any suffix: as PDF if it is ``.pdf``, else as
 text."""
 
+_UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
+"""Kinds of characters that nobody sees."""
 _OFFICE = frozenset(f".{kind}" for kind in "doc docx docm xls xlsx xlsm ppt pptx odt ods odp rtf epub pages".split())
 """Types of documents that other programs make text of."""
 
@@ -50,7 +40,7 @@ def _nobody(path: Path, reason: str) -> None:
 
 
 class EmptyFileError(DocumentError):
-    """A file holds nothing but white space."""
+    """A file holds nothing that anybody sees."""
 
 
 def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
@@ -191,7 +181,7 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
         found = html_text(found)
         notes += found.notes
     found = cleaned(found)
-    if not found.strip():
+    if all(unicodedata.category(character) in _UNSEEN for character in found):
         error = DocumentError if suffix in HTML_SUFFIXES or notes else EmptyFileError
         raise error(" ".join([f"{path} is empty.", *notes, *found.notes]))
     found = DocumentText(found, [*notes, *found.notes])

@@ -12,8 +12,6 @@ import numpy as np
 from ..base.errors import MissingExtraError, ModelError
 from ..models.load import DEVICE_MAPS, check_device, choose_device, resolve
 
-__all__ = ["DEFAULT_EMBEDDING", "Embedder", "Vectors"]
-
 DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 
 Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]

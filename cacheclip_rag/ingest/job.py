@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ..base.errors import DocumentError, EncodingError
 from ..base.progress import progress_bar
@@ -31,47 +30,23 @@ from .documents import (
 )
 from .embedding import Embedder
 from .library import Library, LibrarySettings
-from .plan import IngestPlan, price
+from .plan import IngestCounts, IngestPlan, Problems, price
 from .splitting import Splitter
 from .text import HTML_SUFFIXES
 
-__all__ = ["IngestReport", "ingest", "plan_ingestion"]
-
 logger = logging.getLogger(__name__)
-
-Problems = list[dict[str, str]]
 
 
 @dataclass(slots=True)
-class IngestReport:
+class IngestReport(IngestCounts):
     """Result of an ingestion run."""
 
     documents: int = 0
     """Documents in the library afterwards."""
-    added: int = 0
-    changed: int = 0
-    """Changed documents, and those that were damaged in the library."""
-    unchanged: int = 0
-    removed: int = 0
-    chunks: int = 0
-    """Passages of added and changed documents."""
-    computed: int = 0
-    """Passages whose KV was computed."""
     released: int = 0
     """Chunk caches deleted because no document contains their text any more."""
     evicted: int = 0
     """Texts of this run's passages whose KV is not stored at its end: the store's limit is too small."""
-    failed: Problems = field(default_factory=list)
-    """Documents that could not be read: ``{"path", "error"}``. The other documents were ingested."""
-    skipped: Problems = field(default_factory=list)
-    """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
-    ``{"path", "error"}``."""
-    notes: Problems = field(default_factory=list)
-    """What readers of ingested documents see and their text lacks, such as pages that were scanned:
-    ``{"path", "note"}``. Of the documents that this run read."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +245,8 @@ def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterat
 def _precompute(
     group: list[_Document], engine: CacheClipEngine, report: IngestReport, show: Callable[[float], None]
 ) -> Iterator[_Document]:
-    """Store the chunk caches of a group; gives the documents for which that worked. Others are reported as failed.
-
-    Args:
-        show: called with the share of the group that is done.
-    """
+    """Store the chunk caches of a group, and ``show`` the share that is done; gives the documents for which that
+    worked. Others are reported as failed."""
     texts = [passage for _, passages in group for passage in passages]
     done = 0
 

@@ -26,8 +26,6 @@ from ..config import EngineConfig
 from ..models.packaged.catalogue import packaged_name
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
-__all__ = ["FILE_NAME", "Library", "LibrarySettings", "Passage", "check_library", "repair_library"]
-
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "library.sqlite3"
@@ -134,7 +132,7 @@ class Library:
     """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()
         self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
         self._database.on_replaced = lambda: logger.warning(
             "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder

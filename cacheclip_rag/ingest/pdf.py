@@ -17,8 +17,6 @@ from .text import DocumentText
 if TYPE_CHECKING:
     from pypdf import PageObject
 
-__all__ = ["PYPDF", "pdf_text"]
-
 PYPDF = "pypdf (needed for PDF files)"
 
 _LITTLE = 100

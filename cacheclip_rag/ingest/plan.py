@@ -16,28 +16,47 @@ from ..engine import CacheClipEngine
 from ..prompt.segments import chunk_texts
 from ..store import text_digest
 
-__all__ = ["IngestPlan", "price"]
-
 _SAMPLED_CHUNKS = 64
 _TIMED_BATCHES = 3
 """Batches of chunks of middle length among the first ``_SAMPLED_CHUNKS``."""
 
 
+Problems = list[dict[str, str]]
+
+
 @dataclass(slots=True)
-class IngestPlan:
-    """What an ingestion run would do, and its cost."""
+class IngestCounts:
+    """What an ingestion run does, or would do, with documents."""
 
     added: int = 0
     """Documents."""
     changed: int = 0
+    """Changed documents, and those that were damaged in the library."""
     unchanged: int = 0
     removed: int = 0
     chunks: int = 0
     """Passages of added and changed documents."""
     computed: int = 0
-    """Passages whose KV is not stored."""
+    """Passages whose KV was not stored."""
+    failed: Problems = field(default_factory=list)
+    """Documents that could not be read: ``{"path", "error"}``. The others are ingested."""
+    skipped: Problems = field(default_factory=list)
+    """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
+    ``{"path", "error"}``."""
+    notes: Problems = field(default_factory=list)
+    """What readers of these documents see and their text lacks, such as pages that were scanned:
+    ``{"path", "note"}``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class IngestPlan(IngestCounts):
+    """What an ingestion run would do, and its cost."""
+
     tokens: int = 0
-    """Tokens of these passages in the primary's tokenizer."""
+    """Tokens of the passages to compute, in the primary's tokenizer."""
     bytes: int = 0
     """Bytes of their KV for all models."""
     seconds: float = 0.0
@@ -46,15 +65,6 @@ class IngestPlan:
     """Limit of the store; None: no limit."""
     excess_bytes: int = 0
     """Bytes by which the store would exceed its limit. About so many bytes of chunk caches would be evicted."""
-    failed: list[dict[str, str]] = field(default_factory=list)
-    """Documents that cannot be read: ``{"path", "error"}``."""
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    """Paths that are left out on purpose, such as links that lead out of the given folder: ``{"path", "error"}``."""
-    notes: list[dict[str, str]] = field(default_factory=list)
-    """What readers of these documents see and their text lacks: ``{"path", "note"}``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.inference_mode()

@@ -10,8 +10,6 @@ from typing import Any
 from ..base.errors import ConfigurationError, MissingExtraError
 from ..prompt.segments import normalise_chunk
 
-__all__ = ["Splitter"]
-
 _RULE = re.compile(r"[ \t>]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n?")
 """The line below the header of a table of Markdown."""
 _SEPARATOR = re.compile(r"sep=.\s*", re.IGNORECASE)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ..base.errors import DocumentError
 
-__all__ = ["HTML_SUFFIXES", "DocumentText", "cleaned", "decoded", "encoding_of_page", "html_text"]
-
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 
 _BOMS = {  # UTF-32 first: its mark begins like UTF-16's
@@ -29,6 +27,10 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 """Where a page names its encoding."""
+_JAPANESE = re.compile(rb"\x1b\$[@B][!-~]{2}")
+"""ISO 2022 begins characters with it. The rest is ASCII, which says nothing."""
+_NOT_WESTERN = re.compile(rb"[\x80-\xff]{3}")
+"""Words of no language of Western Europe; in Windows-1252 and others like it, such a letter has a byte."""
 _OF_PAGES = re.compile(r"ascii|cp(?:125\d|866|874|932|949)|iso8859|koi8|mac|tis|gb|big5|euc_|shift_jis|iso2022_jp")
 _READ_AS = {
     "ascii": "cp1252",
@@ -107,9 +109,10 @@ def decoded(path: Path, data: bytes, named: str | None = None) -> DocumentText:
         raise DocumentError(f"{path} looks binary: it is {what}. {SAVE_AS_TEXT}")
     mark, encoding = next(((bom, name) for bom, name in _BOMS.items() if data.startswith(bom)), (b"", ""))
     if not encoding:
-        encoding = _wide_without_mark(data) or "utf-8"
+        encoding = _wide_without_mark(data) or ("iso2022_jp_ext" if not named and _JAPANESE.search(data) else "utf-8")
         if encoding != "utf-8":
-            notes.append(f"it has no byte-order mark and was read as {encoding.upper()}.")
+            read_as = "ISO-2022-JP" if encoding.startswith("iso") else encoding.upper()
+            notes.append(f"it has no byte-order mark and was read as {read_as}.")
         elif named is not None and (named.startswith("iso2022") or not _is_utf_8(data)):
             encoding = named  # a page that is UTF-8 was converted; ISO 2022 has ASCII's bytes
     try:
@@ -155,7 +158,7 @@ def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecod
     if encoding != "utf-8":
         return f"{wrong} It says so itself, so it is damaged: save it again as UTF-8."
     try:
-        data.decode("cp1252")
+        data.decode("ascii" if _NOT_WESTERN.search(data) else "cp1252")
     except UnicodeDecodeError:
         return f"{wrong} Find its encoding, for instance with 'file -i', and convert it to UTF-8 with iconv."
     name, new = shlex.quote(path.name), shlex.quote(f"{path.stem}-utf8{path.suffix}")

@@ -8,8 +8,6 @@ from ..engine import CacheClipEngine
 from ..runtime.base import Runtime
 from ..runtime.transformers.model import ModelRuntime
 
-__all__ = ["auxiliary_caches", "extending_model", "transformers_model"]
-
 
 def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
     """Chunk caches of the auxiliary model, which must be set."""

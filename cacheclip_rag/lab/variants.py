@@ -32,8 +32,6 @@ from ..methods.recompute import Recompute
 from ..methods.settings import vary
 from ..selection.scorers import Oracle, Random
 
-__all__ = ["AGAIN", "ORACLE", "RANDOM", "REORDERED", "method_named", "read_variants"]
-
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""
 REORDERED = "full-reordered"

@@ -138,19 +138,16 @@ def lay_out(
 ) -> Layout:
     """Tokenise a prompt and find the tokens of its chunks, as ``tokenize_chunk`` gives those of a whole stored chunk.
     ``isolated`` tokenises every chunk apart from the text around it, for models that were trained so: parts of chunks
-    are fresh text then. A tokenizer without offsets does the same."""
+    are fresh text then."""
     spans: list[Span] = []
-    isolated = isolated or not runtime.has_offsets
     for group in _groups(without_parts(segments) if isolated else segments, isolated):
         start = spans[-1].stop if spans else 0
         first = group[0]
         if isinstance(first, Chunk) and isolated:
             if len(tokens := tokenize_chunk(first.whole)):
                 spans.append(Span(first, tokens, start, whole_tokens=len(tokens)))
-        elif runtime.has_offsets:
+        else:
             spans += _spans(group, tokenize_whole(group, runtime), tokenize_chunk, start)
-        elif len(tokens := runtime.tokenize(first.text, control=first.control)):
-            spans.append(Span(first, tokens, start))
     ids = [token for span in spans for token in span.tokens.ids]
     first_chunk = next((span.start for span in spans if span.is_chunk), len(ids))
     # at least one token must be computed: its logits give the first new token
@@ -288,11 +285,8 @@ def _alike(part: Chunk, begin: int, end: int) -> list[tuple[int, int]]:
 def _equal_runs(
     tokens: TokenizedText, begin: int, end: int, source: TokenizedText, at: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Where tokens of ``source`` stand in a text: first token, token after the last one, first token in ``source``.
-
-    Characters ``[begin, end)`` of the text are those of the source from ``at`` on. Tokens are equal if their ids and
-    their characters are.
-    """
+    """Where tokens of ``source`` stand in a text, whose characters ``[begin, end)`` are those of the source from ``at``
+    on: first token, token after the last one, first token in ``source``."""
     ids, offsets = tokens.columns
     own_ids, own = source.columns
     low = int(np.searchsorted(offsets[:, 0], begin))

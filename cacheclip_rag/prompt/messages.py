@@ -78,6 +78,14 @@ def in_turns(messages: Iterable[Message]) -> list[Message]:
     return turns
 
 
+def system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose system prompt is the beginning of the user's first message."""
+    if [message["role"] for message in messages[:2]] != ["system", "user"]:
+        return [*messages]
+    contents = (message["content"] for message in messages[:2])
+    return [{**messages[1], "content": "\n\n".join(filter(None, contents))}, *messages[2:]]
+
+
 def _joined(before: Message, message: Message) -> Message:
     """Two messages of one speaker as one."""
     found = {**before, **message}

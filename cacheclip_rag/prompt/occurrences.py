@@ -28,11 +28,6 @@ class Occurrence:
     share: float
     """Share of the chunk's tokens that stand here, each counted once."""
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether a tenth or more of the chunk is missing."""
-        return self.share <= MOST_PARTIAL
-
 
 def occurrences(spans: Iterable[Span]) -> list[Occurrence]:
     """The chunks of a prompt, in the order in which they begin."""

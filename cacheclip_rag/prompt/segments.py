@@ -11,13 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 from ..base.errors import ConfigurationError
 from ..finding.texts import GivenTexts, TextIndex
 from ..runtime.base import Message, Runtime, TokenizedText
 from .contents import escaped, find_contents
-from .messages import Documents, Prompt, in_turns, result_as_text
+from .messages import Documents, Prompt, in_turns, result_as_text, system_in_user
 from .reasoning import split_channels
 from .tools import (
     Marks,
@@ -368,7 +369,7 @@ class PromptReader:
                 :func:`~cacheclip_rag.prompt.tools.check_tools` gave.
             variables: further variables of the chat template, which
                 :func:`~cacheclip_rag.prompt.messages.check_template_kwargs` gave.
-            parts: False finds whole texts only, as tokenizers without offsets do.
+            parts: False finds whole texts only.
 
         Raises:
             ConfigurationError: the prompt or a definition is malformed, or the chat template does not use tools.
@@ -376,7 +377,6 @@ class PromptReader:
         if tools:
             self._check_tools(tools)
         runtime, own = self.runtime, self.system_prompt
-        parts = parts and runtime.has_offsets
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else check_messages(prompt)
         if not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
@@ -389,13 +389,17 @@ class PromptReader:
         if variables:
             self._check_no_control(_strings(variables), "chat_template_kwargs have")
             render = partial(render, variables=variables)
+        cut = partial(segment_chat, index=texts, documents=documents, verbatim=verbatim, tools=tools, parts=parts)
         try:
-            return segment_chat(messages, render, texts, documents, verbatim, tools, parts=parts)
-        except ConfigurationError:
-            for turns in (in_turns(messages), in_turns(map(result_as_text, messages))):
-                if turns != messages:
-                    with suppress(ConfigurationError):
-                        return segment_chat(turns, render, texts, documents, verbatim, tools, parts=parts)
+            return cut(messages, render)
+        except ConfigurationError:  # in turns; then the system prompt opens the user's message, as in Gemma 3
+            ways = messages, in_turns(messages), in_turns(map(result_as_text, messages))
+            renders = [render]
+            if any(message["role"] == "system" for message in messages):
+                renders.append(lambda shown, **named: render(system_in_user(shown), **named))
+            for each, way in [*product(renders, ways)][1:]:
+                with suppress(ConfigurationError):
+                    return cut(way, each)
             raise
 
     def prefix_ids(self) -> list[int]:
@@ -403,9 +407,7 @@ class PromptReader:
         content = "\u2063"
         opening = self._opening()
         if self.runtime.has_chat_template:
-            messages = [*self._system_messages(), {"role": "user", "content": content}]
-            render = partial(self.runtime.render_chat, date=_PREFIX_DATE)
-            segments = segment_chat(messages, render, None)  # stored texts do not change it
+            segments = self.segments(content, None, date=_PREFIX_DATE)  # stored texts do not change it
             opening = segments[: segments.index(Fresh(content))]
         return list(tokenize_whole(opening, self.runtime).ids)
 

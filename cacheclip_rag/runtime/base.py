@@ -67,8 +67,7 @@ class TokenizedText:
 
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...]
-    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character.
-    Empty if the tokenizer has no offsets; its model then reuses nothing."""
+    """Per token ``(start, end)`` in characters of the text; ``start == end`` for a token that covers no character."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -158,8 +157,6 @@ class Runtime(ABC):
 
     # -- text ---------------------------------------------------------------------------------------------------
 
-    has_offsets: bool = True
-    """Whether tokens have character offsets."""
     control_ids: Sequence[int] | None = None
     """Control tokens, ascending; None if they, or the characters of tokens, are not known."""
 
@@ -297,7 +294,7 @@ class Runtime(ABC):
         raise AssertionError("cut was called on a runtime whose can_extend is False")
 
     @abstractmethod
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
         (:class:`~cacheclip_rag.plan.kv_sources.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
         for llama.cpp :mod:`cacheclip_rag.fusion.in_order`; ``models/load.py`` joins them. Returns a

@@ -44,8 +44,6 @@ class CacheView(PromptView):
     cache: FusedCache
     full_prefill: Callable[[], FusedCache]
     """Computes the prompt's KV by plain prefill, for upper bounds. The cost is charged to the method."""
-    record_scores: Callable[[Sequence[torch.Tensor]], None] = lambda scores: None
-    """Takes the final scores per span, for an answer's trace."""
 
 
 def per_span(spans: Sequence[Span], value: float) -> list[torch.Tensor]:

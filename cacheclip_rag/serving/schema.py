@@ -5,7 +5,7 @@ sent again with every later question."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -23,26 +23,32 @@ _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
         *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
-        *("session_id", "chat_id", "request_id"),
-        *("cache_prompt", "id_slot", "truncation_length"),  # llama.cpp's and others' clients
+        *("session_id", "chat_id", "request_id", "id", "message_id", "conversation_id", "thread_id", "trace_id"),
         *("provider", "route", "models", "usage", "caching", "num_retries", "drop_params", "ttl"),  # of what routes
+        *("cache", "tags", "fallbacks", "max_retries", "maxRetries"),
+        *("litellm_metadata", "litellm_session_id", "litellm_trace_id", "litellm_call_id", "litellm_logging_obj"),
+        # Open WebUI's, which has followed them itself
+        *("features", "variables", "model_item", "background_tasks", "tool_ids", "tool_servers", "filter_ids"),
+        # Ollama's: how the model is loaded. The context is the model's own, and a longer prompt is an error
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
+        # llama.cpp's and others': what is kept and shown, and numbers of samplers that are off
+        *("cache_prompt", "id_slot", "truncation_length", "n_keep", "num_keep", "min_keep", "n_ctx"),
+        *("timings_per_token", "return_progress", "dynatemp_exponent", "xtc_threshold", "repeat_last_n"),
+        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "penalty_last_n"),
+        *("mirostat_tau", "mirostat_eta"),
     }
 )
 """Fields that do not change the answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "suffix": ("",),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "functions": ([],),
     "function_call": ("none",),
     "min_p": (0,),
     "ignore_eos": (False,),
     "include_reasoning": (True,),
-    "web_search_options": ({},),
     "min_tokens": (0,),
     "length_penalty": (1,),
     "typical_p": (1,),
@@ -52,22 +58,36 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "extra_body": ({},),
-    "transforms": ([],),
-    "n_predict": (-1,),
+    **dict.fromkeys(("n_predict", "num_predict", "t_max_predict_ms"), (-1,)),
+    **dict.fromkeys(
+        ("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw", "safe_prompt", "background"),
+        (False,),
+    ),
+    "reasoning_format": ("auto", "deepseek"),
     "add_bos_token": (True,),
     "ban_eos_token": (False,),
-    **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical"), (1,)),
+    **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical", "typ_p"), (1,)),
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
+    **dict.fromkeys(("dynatemp_range", "n_probs"), (0,)),
 }
-"""Values with which a field that is not followed changes nothing; null never does."""
+"""Values with which a field that is not followed changes nothing; null and what is empty never do."""
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 _VERBOSITIES = frozenset({"low", "medium", "high"})
+_SWITCHES = frozenset({"verbosity", "reasoning_effort", "reasoning", "think", "thinking", "enable_thinking"})
+"""Fields that templates may follow."""
+_COUNTED = frozenset({*_IGNORED, *_NEUTRAL, *_SWITCHES, "options", "logit_bias", "functions", "extra_body"})
+"""Those that are counted by name if they are ignored."""
 _REASONS = {
     "best_of": "this server computes no more answers than it gives. Set n",
     "echo": "this server does not repeat the prompt",
     "functions": "give tools instead",
     "function_call": "give tool_choice instead",
+    "repeat_penalty": "give repetition_penalty instead",
+    "system": "give a message of role system instead",
+    **dict.fromkeys(("num_predict", "n_predict", "max_new_tokens", "max_length"), "give max_tokens instead"),
+    **dict.fromkeys(
+        ("format", "guided_json", "structured_outputs", "grammar", "json_schema"), "give response_format instead"
+    ),
 }
 _REFUSED_IN_MESSAGES = frozenset(
     {
@@ -315,7 +335,8 @@ class Body(_ContentPart):
 
     def ignored(self, variables: Collection[str] = ()) -> list[str]:
         """Fields that were sent and not read, as they are counted. ``variables``: those that the template reads."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+        given = (self.model_extra or {}).items()
+        return [name if name in _COUNTED else "other" for name, value in given if value is not None]
 
     def sampling(self) -> dict[str, Any]:
         """Options of the call that the request states, by the engine's names. Tools are among them."""
@@ -325,19 +346,30 @@ class Body(_ContentPart):
 
     def check(self) -> None:
         """Raise RequestError for fields that would change the answer and are not followed."""
-        for name, value in (self.model_extra or {}).items():
-            if value is None or name in _IGNORED or is_neutral(value, _NEUTRAL.get(name, ())):
+        for place, name, value in _flat(self.model_extra or {}):
+            if name in _IGNORED or is_neutral(value, (None, "", [], {}, *_NEUTRAL.get(name, ()))):
                 continue
-            if _variables(name, value) or (name == "thinking" and isinstance(value, dict)):
+            if place == name and (_variables(name, value) or (name == "thinking" and isinstance(value, dict))):
                 continue
             why = _REASONS.get(name, "this server does not follow it. Leave it out")
-            raise unsupported(name, f"{name} is not supported with this value: {why}.")
+            if place != name and name in type(self).model_fields:
+                why = f"give {name} beside the messages instead"
+            raise unsupported(place, f"{place} is not supported with this value: {why}.")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream=true.", param="stream_options")
         if isinstance(self.stop, list) and not all(self.stop):
             raise RequestError("stop must hold strings that are not empty.", param="stop")
         if self.stream and len(self.prompts) * (self.n or 1) > 1:
             raise unsupported("stream", "several answers are not streamed. Leave stream out, or ask for one at a time.")
+
+
+def _flat(fields: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Fields with their places and names; of Ollama's ``options``, each for itself."""
+    for name, value in fields.items():
+        if name == "options" and isinstance(value, dict):
+            yield from ((f"options.{each}", each, value[each]) for each in value)
+        else:
+            yield name, name, value
 
 
 def _variables(name: str, value: Any) -> dict[str, Any]:
@@ -383,7 +415,7 @@ class ChatBody(Body):
         in_messages = set().union(*(message.ignored for message in self.messages))
         given = self.model_extra or {}
         return [
-            *(each for each in super().ignored() if _variables(each, given[each]).keys().isdisjoint(variables)),
+            *(each for each in super().ignored() if _variables(each, given.get(each)).keys().isdisjoint(variables)),
             *sorted(f"messages.{name}" for name in in_messages),
         ]
 

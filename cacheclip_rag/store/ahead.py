@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+import os
 import sys
 import threading
 import time
@@ -29,6 +30,9 @@ _AHEAD_BYTES = 1 << 26
 """Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
 _LEAST_AHEAD = 4
 """Layers that it keeps ahead at least."""
+_READERS, _GPU_BYTES = min(8, os.cpu_count() or 1), 1 << 24
+"""Threads that read for a GPU, and bytes of their reads: each takes the interpreter from the thread that starts the
+GPU's work."""
 _ALL = sys.maxsize
 
 
@@ -66,7 +70,9 @@ class ReadAhead:
             shapes: that the KV must have, by key; default any shape.
         """
         self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
-        self._once = once and not store.promotes and not pins_memory()  # which take whole payloads
+        # a GPU takes KV faster than one thread copies it and compares it with its checksum
+        self._is_pinned = pins_memory()
+        self._once = once and not store.promotes and not self._is_pinned  # which take whole payloads
         self._num_layers = _ALL if num_layers is None else num_layers
         self._shapes = shapes or {}
         self._again = lambda: ReadAhead(
@@ -185,7 +191,8 @@ class ReadAhead:
 
     def _begin(self) -> None:
         """Take what is in memory, and start the thread if anything else is to be read."""
-        near = [key for key in self._ready if self._store.chunk_store.tiers.is_in_memory(key)]
+        in_memory = [backend for backend in self._store.chunk_store.tiers.backends if backend.in_memory]
+        near = [key for key in self._ready if any(backend.get_many([key]) for backend in in_memory)]
         for key, found in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
             self._settle(key, found)
         if len(near) < len(self._ready):
@@ -216,7 +223,8 @@ class ReadAhead:
             self._fail(error)
 
     def _read_all(self, keys: list[str]) -> None:
-        in_order(self._reads(keys), self._store.chunk_store.tiers.reads_at_once, lambda: not self._stop.is_set())
+        at_once = max(self._store.chunk_store.tiers.reads_at_once, _READERS if self._is_pinned else 1)
+        in_order(self._reads(keys), at_once, lambda: not self._stop.is_set())
         self._read_failed()
 
     def _reads(self, keys: list[str]) -> Iterator[Callable[[], object]]:
@@ -274,7 +282,8 @@ class ReadAhead:
 
     def _step(self, stored: StoredKV) -> int:
         """Layers that are read together."""
-        return math.ceil(self._store.chunk_store.tiers.least_read / stored.frame.layer_size)
+        least = max(self._store.chunk_store.tiers.least_read, _GPU_BYTES if self._is_pinned else 0)
+        return math.ceil(least / stored.frame.layer_size)
 
     def _pace(self, layer: int) -> None:
         """Wait until a layer is near enough to what is used now. What fails meanwhile is read as a whole."""

@@ -107,7 +107,7 @@ class ChunkStore:
         """
         if folder is None:
             return cls(Catalog(), Tiers([MemoryBackend()]), max_bytes)
-        folder = Path(folder).expanduser()
+        folder = Path(folder).expanduser().absolute()
         _refuse_old_format(folder)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
         writer = Writer(folder)

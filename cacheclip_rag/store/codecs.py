@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +40,9 @@ _MAGIC = b"\x89CCKV\r\n\x1a"  # as in PNG: transfers that change line ends or dr
 _PREAMBLE = struct.Struct("<8sIIQ")
 _ROW = struct.Struct("<16s6q")
 _ALIGNMENT = 64
+_HUGE_PAGE = 1 << 21
+HEAD_BYTES = 1 << 15
+"""Enough for the header of a frame with 180 layers of 8 KV heads; a payload with a longer one is read as a whole."""
 
 
 class FrameError(ValueError):
@@ -66,7 +72,8 @@ class ArrayPart(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     axis: int
-    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk."""
+    """The axis of tokens. Its size is 1 for numbers that hold for all tokens of a chunk. The axis before is that of KV
+    heads."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +99,23 @@ class Codec(ABC):
         """The layer from its arrays, one for each of :meth:`parts`, on their device. The result may share memory with
         them. If tokens of several chunks stand side by side, an array that holds for all tokens of a chunk has one
         entry per token, too."""
+
+    def head_ranges(self, shape: Sequence[int], heads: slice) -> Iterator[slice]:
+        """Where the bytes of neighbouring heads stand in a layer of this shape."""
+        offset = 0
+        for part in self.parts(shape):
+            of_head = math.prod(part.shape[part.axis :]) * part.dtype.itemsize
+            of_all = of_head * part.shape[part.axis - 1]
+            for start in range(offset, offset := offset + part.num_bytes, of_all):
+                yield slice(start + heads.start * of_head, start + heads.stop * of_head)
+
+    def head_checksums(self, layer: memoryview, shape: Sequence[int]) -> str:
+        """xxh3 of each head of a layer, 16 hexadecimal digits each."""
+        found = [xxhash.xxh3_64() for _ in range(shape[1])]
+        for number, checksum in enumerate(found):
+            for place in self.head_ranges(shape, slice(number, number + 1)):
+                checksum.update(layer[place])
+        return "".join(checksum.hexdigest() for checksum in found)
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         return sum(part.num_bytes for part in self.parts(shape))
@@ -304,6 +328,9 @@ class Frame:
     """xxh3 of each layer. They detect damage, not forgery."""
     start: int
     """Offset of layer 0 in bytes."""
+    heads: tuple[str, ...] = ()
+    """xxh3 of each head, in one text a layer, so that a part of the heads can be read alone. Empty: there is one head,
+    or the payload is of an older version."""
 
     @classmethod
     def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
@@ -325,6 +352,7 @@ class Frame:
                 tuple(header["shape"]),
                 tuple(header["checksums"]),
                 start,
+                tuple(header.get("heads", ())),
             )
             whole = len(frame.shape) == 5 and all(type(size) is int and size > 0 for size in frame.shape)
             if not whole or frame.shape[1] != 2 or len(frame.checksums) != frame.shape[0]:
@@ -332,6 +360,8 @@ class Frame:
             check_namespace(frame.namespace)
             if {*map(type, frame.checksums)} != {str}:
                 raise FrameError("its header is not understood")
+            if frame.heads and [len(of_layer) for of_layer in frame.heads] != [16 * frame.shape[2]] * frame.shape[0]:
+                raise FrameError("its header contradicts itself")
             if (frame.digest is not None and len(frame.digest) != 16) or (
                 frame.text is not None and frame.text.digest != frame.digest
             ):
@@ -382,6 +412,30 @@ class Frame:
                 raise FrameError(f"layer {number} does not match its checksum")
         return stop
 
+    def of_heads(self, heads: slice) -> tuple[Frame, list[tuple[int, memoryview]]]:
+        """A frame of some heads alone, without a header, and what is to be read into its memory: bytes of this payload,
+        by where they begin. Then it must be compared by :meth:`verify_heads`."""
+        codec, (num_layers, two, _, *rest) = CODECS[self.codec], self.shape
+        shape = (num_layers, two, heads.stop - heads.start, *rest)
+        memory = new_memory(num_layers * codec.num_bytes(shape[1:]))
+        places, done = [*codec.head_ranges(self.shape[1:], heads)], 0
+        ranges = list[tuple[int, memoryview]]()
+        for number, place in product(range(num_layers), places):
+            size = place.stop - place.start
+            ranges.append((self.start + number * self.layer_size + place.start, memory[done : done + size]))
+            done += size
+        own = slice(16 * heads.start, 16 * heads.stop)
+        checksums = tuple(of_layer[own] for of_layer in self.heads)
+        return replace(self, data=memory, shape=shape, checksums=(), start=0, heads=checksums), ranges
+
+    def verify_heads(self) -> None:
+        """Compare the layers of :meth:`of_heads` with their checksums. Raises FrameError if one is damaged."""
+        size, shape = self.layer_size, self.shape[1:]
+        for number, expected in enumerate(self.heads):
+            layer = self.data[number * size : (number + 1) * size]
+            if CODECS[self.codec].head_checksums(layer, shape) != expected:
+                raise FrameError(f"heads of layer {number} do not match their checksums")
+
     @property
     def num_bytes(self) -> int:
         return self.start + self.shape[0] * self.layer_size
@@ -421,12 +475,18 @@ def pins_memory() -> bool:
 
 
 def new_memory(num_bytes: int) -> memoryview:
-    """Memory that is not cleared. Raises MemoryError."""
+    """Memory for a payload, not cleared. Raises MemoryError. Large memory is in huge pages, where the system has them:
+    page faults for every 4 kB take longer than reading and checking."""
+    pins = pins_memory()
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins_memory())
-        return memoryview(memory.numpy())  # type: ignore[arg-type]
-    except RuntimeError as error:  # what torch raises if there is no memory
+        if pins or num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pins).numpy())  # type: ignore[arg-type]
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (RuntimeError, OSError, OverflowError) as error:  # of torch, and of the system
         raise MemoryError(str(error)) from error
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def checked_frame(frame: Frame, shape: Sequence[int] | None) -> Frame:
@@ -461,7 +521,9 @@ def encode_frame(
     )
     layers = [memoryview(CODECS[codec].encode(layer).numpy()) for layer in kv]  # type: ignore[arg-type]
     checksums = [xxhash.xxh3_128_hexdigest(layer) for layer in layers]
-    frame = _write_header(key, namespace, digest, text, codec, kv.shape, checksums)
+    shape, several = kv.shape[1:], kv.shape[2] > 1
+    heads = [CODECS[codec].head_checksums(layer, shape) for layer in layers if several]
+    frame = _write_header(key, namespace, digest, text, codec, kv.shape, checksums, heads)
     for layer in layers:
         frame += layer
     return frame
@@ -470,7 +532,8 @@ def encode_frame(
 def frame_bytes(shape: Sequence[int], codec: str, *, namespace: str) -> int:
     """Size in bytes of the frame that :func:`encode_frame` makes of a chunk's KV of this shape."""
     row = TextRow(*_ROW.unpack(bytes(_ROW.size)))
-    header = _write_header("0" * 64, namespace, bytes(16), row, codec, shape, ["0" * 32] * shape[0])
+    heads = ["0" * 16 * shape[2]] * shape[0] if shape[2] > 1 else []
+    header = _write_header("0" * 64, namespace, bytes(16), row, codec, shape, ["0" * 32] * shape[0], heads)
     return len(header) + shape[0] * CODECS[codec].num_bytes(shape[1:])
 
 
@@ -499,6 +562,7 @@ def _write_header(
     codec: str,
     shape: Sequence[int],
     checksums: Sequence[str],
+    heads: Sequence[str],
 ) -> bytearray:
     header = {
         "key": key,
@@ -508,6 +572,7 @@ def _write_header(
         "codec": codec,
         "shape": list(shape),
         "checksums": list(checksums),
+        **({"heads": list(heads)} if heads else {}),
     }
     written = json.dumps(header, separators=(",", ":")).encode()
     written += b" " * (-(_PREAMBLE.size + len(written)) % _ALIGNMENT)

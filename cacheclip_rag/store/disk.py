@@ -26,7 +26,6 @@ import numpy as np
 from ..base.folder import Folder, open_folder, private_mode
 from ..base.keys import is_key
 from .backend import Backend, Sink
-from .codecs import pins_memory
 from .process import Writer
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 _SUFFIX = ".kv"
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 1 << 22  # smaller pieces cost more calls than the cache saves
-_READERS = min(8, os.cpu_count() or 1)
 _SHARD = re.compile("[0-9a-f]{2}")
 _TEMPORARY = re.compile("([0-9a-f]{32})-[0-9a-f]{1,16}")
 _NOT_OURS = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
@@ -53,20 +51,11 @@ class DiskBackend(Backend):
     name = "disk"
     has_parts = True
 
-    @property
-    def reads_at_once(self) -> int:  # type: ignore[override]
-        """A GPU takes KV faster than one thread copies it out of the page cache and compares it with its checksum."""
-        return _READERS if pins_memory() else 1
-
-    @property
-    def least_read(self) -> int:  # type: ignore[override]
-        return _PIECE_BYTES if pins_memory() else super().least_read
-
     def __init__(self, folder: str | Path, writer: Writer | None = None) -> None:
         """``writer``: this process, by whose name temporary files are known; default a new one."""
-        self._root = Path(folder)
+        self._root = Path(folder).absolute()
         self.folder = self._root / "kv"
-        self._writer = writer or Writer(Path(folder))
+        self._writer = writer or Writer(self._root)
 
     def path_of(self, key: str) -> Path:
         return self.folder / key[:2] / _file_name(key)
@@ -87,6 +76,15 @@ class DiskBackend(Backend):
                 return 0
             os.lseek(file, start, os.SEEK_SET)
             return _read_into(file, target, Sink())
+
+    def read_parts(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> bool:
+        """Fill memory, each piece from its byte of a payload on, of one file whatever replaces it meanwhile. Whether
+        all was there."""
+        with self._opened(key) as (file, _):
+            return file is not None and all(
+                os.lseek(file, start, os.SEEK_SET) == start and _read_into(file, target, Sink()) == target.nbytes
+                for start, target in parts
+            )
 
     def head(self, key: str, num_bytes: int) -> tuple[Buffer, int] | None:
         with self._opened(key) as (file, size):

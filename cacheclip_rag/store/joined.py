@@ -9,9 +9,10 @@ side by side, and the other layers need not be there yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
 _ALL_HEADS = slice(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Joined:
     """Pieces of one kind, side by side."""
 
@@ -46,6 +47,17 @@ class Joined:
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
         return torch.from_numpy(np.concatenate(runs))
 
+    @cached_property
+    def _piece_of_token(self) -> torch.Tensor:
+        """``(num_tokens,)`` int64."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.pieces)), self.lengths))
+
+    def in_blocks(self, num_tokens: int) -> list[Joined]:
+        """The same pieces, so many tokens together or one piece more."""
+        placed = zip(accumulate(self.lengths), self.starts, self.pieces, strict=True)
+        groups = ([*group] for _, group in groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens))
+        return [Joined(tuple(start for _, start, _ in each), tuple(kv for *_, kv in each)) for each in groups]
+
     def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
         """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
         first = self.pieces[0]
@@ -56,38 +68,34 @@ class Joined:
         codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
         parts = codec.parts((*before, 2, width))
-        if _on_gpu(torch.device(device)):
-            return codec.combine(self._moved(number, torch.device(device), heads, parts))
+        if torch.device(device).type == "cuda":
+            return codec.combine([*self._moved(number, torch.device(device), heads, parts)])
         arrays = []
         for index, part in enumerate(parts):
             own = (*(slice(None),) * (part.axis - 1), heads)
             found = [of_piece[index][number][own] for of_piece in self._arrays]
-            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                found = [np.concatenate(found, part.axis).repeat(self.lengths, part.axis)]
             side_by_side = np.concatenate(found, part.axis) if len(found) > 1 else found[0]
-            arrays.append(torch.from_numpy(side_by_side).view(part.dtype).to(device))
+            array = torch.from_numpy(side_by_side).view(part.dtype).to(device)
+            if part.shape[part.axis] == 1 and len(found) > 1:  # holds for all tokens of a chunk
+                array = array.index_select(part.axis, self._piece_of_token.to(device))
+            arrays.append(array)
         return codec.combine(arrays)
 
-    def _moved(self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]) -> list[torch.Tensor]:
-        """The arrays of a layer. The pieces are moved as they are stored, and put side by side on the device. From
-        page-locked memory they move while the caller goes on: keep the pieces until the device has used them."""
-        found: list[list[torch.Tensor]] = [[] for _ in parts]
-        for kv in self.pieces:
-            assert isinstance(kv, StoredKV)
-            moved = kv.frame.layer_bytes(number).to(device, non_blocking=True)
-            for part, array, arrays in zip(
-                parts, CODECS[kv.codec].arrays(moved, kv.frame.shape[1:]), found, strict=True
-            ):
-                own = array[(*(slice(None),) * (part.axis - 1), heads)]
-                if part.shape[part.axis] == 1:  # holds for all tokens of a chunk
-                    arrays.append(own.expand(*own.shape[: part.axis], kv.shape[3], *own.shape[part.axis + 1 :]))
-                else:
-                    arrays.append(own[(*(slice(None),) * part.axis, kv.tokens)])
-        return [torch.cat(arrays, part.axis) for part, arrays in zip(parts, found, strict=True)]
-
-
-def _on_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"
+    def _moved(
+        self, number: int, device: torch.device, heads: slice, parts: Sequence[ArrayPart]
+    ) -> Iterator[torch.Tensor]:
+        """The arrays of a layer. Each piece is moved to its place among the others on the device, from page-locked
+        memory while the caller goes on: keep the pieces until the device has used them."""
+        for part, of_pieces in zip(parts, zip(*self._arrays, strict=True), strict=True):
+            own = (number, *(slice(None),) * (part.axis - 1), heads)
+            sources = [torch.from_numpy(array[own]).view(part.dtype) for array in of_pieces]
+            if part.shape[part.axis] == 1:  # holds for all tokens of a chunk, and is repeated on the device
+                sources = [source.to(device, non_blocking=True) for source in sources]
+            before, after = sources[0].shape[: part.axis], sources[0].shape[part.axis + 1 :]
+            joined = torch.empty(*before, sum(self.lengths), *after, dtype=part.dtype, device=device)
+            for target, source in zip(joined.split(self.lengths, part.axis), sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            yield joined
 
 
 def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:

@@ -32,7 +32,7 @@ class Writer:
     """This process as a writer of a store folder. A forked process gets a name of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._root = folder
+        self._root = folder.absolute()
         self._lock = threading.Lock()
         _writers.add(self)
         self._pid = 0

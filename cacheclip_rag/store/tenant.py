@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from ..base.checks import check_namespace
-from ..base.database import is_busy
+from ..base.database import is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import text_row
@@ -23,6 +23,7 @@ from .catalog import Entry
 from .chunk_store import ChunkStore
 from .codecs import (
     CODECS,
+    HEAD_BYTES,
     Frame,
     FrameError,
     FrameSink,
@@ -45,8 +46,6 @@ _USES = 64
 """Uses after which they are recorded."""
 _MOST_USES = 64 * _USES
 """Uses that are remembered while another process has the catalog."""
-_HEAD_BYTES = 1 << 14
-"""Enough for the header of a frame with 300 layers; a payload with a longer one is read as a whole."""
 _MOST_HEADER_BYTES = 1 << 20
 _ANY: Mapping[str, Shape] = {}
 _FAILURES = (FrameError, OSError, MemoryError, StoreError)
@@ -193,7 +192,7 @@ class TenantStore:
 
     def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
         try:
-            found = self.chunk_store.tiers.begin(key, _HEAD_BYTES)
+            found = self.chunk_store.tiers.begin(key, HEAD_BYTES)
             if found is None:
                 return None
             head, num_bytes, tier = found
@@ -381,15 +380,16 @@ class TenantStore:
         self.flush()
         self.chunk_store.close()
 
-    def flush(self) -> None:
-        """Record uses that are not recorded yet. A full disk or a busy catalog does not stop a read: the uses are lost,
-        or recorded later."""
+    def flush(self, wait_s: float = 0.0) -> None:
+        """Record uses that are not recorded yet. A full disk, or a catalog that is busy for over ``wait_s``, does
+        not stop a read: the uses are lost, or recorded later."""
         with self._lock:
             uses, self._uses = self._uses, []
         if not uses:
             return
         try:
-            self.catalog.use(uses)
+            with waiting_at_most(wait_s):
+                self.catalog.use(uses)
         except StoreError as error:
             logger.debug("%d uses are not recorded yet: %s", len(uses), error)
             if is_busy(error):

@@ -49,14 +49,7 @@ class Tiers(Backend):
             raise ConfigurationError("a chain of tiers needs at least one backend, got none.")
         self.backends = tuple(backends)
         self._stats = [TierStats(backend.name) for backend in backends]
-
-    @property
-    def reads_at_once(self) -> int:  # type: ignore[override]
-        return self.last.reads_at_once
-
-    @property
-    def least_read(self) -> int:  # type: ignore[override]
-        return self.last.least_read
+        self.reads_at_once, self.least_read = self.last.reads_at_once, self.last.least_read
 
     @property
     def last(self) -> Backend:
@@ -75,10 +68,6 @@ class Tiers(Backend):
                 return data, number
             stats.misses += 1
         return None
-
-    def is_in_memory(self, key: str) -> bool:
-        """Whether a tier in memory holds a payload. Counts nothing."""
-        return any(backend.in_memory and backend.get_many([key]) for backend in self.backends)
 
     def holder(self, key: str) -> Backend:
         """The tier from which a payload would be read; the last one if no other has it. Reads and counts nothing."""

@@ -24,8 +24,6 @@ import pytest
 
 from ..store.backend import Backend, Sink
 
-__all__ = ["BackendConformance", "problems_in_threads", "sample_key", "sample_payload"]
-
 
 def sample_key(number: int) -> str:
     """A key in the store's format: 64 hexadecimal digits."""

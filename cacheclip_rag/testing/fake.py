@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from ..prompt.layout import Span
     from ..runtime.base import Message
 
-__all__ = ["FakeRuntime", "FakeState"]
-
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 _VOCABULARY = 2**16
 """Large enough that two words hardly ever want the same id: which of them gets it depends on which came first."""
@@ -143,9 +141,7 @@ class FakeRuntime(Runtime):
         digest = hashlib.sha256(array("q", ids).tobytes()).digest()
         return " ".join(_ANSWER[byte % len(_ANSWER)] for byte in digest[1 : 5 + digest[0] % 7])
 
-    def fuse(
-        self, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock, trace: bool = False
-    ) -> Fused | None:
+    def fuse(self, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock) -> Fused | None:
         with clock.phase("read"):
             reused = tuple(span for span in plan.reused if self._is_whole(span, kv_sources))
         if not reused:
@@ -154,8 +150,10 @@ class FakeRuntime(Runtime):
         with clock.phase("recompute"):
             state, logits = self.prefill(plan.layout.ids, capacity)
         stale = plan.chunk_tokens - sum(len(span.tokens) for span in plan.exact)
-        recomputed = min(plan.budget_tokens, stale)
-        return Fused(state, logits, plan, recomputed, float(recomputed), None)
+        recomputed = [slot for span in reused for slot in range(span.start, span.stop)][
+            : min(plan.budget_tokens, stale)
+        ]
+        return Fused(state, logits, plan, recomputed, float(len(recomputed)), None)
 
     def _is_whole(self, span: Span, kv_sources: KVSources) -> bool:
         """Whether the chunk's stored KV can be read.

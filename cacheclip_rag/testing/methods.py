@@ -29,8 +29,6 @@ from ..runtime.transformers.row_filter import RowFilter
 from ..selection.views import CacheView, PromptView
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 
-__all__ = ["MethodConformance", "Observed", "PromptCase", "logit_gap"]
-
 EXACT = 1e-4
 """Largest difference of float32 logits that counts as equal."""
 DIFFERENT = 1e-2

@@ -24,8 +24,6 @@ from ..engine import CacheClipEngine
 from ..models.load import register_runtime, unload_models
 from ..runtime.base import Runtime
 
-__all__ = ["RuntimeConformance"]
-
 _CHUNKS = (
     "The lighthouse of Brindle Point was built in 1847 by the engineer Ada Thornbury.",
     "Its lamp burned whale oil until 1871, when it was changed to paraffin.",

@@ -12,8 +12,6 @@ from ..store.backend import Backend, Sink
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ThrottledBackend"]
-
 
 class ThrottledBackend(Backend):
     """Reads of another backend over a line of a given latency and speed. Waiting takes no processor time.

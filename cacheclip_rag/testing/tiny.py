@@ -10,18 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "AUXILIARY",
-    "CHAT_TEMPLATE",
-    "SENTENCES",
-    "TINY_MODELS",
-    "build_auxiliary",
-    "build_model",
-    "make_tokenizer",
-    "tiny_spec",
-]
-
-
 CHAT_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou answer questions.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -202,10 +202,10 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layers = self._vllm_config.compilation_config.static_forward_context
         chosen = {name: layers[name] for name in kv_caches}
         for name, layer in chosen.items():
-            if not hasattr(layer.impl, "do_kv_cache_update"):
+            if not hasattr(layer.impl, "do_kv_cache_update") or getattr(layer, "kv_cache_update_bypass", False):
                 raise ValueError(
-                    f"the attention backend of layer {name} ({type(layer.impl).__name__}) writes its cache within "
-                    "attention, so that no other KV can be written. Choose another one with --attention-backend."
+                    f"layer {name} ({type(layer.impl).__name__}) writes its cache within another operation, so that no "
+                    "other KV can be written. Choose another backend with --attention-backend."
                 )
         runner = None if self._settings.store is None else model_runner(self._vllm_config)
         self._loader = Loader(

@@ -3,14 +3,15 @@
 vLLM documents its interface for connectors as experimental, and nothing else here is documented. A series of versions
 that is not in :data:`TRIED` starts with a warning if everything in :data:`INTERNALS` is there, and if a tiny prompt
 whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the
-start is refused, with what is missing.
+start is refused, with what is missing. Of series in :data:`READ`, the source of all internals was read, and nothing
+was run.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TRIED = ("0.32",)
 """Series of versions that ``make test-vllm`` ran with."""
+READ = ("0.33",)
+"""Series of which only the source was read: everything is there and does the same."""
 PROBE_TOKENS = 4
 """Length of the answers that are compared in a version that was not tried."""
 _PROBE_PROMPT = 96
@@ -37,7 +40,22 @@ class Internal:
 
     where: str
     """``module:name``."""
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    before: str = ""
+    """Where it was in older series."""
+
+    def load(self) -> Any:
+        """Import it. Raises ImportError or AttributeError: it is not there."""
+        module, _, path = self.where.partition(":")
+        try:
+            found: Any = import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            if not self.before:
+                raise
+            return Internal(self.before).load()
+        return found
 
 
 def _of(module: str, **names: str) -> Iterator[Internal]:
@@ -47,6 +65,10 @@ def _of(module: str, **names: str) -> Iterator[Internal]:
 
 _CONNECTOR = "distributed.kv_transfer.kv_connector.v1.base"
 _SCHEDULER = "v1.core.sched.output"
+SET_ENVIRONMENT = Internal(
+    "vllm.entrypoints.common.startup:cli_env_setup", before="vllm.entrypoints.serve.utils.api_utils:cli_env_setup"
+)
+"""What ``vllm serve`` does to the environment of its processes."""
 INTERNALS: tuple[Internal, ...] = (
     # connector.py, capturing.py
     *_of(
@@ -107,7 +129,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_of("v1.sample.logits_processor", AdapterLogitsProcessor="new_req_logits_processor is_argmax_invariant"),
     # serve.py
     *_of("entrypoints.cli.serve", ServeSubcommand="subparser_init validate cmd"),
-    *_of("entrypoints.serve.utils.api_utils", cli_env_setup=""),
+    SET_ENVIRONMENT,
     *_of("logger", configure_logging_from_args="args", init_logger="name"),
     *_of("utils.argparse_utils", FlexibleArgumentParser="add_subparsers parse_args"),
 )
@@ -120,14 +142,10 @@ def missing() -> list[str]:
 
 
 def _lacks(each: Internal) -> list[str]:
-    module, _, path = each.where.partition(":")
     try:
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        known = _names(each.load())
     except (ImportError, AttributeError):
         return [each.where]
-    known = _names(found)
     return [f"{each.where} ({name})" for name in each.names if name not in known]
 
 
@@ -143,9 +161,10 @@ def _names(found: Any) -> set[str]:
     return names
 
 
-def is_tried() -> bool:
+def is_tried(known: Sequence[str] | None = None) -> bool:
+    """Whether the installed version is of one of these series; default :data:`TRIED`."""
     version = installed()[1]
-    return any(version == series or version.startswith(f"{series}.") for series in TRIED)
+    return any(version == series or version.startswith(f"{series}.") for series in known or TRIED)
 
 
 def check_vllm() -> None:
@@ -163,8 +182,9 @@ def check_vllm() -> None:
             f"{', '.join(lacks)}. Install another one: pip install '{distribution}=={TRIED[-1]}.*'"
         )
     logger.warning(
-        "vLLM %s was never tried, only %s. All that is used of it is there; a tiny prompt is compared at start.",
+        "vLLM %s was never tried%s, only %s. All that is used of it is there; a tiny prompt is compared at start.",
         version,
+        " (its source was read)" if is_tried(READ) else "",
         " and ".join(TRIED),
     )
 

@@ -108,7 +108,6 @@ def launch(
     if config.device not in ("cpu", "cuda"):
         raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
     port = port or _free_port(host)
-    config = _from_any_folder(config)
     settings = ServerSettings(
         config,
         served_name or name_of(config.primary),
@@ -136,17 +135,6 @@ def launch(
     planner.warm_up()
     planner.close()
     _become(program)
-
-
-def _from_any_folder(config: EngineConfig) -> EngineConfig:
-    """The settings with models' folders that hold in every folder, because vLLM runs in one of its own."""
-
-    def moved(name: str) -> str:
-        folder = Path(name).expanduser()
-        return str(folder.absolute()) if folder.is_dir() else name
-
-    auxiliary = None if config.auxiliary is None else moved(config.auxiliary)
-    return replace(config, primary=moved(config.primary), auxiliary=auxiliary)
 
 
 def _become(program: Command) -> NoReturn:

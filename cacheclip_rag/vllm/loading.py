@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..fusion.wire import FusionPlan
-from ..methods.correction import Chunks, offsets
 from ..runtime.transformers.planning import PlanningRuntime
-from ..runtime.transformers.rotary import Tables, changed
 from ..store import KV
 from .captures import open_context
 from .parameters import Settings
@@ -90,6 +88,8 @@ class Loader:
         self._heads = local_heads(runtime.num_kv_heads, group.rank_in_group, group.world_size)
         self._rows: RowRunner | None = None
         self._queue: deque[_UnderWay] = deque()
+        self._copied: deque[tuple[Any, Mapping[str, KV]]] = deque()
+        """Pinned KV of loads that have ended, each with an event: the device has copied all of it."""
         self._threads = ThreadPoolExecutor(_READERS, "cacheclip-load")
 
     def load(self, load: Load) -> None:
@@ -99,44 +99,69 @@ class Loader:
 
     @torch.inference_mode()
     def work(self, room: int, *, waits: bool) -> Iterator[tuple[Load, Loaded | Exception]]:
-        """Make KV, in the order in which loads came; yields loads that are complete, or failed: some KV cannot be read,
-        on this worker or on another one, or computed. What a failed one has written is overwritten by vLLM's own
-        prefill.
+        """Make KV, in the order in which loads came, that of several in one pass; yields loads that are complete, or
+        failed: some KV cannot be read, on this worker or on another one, or computed. What a failed one has written is
+        overwritten by vLLM's own prefill.
 
         Args:
             room: rows that this step may compute; a pass that needs more runs alone.
             waits: whether to wait for KV that is not read, because there is nothing else to do.
         """
+        while self._copied and self._copied[0][0].query():
+            self._copied.popleft()
         left = room
         while self._queue:
-            first = self._queue[0]
-            found: Loaded | Exception
+            together = list[_UnderWay]()
+            for each in [*self._queue]:
+                try:
+                    if each.passes is None:
+                        if not self._is_read(each, waits and not together):
+                            break
+                        each.passes = self._passes(each)
+                except Exception as error:
+                    yield self._ended(each, error)
+                    continue
+                cost = self._cost(each.passes[0])
+                if (left < room and cost > left) or not self._fits([*together, each]):
+                    break
+                left -= cost
+                together.append(each)
+            if not together:
+                return
+            failure: Exception | None = None
             try:
-                if first.passes is None:
-                    if not self._is_read(first, waits):
-                        return
-                    first.passes = self._passes(first)
-                began = time.perf_counter()
-                while first.passes:
-                    cost = self._cost(first.passes[0])
-                    if left < room and cost > left:
-                        return
-                    left -= cost
-                    first.rows += self._carry_out(first, first.passes.popleft())
-                    first.seconds += time.perf_counter() - began
-                    began = time.perf_counter()
-                found = Loaded(first.rows, first.seconds)
+                self._carry_out(together)
             except Exception as error:
-                found = error
-            self._queue.popleft()
-            self._read_ahead()
-            yield first.load, found
+                failure = error
+            for each in together:
+                if failure is not None or not each.passes:
+                    yield self._ended(each, failure or Loaded(each.rows, each.seconds))
+
+    def _ended(self, each: _UnderWay, found: Loaded | Exception) -> tuple[Load, Loaded | Exception]:
+        self._queue.remove(each)
+        self._keep_while_copied(each)
+        self._read_ahead()
+        return each.load, found
+
+    def _keep_while_copied(self, each: _UnderWay) -> None:
+        if each.passes is not None and self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._copied.append((event, each.kv))
+
+    def _fits(self, together: Sequence[_UnderWay]) -> bool:
+        """Whether the next passes of loads can be one pass: one alone can always."""
+        runs = [run for each in together for run in (each.passes or [])[0].runs]
+        rows = sum(stop - start for start, stop in runs)
+        return len(together) == 1 or (len(runs) <= self._max_runs and rows <= self._max_rows)
 
     def forget(self, request_ids: Collection[str]) -> set[str]:
         """Drop the loads of requests that are finished; returns whose loads were not complete."""
-        dropped = {each.load.request_id for each in self._queue} & {*request_ids}
-        self._queue = deque(each for each in self._queue if each.load.request_id not in dropped)
-        return dropped
+        dropped = [each for each in self._queue if each.load.request_id in request_ids]
+        self._queue = deque(each for each in self._queue if each not in dropped)
+        for each in dropped:
+            self._keep_while_copied(each)
+        return {each.load.request_id for each in dropped}
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -164,23 +189,45 @@ class Loader:
             return deque([Pass(load.start, load.stop, (), ())])
         return deque(passes(load.plan, load.start, max_runs=self._max_runs, max_rows=self._max_rows))
 
+    @cached_property
+    def _device(self) -> torch.device:
+        """Where vLLM's caches are."""
+        found: torch.device = self._layers[0].kv_cache.device
+        return found
+
     @staticmethod
     def _cost(each: Pass) -> int:
         """Rows whose computation takes as long as the pass."""
         return sum(stop - start for start, stop in each.runs) + (each.stop - each.start) // _STORED_A_ROW
 
-    def _carry_out(self, each: _UnderWay, one: Pass) -> int:
-        """Carry out a pass; returns the number of computed rows."""
-        load = each.load
-        if load.plan is not None:
-            return self._run(load, load.plan, one, each.kv)
-        assert self._settings.exchange is not None and load.context is not None, "the scheduler checked the request"
-        self._write_context(load, self._settings.exchange, load.context)
-        return 0
+    def _carry_out(self, together: Sequence[_UnderWay]) -> None:
+        """Carry out the next pass of each of these loads."""
+        began = time.perf_counter()
+        writers, requests = list[_PassWriter](), list[tuple[Any, ...]]()
+        for each in together:
+            assert each.passes, "a load without passes is complete"
+            load, one = each.load, each.passes.popleft()
+            if load.plan is None:
+                self._write_context(load)
+                continue
+            writer = _PassWriter(self, load, load.plan, one, each.kv)
+            each.rows += len(writer.rows)
+            if one.runs:
+                writers.append(writer)
+                requests.append((torch.tensor(load.plan.token_ids, dtype=torch.int64), one.runs, load.block_ids))
+                continue
+            for number, layer in self._layers.items():
+                writer.write(number, layer, layer.impl.do_kv_cache_update)
+        if requests:
+            self._run(writers, requests)
+        for each in together:
+            each.seconds += (time.perf_counter() - began) / len(together)
 
     # -- the KV before chunks ---------------------------------------------------------------------------------------
 
-    def _write_context(self, load: Load, folder: Path, name: str) -> None:
+    def _write_context(self, load: Load) -> None:
+        folder, name = self._settings.exchange, load.context
+        assert folder is not None and name is not None, "the scheduler checked the request"
         slots = slots_of(load.block_ids, self._block_size, torch.arange(load.start, load.stop))
         with open_context(folder, name) as context:
             for number, layer in self._layers.items():
@@ -196,21 +243,17 @@ class Loader:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _run(self, load: Load, plan: FusionPlan, one: Pass, kv: Mapping[str, KV]) -> int:
-        writer = _PassWriter(self, load, plan, one, StoredInterval.of(plan, kv, one.begin, one.end, self._runtime))
-        if not one.runs:
-            for number, layer in self._layers.items():
-                writer.write_stored(number, layer)
-            return 0
+    def _run(self, writers: Sequence[_PassWriter], requests: Sequence[tuple[Any, ...]]) -> None:
+        """One forward pass over the rows of these requests."""
         if self._rows is None:
             self._rows = self._row_runner()
-        with self._wrapped(writer):
-            self._rows.run(torch.tensor(plan.token_ids, dtype=torch.int64), one.runs, load.block_ids)
-        writer.check(self._layers)
-        return sum(stop - start for start, stop in one.runs)
+        writing = _Writing(writers)
+        with self._wrapped(writing):
+            self._rows.run(requests)
+        writing.check(self._layers)
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
-        reader = self._settings.open_reader(plan.namespace, plan.codec)  # one of the connector's tenants
+        reader = self._settings.open_reader(plan.namespace, plan.codec, self._heads)  # one of the connector's tenants
         keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 
@@ -220,11 +263,12 @@ class Loader:
         entries, group, failed = each.entries or {}, self._group, None
         if waits:
             wait(entries.values())
-        is_late = not all(future.done() for future in entries.values())
+        has_begun = each.load.plan is None or each.entries is not None
+        is_late = not has_begun or not all(future.done() for future in entries.values())
         if each.load.plan is not None and not is_late:
             try:
                 each.kv = {key: future.result() for key, future in entries.items()}
-                check_shape(each.load.plan, each.kv, self._runtime)
+                check_shape(each.load.plan, each.kv, self._runtime, self._heads)
             except Exception as error:
                 failed = error
         if group.world_size > 1:
@@ -238,10 +282,10 @@ class Loader:
         return not is_late
 
     @contextmanager
-    def _wrapped(self, writer: _PassWriter) -> Iterator[None]:
+    def _wrapped(self, writing: _Writing) -> Iterator[None]:
         """Within the block, the writer of every layer also writes stored KV, before the layer's rows attend."""
         for number, layer in self._layers.items():
-            layer.impl.do_kv_cache_update = writer.wrapping(number, layer.impl.do_kv_cache_update)
+            layer.impl.do_kv_cache_update = writing.wrapping(number, layer.impl.do_kv_cache_update)
         try:
             yield
         finally:
@@ -250,74 +294,77 @@ class Loader:
 
 
 class _PassWriter:
-    """Writes what a pass does not compute, layer by layer."""
+    """Writes what a pass of one load does not compute, layer by layer."""
 
-    def __init__(self, loader: Loader, load: Load, plan: FusionPlan, each: Pass, stored: StoredInterval) -> None:
-        self._loader, self._plan, self._stored = loader, plan, stored
-        self._rows = torch.cat(
+    def __init__(self, loader: Loader, load: Load, plan: FusionPlan, each: Pass, kv: Mapping[str, KV]) -> None:
+        self._plan, self._heads, device = plan, loader._heads, loader._device
+        self._stored = StoredInterval.of(plan, kv, each.begin, each.end, loader._runtime, device)
+        self.rows = torch.cat(
             [torch.zeros(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in each.runs)]
         )
-        self._is_new = self._rows >= each.start
+        self._split = self._stored.split(each.chunks, self.rows)
+        is_new = self.rows >= each.start
+        self._new = None if bool(is_new.all()) else is_new.nonzero().flatten().to(device)
         """Rows before are in vLLM's prefix cache, where other requests may read them: they are not written again."""
-        places = stored.places[(stored.places >= each.start) & (stored.places < each.stop)]
-        self._places = places[~torch.isin(places, self._rows)]
-        """Positions whose stored KV is written."""
-        self._slots = slots_of(load.block_ids, loader._block_size, self._places)
-        self._chunks = Chunks(each.chunks) if each.chunks else None
-        self._tables: list[Tables | None] = []
-        """Rotary tables of the chunks, once they are needed."""
-        self._written: set[int] = set()
+        places = self._stored.places
+        is_written = (places >= each.start) & (places < each.stop) & ~torch.isin(places, self.rows)
+        self._written = None if bool(is_written.all()) else is_written.nonzero().flatten().to(device)
+        """Of the stored positions, those whose stored KV is written; None: all."""
+        self._slots = slots_of(load.block_ids, loader._block_size, places[is_written]).to(device)
+
+    def write(
+        self,
+        number: int,
+        layer: Any,
+        write: Callable[..., None],
+        fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        """Write a layer. ``fresh``: keys and values of the pass's rows, each ``(num_rows, num_kv_heads, head_dim)``,
+        which belong to ``slots``."""
+        if len(self._slots):
+            stored = self._stored.layer(number, self._heads)
+            if fresh is not None and self._split is not None:
+                self._stored.correct(number, stored, fresh, self._split, self._plan.correction)
+            write(layer, *_chosen(stored, self._written), layer.kv_cache, self._slots)
+        if fresh is not None and slots is not None and (self._new is None or len(self._new)):
+            *new, slots = _chosen((*fresh, slots), self._new)
+            write(layer, *new, layer.kv_cache, slots)
+
+
+class _Writing:
+    """What replaces the layers' writer during a forward pass over the rows of several loads."""
+
+    def __init__(self, writers: Sequence[_PassWriter]) -> None:
+        self._writers = writers
+        self._counts = [len(each.rows) for each in writers]
+        self._layers: set[int] = set()
         """Layers whose writer the pass has called."""
+
+    def wrapping(self, number: int, write: Callable[..., None]) -> Callable[..., None]:
+        """The writer of a layer that also writes stored KV, before the layer's rows attend."""
+
+        def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+            self._layers.add(number)
+            rows = sum(self._counts)  # what follows is padding
+            parts = (each[:rows].split(self._counts) for each in (key, value, slot_mapping))
+            for writer, keys, values, slots in zip(self._writers, *parts, strict=True):
+                writer.write(number, layer, write, (keys, values), slots)
+
+        return update
 
     def check(self, layers: Iterable[int]) -> None:
         """Raise RuntimeError unless the pass has called the writer of every layer: without it no stored KV is there."""
-        missed = sorted(set(layers) - self._written)
+        missed = sorted(set(layers) - self._layers)
         if missed:
             raise RuntimeError(
                 f"the attention backend wrote the KV of layers {missed} by other means than do_kv_cache_update, so "
                 "that no stored KV could be written. Choose another one with --attention-backend."
             )
 
-    def write_stored(self, number: int, layer: Any) -> None:
-        """Write stored KV of a layer as it is, which computes no row."""
-        self._write(number, layer, layer.impl.do_kv_cache_update, None)
 
-    def wrapping(self, number: int, write: Callable[..., None]) -> Callable[..., None]:
-        """What replaces a layer's ``do_kv_cache_update`` during the pass."""
-
-        def update(layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slot_mapping: Any) -> None:
-            self._written.add(number)
-            self._write(number, layer, write, (key, value))
-            if self._is_new.all():
-                write(layer, key, value, kv_cache, slot_mapping)
-            elif self._is_new.any():
-                new = self._is_new.nonzero().flatten().to(key.device)
-                parts = (part.index_select(0, new) for part in (key, value))
-                write(layer, *parts, kv_cache, slot_mapping.index_select(0, new))
-
-        return update
-
-    def _write(
-        self, number: int, layer: Any, write: Callable[..., None], fresh: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> None:
-        """``fresh``: keys and values of the pass's rows, each ``(num_rows, num_kv_heads, head_dim)``."""
-        if not len(self._places):
-            return
-        cache, stored, loader = layer.kv_cache, self._stored, self._loader
-        kv = stored.layer(number, cache.device, loader._heads)
-        split = None if self._chunks is None else self._chunks.split(self._rows, cache.device)
-        if fresh is not None and split is not None:
-            own = slice(split.start - stored.start, split.stop - stored.start)
-            old = kv[0][own].transpose(0, 1), kv[1][own].transpose(0, 1)
-            new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
-            self._tables = self._tables or changed(stored.tables, lambda table: table[own].to(cache.device))
-            added = offsets(new, old, split, self._plan.correction, self._tables[number])
-            for target, offset in zip(old, added, strict=True):
-                target += offset.to(target.dtype)
-        if len(self._places) < len(kv[0]):
-            at = (self._places - stored.start).to(cache.device)
-            kv = kv[0].index_select(0, at), kv[1].index_select(0, at)
-        write(layer, *kv, cache, self._slots.to(cache.device))
+def _chosen(parts: Iterable[torch.Tensor], rows: torch.Tensor | None) -> Iterable[torch.Tensor]:
+    return parts if rows is None else [part.index_select(0, rows) for part in parts]
 
 
 def local_heads(num_heads: int, rank: int, size: int) -> slice:

@@ -57,12 +57,12 @@ class Settings:
     """``module:function`` that makes what workers read a tenant's entries with, as :class:`StoreReader` does, of
     ``store`` (whatever text it is then) and the tenant's name; empty: a reader of a folder or a URL."""
 
-    def open_reader(self, namespace: str, codec: str | None = None) -> StoreReader:
-        """What reads a tenant's entries, in the worker; of a shared store, those of this codec. Raises ValueError: the
-        function cannot be found."""
+    def open_reader(self, namespace: str, codec: str | None = None, heads: slice | None = None) -> StoreReader:
+        """What reads a tenant's entries, in the worker; of a shared store, those of this codec. ``heads`` as for
+        :class:`StoreReader`. Raises ValueError: the function cannot be found."""
         assert self.store is not None, "the scheduler checked the request"
         if not self.reader:
-            return StoreReader(self.store, namespace, codec)
+            return StoreReader(self.store, namespace, codec, heads=heads)
         found: StoreReader = resolve_name(self.reader)(str(self.store), namespace)
         return found
 

@@ -19,6 +19,7 @@ from ..answering.pipeline import Answering
 from ..answering.prefill import stats_of
 from ..answering.writer import ChunkWriter
 from ..base.clock import PhaseClock
+from ..base.database import ANSWER_WAIT_S
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
 from ..fusion.answer import FusionStats
@@ -214,7 +215,7 @@ class Planner:
         fusion = plan_ahead(self.primary, plan, sources, clock=clock)
         for piece in fusion.pieces:
             self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
-        self.parts.store.flush()  # now: nobody evicts what was just used before all else, and it is not read yet
+        self.parts.store.flush(ANSWER_WAIT_S)  # now: until they have read it, it is what others evict last
         computed = _computed_of_chunks(plan, fusion)
         return PlannedPrompt(ids, plan, stats_of(plan, clock, None, computed, computed), fusion)
 

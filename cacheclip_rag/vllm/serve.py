@@ -8,11 +8,12 @@ from __future__ import annotations
 
 def main() -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    from .internals import SET_ENVIRONMENT
+
+    SET_ENVIRONMENT.load()()
     command, parser = ServeSubcommand(), FlexibleArgumentParser()
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     args = parser.parse_args()

@@ -7,62 +7,97 @@ from dataclasses import dataclass
 
 import torch
 
-from ..fusion.wire import FusionPlan, StoredPiece
+from ..fusion.wire import FusionPlan, Interval, StoredPiece
+from ..methods.correction import Chunks, Split, offsets
 from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, changed, rotate
 from ..store import KV, Joined, join, part_of
 
+_BLOCK_TOKENS = 256
+"""Tokens that are put side by side in host memory, so that intermediate results stay in the processor's caches: one
+chunk most often, which is not copied then."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredInterval:
-    """Positions ``[start, stop)`` of a plan's prompt. Positions between the pieces have zeros."""
+    """Stored KV within positions ``[start, stop)`` of a plan's prompt."""
 
-    start: int
-    stop: int
     places: torch.Tensor
-    """``(num_stored,)`` int64, positions with stored KV."""
-    tables: Sequence[Tables | None]
-    """Per layer, rotary tables of all positions of the interval."""
-    _of_places: Sequence[Tables | None]
-    """And of ``places``."""
+    """``(num_stored,)`` int64 on the CPU, positions with stored KV."""
+    _tables: Sequence[Tables | None]
+    """Per layer, rotary tables of ``places`` on the device, each ``(num_stored, width)``."""
     _joined: tuple[Joined, ...]
     _dtype: torch.dtype
+    _device: torch.device
 
     @classmethod
     def of(
-        cls, plan: FusionPlan, entries: Mapping[str, KV], start: int, stop: int, runtime: ModelRuntime
+        cls,
+        plan: FusionPlan,
+        entries: Mapping[str, KV],
+        start: int,
+        stop: int,
+        runtime: ModelRuntime,
+        device: torch.device,
     ) -> StoredInterval:
         """``entries``: KV by key. ``runtime`` gives the rotary tables; it needs no weights."""
         parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
-        joined = tuple(join(parts))
+        joined = join(parts)
         places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
-        tables = runtime.rotary_tables(torch.arange(start, stop))
-        of_places = changed(tables, lambda table: table[places - start])
-        return cls(start, stop, places, tables, of_places, joined, runtime.dtype)
+        tables = changed(runtime.rotary_tables(places), lambda table: table.to(device)) if parts else []
+        if device.type == "cpu":
+            joined = [block for each in joined for block in each.in_blocks(_BLOCK_TOKENS)]
+        return cls(places, tables, tuple(joined), runtime.dtype, device)
 
-    def layer(self, number: int, device: torch.device, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys after RoPE and values of one layer in the compute dtype, each ``(stop - start, num_heads, head_dim)``,
-        of these KV heads."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        first, tables = 0, self._of_places[number]
+    def numbers_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which of :attr:`places` each position is, on the CPU; -1: it has no stored KV."""
+        if not len(self.places):
+            return torch.full_like(positions, -1)
+        found = torch.searchsorted(self.places, positions).clamp_(max=len(self.places) - 1)
+        return torch.where(self.places[found] == positions, found, -1)
+
+    def split(self, chunks: Sequence[Interval], rows: torch.Tensor) -> Split | None:
+        """What the correction of whole ``chunks`` needs in a pass that computes ``rows``, with numbers of
+        :attr:`places` as slots; None: nothing is corrected."""
+        if not chunks:
+            return None
+        starts = self.numbers_of(torch.tensor([start for start, _ in chunks])).tolist()
+        slots = [(first, first + stop - start) for first, (start, stop) in zip(starts, chunks, strict=True)]
+        return Chunks(slots).split(self.numbers_of(rows), self._device)
+
+    def correct(
+        self,
+        number: int,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor],
+        split: Split,
+        weight: float,
+    ) -> None:
+        """Correct a :meth:`layer` in place, by the keys and values of the pass's rows, each ``(num_rows, num_heads,
+        head_dim)``."""
+        own, tables = slice(split.start, split.stop), self._tables[number]
+        old = stored[0][own].transpose(0, 1), stored[1][own].transpose(0, 1)
+        new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
+        added = offsets(new, old, split, weight, None if tables is None else (tables[0][own], tables[1][own]))
+        for target, offset in zip(old, added, strict=True):
+            target += offset.to(target.dtype)
+
+    def layer(self, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys after RoPE and values of one layer in the compute dtype, each ``(num_stored, num_heads, head_dim)``, of
+        these KV heads; on the device, in memory of their own."""
+        found, first, tables = list[torch.Tensor](), 0, self._tables[number]
         for joined in self._joined:
-            keys, values, scale = joined.layer(number, device, heads)
+            is_cut = joined.pieces[0].shape[2] == heads.stop - heads.start  # read so, or the only worker
+            keys, values, scale = joined.layer(number, self._device, slice(None) if is_cut else heads)
             own = slice(first, first := first + keys.shape[1])
-            of_own = None if tables is None else (tables[0][own].to(device), tables[1][own].to(device))
-            found.append((rotate(keys, of_own), values if scale is None else values * scale))
-        at = None if len(self.places) == self.stop - self.start else (self.places - self.start).to(device)
-        keys, values = (self._scattered(parts, at) for parts in zip(*found, strict=True))
-        return keys, values
-
-    def _scattered(self, parts: tuple[torch.Tensor, ...], at: torch.Tensor | None) -> torch.Tensor:
-        """Tokens side by side, each part ``(num_heads, num_tokens, head_dim)``, at their places (None: at all)."""
-        heads, _, width = parts[0].shape
-        placed = parts[0].new_empty(len(self.places), heads, width, dtype=self._dtype)
-        for part, target in zip(parts, placed.split([part.shape[1] for part in parts]), strict=True):
-            target.copy_(part.transpose(0, 1))
-        if at is None:
-            return placed
-        return placed.new_zeros(self.stop - self.start, heads, width).index_copy_(0, at, placed)
+            keys = rotate(keys, None if tables is None else (tables[0][own], tables[1][own]))
+            both = (keys, values if scale is None else values * scale)
+            if not found:
+                shape = (len(self.places), len(keys), keys.shape[2])
+                found = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in both]
+            for target, numbers in zip(found, both, strict=True):
+                target[own] = numbers.transpose(0, 1)
+        return found[0], found[1]
 
 
 def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor) -> torch.Tensor:
@@ -80,12 +115,14 @@ def used_pieces(plan: FusionPlan) -> list[StoredPiece]:
     ]
 
 
-def check_shape(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime) -> None:
-    """Raise ValueError unless all pieces that are used are in entries of this model's shape."""
-    shape = (runtime.num_layers, 2, runtime.num_kv_heads, runtime.head_dim)
+def check_shape(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime, heads: slice | None = None) -> None:
+    """Raise ValueError unless all pieces that are used are in entries of this model's shape, of all KV heads or of
+    ``heads``."""
+    shape = (runtime.num_layers, 2, runtime.head_dim)
+    counts = (runtime.num_kv_heads, runtime.num_kv_heads if heads is None else heads.stop - heads.start)
     for piece in used_pieces(plan):
         found = entries[piece.key].shape
-        if (*found[:3], found[4]) != shape or piece.first + piece.num_tokens > found[3]:
+        if (*found[:2], found[4]) != shape or found[2] not in counts or piece.first + piece.num_tokens > found[3]:
             raise ValueError(f"entry {piece.key[:12]}… has shape {tuple(found)}, which does not fit the plan")
 
 

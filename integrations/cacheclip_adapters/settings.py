@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import AUTO_RATIO, aliases_of, by_real_names, path_as_text, refuse_unknown
+from cacheclip_rag.base.checks import (
+    AUTO_RATIO,
+    aliases_of,
+    by_real_names,
+    model_place,
+    path_as_text,
+    refuse_unknown,
+    store_place,
+)
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
@@ -96,7 +104,11 @@ class EngineFields(BaseModel):
         if further:
             given = {name: value for name, value in given.items() if name not in others}
             given["engine_kwargs"] = {**(given.get("engine_kwargs") or {}), **further}
-        return by_real_names(given, cls.model_fields)
+        named = by_real_names(given, cls.model_fields)
+        if not named.get("base_url"):  # of a server, primary is a name
+            places = {"primary": model_place, "auxiliary": model_place, "store": store_place}
+            named |= {name: place(named[name]) for name, place in places.items() if name in named}
+        return named
 
     @classmethod
     def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
@@ -193,8 +205,8 @@ class ModelFields(EngineFields):
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed
-    """Makes sampling repeatable, for the same text reused from the same chunks and prefixes: KV that an earlier prompt
-    left in the prefix cache is rounded otherwise. ``prefix_cache_bytes=0`` gives the same tokens each time."""
+    """Makes sampling repeatable as long as the same KV is reused; the prefix cache changes the rounding.
+    ``prefix_cache_bytes=0`` over a store that does not change gives the same tokens each time."""
     json_schema: Any = _SAMPLING.json_schema
     """The answer is JSON that follows this JSON schema, a dict or JSON text. Needs the extra ``structured``; not with
     ``finish``."""

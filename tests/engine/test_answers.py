@@ -11,9 +11,9 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import PromptTooLongError
-from cacheclip_rag.methods import preset
+from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.settings import vary
-from tests.engine.asking import SHORT, check_sums, rag
+from tests.engine.asking import SHORT, check_sums, logits, rag
 
 
 class TestStats:
@@ -166,3 +166,42 @@ class TestQuestion:
     def test_very_long_question(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         engine.precompute(chunks)
         check_sums(engine.generate(rag(chunks, "why " * 300), SHORT))
+
+
+class TestSeeds:
+    """What is said of ``SamplingParams.seed``: the same tokens over a fixed store without a prefix cache; with one, KV
+    of earlier prompts is rounded in another order."""
+
+    @pytest.mark.parametrize("method", PRESET_NAMES)
+    def test_a_seed_gives_the_same_tokens(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str
+    ) -> None:
+        engine = make(method=method, prefix_cache_bytes=0)
+        engine.precompute(chunks)
+
+        def ask(seed: int, question: str = "Who?") -> tuple[int, ...]:
+            params = SamplingParams(max_tokens=12, temperature=1.0, seed=seed)
+            return engine.generate(rag(chunks, question), params).token_ids
+
+        first, bits = ask(7), logits(engine, rag(chunks, "Who?"), preset(method)).logits
+        for between in ("Who? And where?", "Another?"):
+            ask(7, between)
+            assert ask(7) == first != ask(8)
+        again = logits(engine, rag(chunks, "Who?"), preset(method))
+        assert torch.equal(again.logits, bits) and not again.stats.cached_prefix_tokens + again.stats.continued_tokens
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
+        assert [*engine.stream(rag(chunks, "Who?"), params)][-1].answer.token_ids == first
+
+    @pytest.mark.parametrize("method", PRESET_NAMES)
+    def test_the_prefix_cache_changes_the_rounding_only(
+        self, make: Callable[..., CacheClipEngine], chunks: list[str], method: str
+    ) -> None:
+        engine = make(method=method, min_confidence=0.0)
+        engine.precompute(chunks)
+        prompt = [{"role": "system", "content": " ".join(chunks[:1])}, {"role": "user", "content": rag(chunks[1:])}]
+        cold = logits(engine, prompt, preset(method))
+        engine.generate(prompt, SHORT)
+        warm = logits(engine, prompt, preset(method))
+        is_taken = warm.stats.cached_prefix_tokens + warm.stats.continued_tokens > 0 == cold.stats.cached_prefix_tokens
+        assert is_taken is (method not in {"full", "direct", "ape", "block", "cacheclip-gated"})
+        torch.testing.assert_close(warm.logits, cold.logits, atol=1e-4, rtol=1e-4)

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.paths import cache_home
+from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.store import Catalog, ChunkStore, StoreReader, TenantStore
+from cacheclip_rag.store.disk import DiskBackend
+from cacheclip_rag.store.process import Writer
 from tests.conftest import CHUNKS
 from tests.engine.asking import SHORT, rag
+from tests.store import samples
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -187,3 +198,46 @@ def test_a_store_of_ones_own(tiny_models: dict[str, str], chunks: list[str]) -> 
 def test_a_url_of_another_kind_is_refused(url: str) -> None:
     with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
         CacheClipEngine(store=url)
+
+
+class TestAnotherWorkingDirectory:
+    """A path is read once, when what has it is made: a server or a notebook may go elsewhere before its first use."""
+
+    @pytest.fixture
+    def here(self, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        for name in ("llama", "auxiliary"):
+            shutil.copytree(tiny_models[name], tmp_path / "here" / name)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        yield tmp_path / "here"
+        assert not [*(tmp_path / "elsewhere").iterdir()], "nothing is written there"
+
+    def test_of_an_engine(self, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CACHECLIP_HOME", f"home-of-{here.parent.name}")
+        cache_home()
+        given: dict[str, Any] = {"primary": "llama", "auxiliary": "auxiliary", "store": "store", "device": "auto"}
+        engine = CacheClipEngine(**given, method="cacheclip")
+        monkeypatch.chdir(here.parent / "elsewhere")
+        assert engine.precompute(CHUNKS[:2]) == 2
+        assert engine.generate(rag(CHUNKS[:2]), SHORT).stats.hits == 2
+        assert (engine.primary.fingerprint, engine.unload()) == (load_model(here / "llama").fingerprint, None)
+        assert engine.generate(rag(CHUNKS[:2]), SHORT).stats.hits == 2, "loaded again"
+        assert cache_home() == here / f"home-of-{here.parent.name}"
+        engine.close()
+        with closing(
+            CacheClipEngine(**{**given, "primary": here / "llama", "auxiliary": None, "store": here / "store"})
+        ) as other:
+            assert other.is_stored(CHUNKS[0])
+
+    @pytest.mark.parametrize("folder", ["store", "./store", "../here/store"])
+    def test_of_a_store(self, here: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+        store, library, catalog = ChunkStore.open(folder), Library(folder), Catalog(Path(folder))
+        backend, reader = DiskBackend(folder), StoreReader(folder, "t")
+        writer = Writer(Path(folder))
+        monkeypatch.chdir(here.parent / "elsewhere")
+        samples.put(TenantStore(store, "t"), 1)
+        key = samples.key(1)
+        assert torch.equal(reader.get(key, codec="float32").tensor(), samples.kv(1))
+        assert len(writer.name) == 32 and [*backend.list()] == [key] == [*catalog.keys("t")]
+        library.fix_settings(LibrarySettings())
+        assert {*os.listdir(here / "store")} >= {"catalog.sqlite3", "library.sqlite3", "kv", "writers"}

@@ -17,7 +17,6 @@ from cacheclip_rag.base.errors import (
 )
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.models.load import load_model
 from tests.engine.asking import SHORT, rag
 
 
@@ -249,20 +248,6 @@ class TestRefusals:
     def test_near_misses_are_named(self, options: dict[str, Any], near: str) -> None:
         with pytest.raises(ConfigurationError, match=f"Did you mean '{near}'"):
             EngineConfig(**options) if "recompute_ration" not in options else CacheClipEngine(**options)
-
-    def test_the_engine_takes_the_names_of_frameworks(self) -> None:
-        for name in ("model", "model_name"):
-            assert CacheClipEngine(**{name: "some-model"}).config == EngineConfig(primary="some-model")
-        with pytest.raises(ConfigurationError, match="primary was given twice, once as model"):
-            CacheClipEngine(primary="a", model="b")
-        with pytest.raises(ConfigurationError, match="Did you mean 'model'"):
-            CacheClipEngine(modle="x")
-
-    def test_models_may_be_paths(self, tiny_models: dict[str, str]) -> None:
-        folder, other = Path(tiny_models["llama"]), Path(tiny_models["auxiliary"])
-        engine = CacheClipEngine(primary=folder, auxiliary=other)
-        assert engine.config == EngineConfig(primary=str(folder), auxiliary=str(other))
-        assert engine.primary is load_model(folder)
 
     def test_wrong_things_as_segments(self, engine: CacheClipEngine) -> None:
         with pytest.raises(ConfigurationError, match="Fresh or Chunk"):

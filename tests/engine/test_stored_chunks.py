@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import re
 import shutil
-import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,18 +23,11 @@ from cacheclip_rag.methods.settings import vary
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 BEHIND_PASSAGES = vary(preset("epic"), {"chunk_context": "passages"})
-
-
 MARKED = (
     "The **boiler** of the *northern* hall has **four** valves, of which **two** are `closed` in **winter**. The "
     "*keeper* reads the **pressure** at `six` in the **morning** and writes it into the **red** book. If the "
     "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
     "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
-)
-GERMAN = (
-    "Die Öfen der größeren Häuser müssen jährlich überprüft werden. Für die Prüfung ist die zuständige Behörde mit "
-    "geeigneten Geräten ausgerüstet. Übermäßige Rückstände führen zu Störungen, die für die Bewohner gefährlich "
-    "wären. Künftig würden höhere Gebühren fällig. Für ältere Gebäude gelten möglicherweise größere Beträge."
 )
 GREEK = (
     "Οι λέβητες των μεγάλων κτιρίων πρέπει να ελέγχονται κάθε χρόνο. Η αρμόδια αρχή "
@@ -45,40 +36,7 @@ GREEK = (
 )
 
 
-def without_marks(text: str) -> str:
-    return "".join(each for each in unicodedata.normalize("NFD", text) if not unicodedata.combining(each))
-
-
-REWRITTEN: dict[str, tuple[str, str]] = {
-    # name: a stored text, and how the prompt has it
-    "marks removed": (MARKED, re.sub("[*`]", "", MARKED)),
-    "marks added": (re.sub("[*`]", "", MARKED), MARKED),
-    "other marks": (MARKED, MARKED.replace("**", "__").replace("*", "_")),
-    "tags": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"<b class='x'>\1</b>", MARKED)),
-    "links": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"[\1](https://x.org/a/\1)", MARKED)),
-    "capitals": (GERMAN, GERMAN.upper()),
-    "umlauts stripped": (GERMAN, without_marks(GERMAN)),
-    "umlauts restored": (without_marks(GERMAN), GERMAN),
-    "two letters for one": (GERMAN, GERMAN.translate(str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss"}))),
-    "question marks": (GERMAN, GERMAN.encode("ascii", "replace").decode()),
-    "lost in decoding": (GERMAN, GERMAN.encode("cp1252").decode("utf-8", "replace")),
-    "decoded wrongly": (GERMAN, GERMAN.encode().decode("latin-1")),
-    "accents of Greek": (GREEK, without_marks(GREEK)),
-}
-
-
 class TestMisses:
-    @pytest.mark.parametrize("name", REWRITTEN)
-    def test_a_rewritten_text_counts_as_missed(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
-        text, shown = REWRITTEN[name]
-        others = [each for each in (MARKED, GERMAN, GREEK) if without_marks(each)[:3] != without_marks(text)[:3]]
-        engine.precompute([text, chunks[0], *others])
-        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
-        assert (stats.hits, stats.misses, stats.missed_tokens) == (1, 1, len(engine.primary.tokenize(text)))
-        engine.release([text])
-        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
-        assert (stats.hits, stats.misses) == (1, 0), "nothing of the text is left"
-
     def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)

@@ -49,15 +49,13 @@ def slow_kl(reference: list[float], other: list[float]) -> float:
 def slow(reference: list[list[float]], other: list[list[float]]) -> Fidelity:
     kls = [slow_kl(*pair) for pair in zip(reference, other, strict=True)]
     same = [a.index(max(a)) == b.index(max(b)) for a, b in zip(reference, other, strict=True)]
-    gap = max(abs(a - b) for a, b in zip(reference[0], other[0], strict=True))
-    return Fidelity(kls[0], statistics.fmean(kls), statistics.fmean(same), same[0], gap)
+    return Fidelity(kls[0], statistics.fmean(kls), statistics.fmean(same), same[0])
 
 
 def check(found: Fidelity, expected: Fidelity) -> None:
     assert found.first_token_kl == pytest.approx(expected.first_token_kl, rel=1e-3, abs=1e-5)
     assert found.answer_kl == pytest.approx(expected.answer_kl, rel=1e-3, abs=1e-5)
     assert (found.agreement, found.first_agrees) == (expected.agreement, expected.first_agrees)
-    assert found.max_gap == pytest.approx(expected.max_gap, abs=1e-4)
 
 
 class TestRows:
@@ -128,7 +126,7 @@ class TestReference:
 
 def outcome(kl: float = 0.0, along: float = 0.0, agreement: float = 1.0, **given: Any) -> PromptOutcome:
     """Of a prompt without a needle, at an effective ratio of 0.2 with costs of 0.3."""
-    fidelity = Fidelity(kl, along, agreement, given.pop("first", True), 0.0)
+    fidelity = Fidelity(kl, along, agreement, given.pop("first", True))
     return replace(PromptOutcome(fidelity, 0.2, 0.3, None, 0.5), **given)
 
 
@@ -319,7 +317,7 @@ class TestItems:
         """``confidence`` is None where nothing was recomputed that could be wrong."""
         told = stats("epic", ttft_s=0.125, fallback=fallback, exact_tokens=exact, confidence=0.75, charged_ratio=0.3)
         distance = ReferenceComparison(
-            Fidelity(0.1, 0.2, 0.4, False, 9.0), "at noon", -1.5, (0.9, 0.6, 0.3, 0.1, 0.2), differs_at=2
+            Fidelity(0.1, 0.2, 0.4, False), "at noon", -1.5, (0.9, 0.6, 0.3, 0.1, 0.2), differs_at=2
         )
         prefilled: Any = SimpleNamespace(stats=replace(told, phases_s={"read": 0.0625}))
         for answer, equal in (("at noon", 1.0), ("at dusk", 0.0)):

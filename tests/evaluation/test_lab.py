@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, ModelError
-from cacheclip_rag.base.progress import progress_bar
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
@@ -36,9 +33,7 @@ from cacheclip_rag.methods.direct import Direct
 from cacheclip_rag.methods.full import Full
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.prompt.segments import Chunk, Fresh
-from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers.text import TextModel
-from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CACHECLIP, CHUNKS, SENTENCES, add_bos
 
 METHODS = ["direct", "epic", "cacheclip", "query_attention"]
@@ -193,22 +188,6 @@ class TestRun:
         assert found["unsure"]["answered_plainly"] == 3
         assert found["direct"]["answered_plainly"] is None
 
-    def test_a_question_left_out_later_takes_its_answers_along(self, config: EngineConfig, tmp_path: Path) -> None:
-        from cacheclip_rag.base.errors import PromptTooLongError
-
-        lab(config, tmp_path / "run", methods=["direct"]).run()
-        precompute = CacheClipEngine.precompute
-
-        def narrow(self: Any, texts: Any, **options: Any) -> int:
-            if any("Title 0" in text and CHUNKS[1] in text for text in texts):
-                raise PromptTooLongError("too long for the auxiliary")
-            return precompute(self, texts, **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CacheClipEngine, "precompute", narrow)
-            comparison = lab(config, tmp_path / "run", methods=["direct", "cacheclip"]).run()
-        assert len(comparison.skipped) == 1 and summarise(comparison)["n"] == 2
-
     def test_chunk_caches_do_not_pile_up(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = []
         made = CacheClipEngine.__init__
@@ -357,26 +336,6 @@ class TestResume:
         assert without_times(comparison) == without_times(whole)
         assert len(journal.read_text().splitlines()) == len(lines)
 
-    def test_the_bar_counts_answers_from_the_known_ones_on(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        bars: list[tuple[float | None, str, int, list[float]]] = []
-
-        @contextmanager
-        def bar(title: str, total: float | None, unit: str, *, done: int) -> Iterator[Any]:
-            steps: list[float] = []
-            bars.append((total, unit, done, steps))
-            with progress_bar(title, total, unit, done=done) as advance:
-                yield lambda amount: (steps.append(amount), advance(amount))
-
-        monkeypatch.setattr("cacheclip_rag.lab.evaluation.lab.progress_bar", bar)
-        long = replace(record(9), chunks=(RecordChunk("", " ".join(SENTENCES * 200)),))
-        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
-        lab(config, tmp_path / "run", [*RECORDS[:2], long], ["direct", "ape"]).run()
-        first, second = bars
-        assert first == (2, "answers", 0, [1, 2, 2])
-        assert second == (9, "answers", 2, [3, 3, 4, 5, 6, 6, 9])
-
     def test_a_variant_that_has_changed_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         """Whatever it is called: answers of two methods must not be counted as those of one."""
         runs = ({"correction": 0.5}, {"correction": 0.0}, {"correction": 0.5})
@@ -458,44 +417,6 @@ class TestResume:
         assert run(None, ["direct"]).settings["auxiliary_sha256"] == known is not None
         with pytest.raises(ConfigurationError, match="auxiliary is '.*' there and '.*' now; auxiliary_sha256 is"):
             run(tiny_models["qwen2"], ["cacheclip"])
-
-    def test_head_sets_that_methods_name_stay_the_same(
-        self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Others may be added, whatever this run does not ask for is kept, and a name always means one set."""
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
-        runtime: Any = CacheClipEngine(config).auxiliary
-        sha256 = weights_digest(runtime.fingerprint)
-        sets = {str(n): HeadSet(sha256, ((0, n), (1, n)), torch.tensor([0.5, 0.5])) for n in (0, 1)}
-
-        variants = {
-            **variant("clip-0", "cacheclip", scorer={"heads": "0"}),
-            **variant("clip-last", "cacheclip", scorer={"layers": "last"}),
-            **variant("mix-1", "anchored", scorer={"first": {"type": "AuxiliaryAttention", "heads": "1"}}),
-        }
-
-        def run(*methods: str) -> Comparison:
-            return lab(config, tmp_path / "run", RECORDS[:1], methods, variants).run()
-
-        with pytest.raises(ModelError, match="no head set named '0'"):
-            planned_runs(["clip-0"], [0.2], replace(config, primary="/no/such/model"), variants)
-        for name, heads in sets.items():
-            heads.save(tmp_path / "home" / "heads" / f"{name}.safetensors")
-        key, digests = "auxiliary_named_heads_sha256", {name: heads.digest() for name, heads in sets.items()}
-        assert run("direct").settings[key] == {}
-        settings = tmp_path / "run" / "settings.json"
-        before = json.loads(settings.read_text())
-        del before[key]  # as it was before methods could name any
-        settings.write_text(json.dumps(before))
-        both = run("clip-0", "clip-last", "mix-1")
-        assert both.settings[key] == digests == json.loads(settings.read_text())[key]
-        labels = [item.label for item in both.items]
-        assert "clip-0@0.2" in labels and "mix-1@0.2" in labels
-        assert run("direct").settings[key] == digests, "kept for whoever asks again"
-        sets["1"].save(tmp_path / "home" / "heads" / "0.safetensors")
-        run("mix-1")
-        with pytest.raises(ConfigurationError, match=f"{key} of 0 is '{digests['0']}' there and '{digests['1']}' now"):
-            run("clip-0")
 
     def test_the_day_does_not_change(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -637,26 +558,13 @@ class TestPlan:
         found = {planned.method.name for planned in planned_runs(["all"], [0.2], config)}
         assert found == set(PRESET_NAMES) - {"block"}, "it is for checkpoints trained for it"
 
-    def test_what_learns_says_so(self) -> None:
-        assert [name for name in PRESET_NAMES if preset(name).learns] == ["prefix"]
-
     def test_unknown_method(self, config: EngineConfig) -> None:
         with pytest.raises(ConfigurationError, match="method must be auto, a Method or one of full"):
             planned_runs(["nonsense"], [0.2], config)
 
-    def test_labels_say_the_ratio_that_runs(self, config: EngineConfig) -> None:
-        labels = [planned.run.label for planned in planned_runs(["direct", "epic"], [0.1, 0.3], config)]
-        assert labels == ["full", "direct", "epic@0.1", "epic@0.3"], "no ratio counts for direct"
-        with pytest.raises(ConfigurationError, match="needs a recompute ratio"):
-            planned_runs(["epic"], [], config)
-
     def test_ratios_that_print_alike_are_two_runs(self, config: EngineConfig) -> None:
         labels = [planned.run.label for planned in planned_runs(["epic"], [0.2, 0.2000000001, 0.20, 1.0], config)]
         assert labels == ["full", "epic@0.2", "epic@0.2000000001", "epic@1"]
-
-    def test_no_auxiliary(self, config: EngineConfig) -> None:
-        with pytest.raises(ConfigurationError, match="needs an auxiliary model"):
-            planned_runs(["cacheclip"], [0.2], replace(config, auxiliary=None))
 
 
 class TestCommand:
@@ -727,24 +635,6 @@ class TestCommand:
         assert (summary["dataset"], summary["n"]) == ("tiny+other, too", 4)
         assert {name: found["n"] for name, found in summary["tasks"].items()} == {"tiny": 2, "small": 2}
         assert self.run("--dataset", f"{dataset},{dataset}", *options).exit_code != 0
-
-    def test_how_chunks_are_stored(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
-        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"])
-        file = tmp_path / "settings.toml"
-        file.write_text('codec = "float16"\nauxiliary_device = "cpu"')
-        options = ("--settings", file)
-        result = self.run("--dataset", dataset, *models, *options, "--methods", "cacheclip", "--limit", 1, "--json")
-        assert result.exit_code == 0, result.output
-        settings = json.loads(result.stdout)["settings"]
-        assert (settings["codec"], settings["auxiliary_codec"], settings["auxiliary_device"]) == (
-            "float16",
-            "float16",
-            "cpu",
-        )
-
-    def test_out_must_be_a_folder(self, dataset: Path) -> None:
-        result = self.run("--dataset", dataset, "--methods", "direct", "--auxiliary", "none", "--out", dataset)
-        assert result.exit_code != 0 and "expected a folder for the comparison, got a file" in str(result.exception)
 
     def test_a_folder_of_something_else_is_told_before_weights_are_loaded(self, dataset: Path, tmp_path: Path) -> None:
         (tmp_path / "thesis").mkdir()

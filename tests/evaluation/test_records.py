@@ -60,16 +60,6 @@ def test_gzip_is_told_by_content(tmp_path: Path, name: str) -> None:
     assert found.name == "packed" and [record.id for record in found.records] == ["q1", "q2"]
 
 
-def test_plain_file_called_gz(tmp_path: Path) -> None:
-    assert len(read_records(write(tmp_path, line(), name="plain.jsonl.gz")).records) == 1
-
-
-def test_windows_line_ends_and_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "windows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + f"{line()}\r\n{line(id='q2')}\r\n".encode())
-    assert len(read_records(path).records) == 2
-
-
 def test_limit_counts_usable_records(tmp_path: Path) -> None:
     path = write(tmp_path, line(answers=[]), line(), line(id="q2"), line(id="q3"), "{")
     found = read_records(str(path), limit=2)
@@ -122,12 +112,6 @@ def test_what_cannot_be_used_is_counted_with_its_reason(tmp_path: Path, content:
     assert skipped.where == "line 3" and skipped.reason.startswith(reason)
 
 
-def test_line_in_another_encoding(tmp_path: Path) -> None:
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(line().encode() + b"\n" + '{"id": "é"}'.encode("latin-1"))
-    assert read_records(path).skipped == (SkippedRecord("line 2", "not UTF-8 (byte 8)"),)
-
-
 def test_not_one_usable_record(tmp_path: Path) -> None:
     path = write(tmp_path, *[line(answers=[])] * 5)
     with pytest.raises(ConfigurationError, match=r"got 5 that cannot.*line 1: no answers; .*line 3.*and 2 more.*Write"):
@@ -178,15 +162,6 @@ class TestHalves:
         assert [record.id for record in halves["dev"].records] == ["a", "c", "e"]
         assert [record.id for record in halves["test"].records] == ["b", "d"]
         assert {len(each.skipped) for each in halves.values()} == {2}
-
-    def test_the_limit_counts_records_of_the_half(self, tmp_path: Path) -> None:
-        path = write(tmp_path, *(line(id=str(number)) for number in range(9)))
-        assert [record.id for record in read_records(path, half="test", limit=2).records] == ["1", "3"]
-
-    def test_of_several_files(self, tmp_path: Path) -> None:
-        paths = [write(tmp_path, line(id="a"), line(id="b"), name=f"{name}.jsonl") for name in ("one", "two")]
-        found = read_together(paths, half="test")
-        assert [record.id for record in found.records] == ["one/b", "two/b"]
 
     def test_refusals(self, tmp_path: Path) -> None:
         path = write(tmp_path, line())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import logging
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.page import to_html
-from cacheclip_rag.lab.evaluation.plots import Point, curves, to_png
 from cacheclip_rag.lab.evaluation.records import Record, SkippedRecord
 from cacheclip_rag.lab.evaluation.report import FILES, summarise, write_report
 from cacheclip_rag.lab.evaluation.results import Comparison, ItemResult, Run
@@ -337,7 +333,7 @@ class TestTasks:
         items = [replace(one, scores={"f1_zh": one.scores["f1"]}) if one.id in ("q1", "q2") else one for one in ITEMS]
         return replace(mixed, items=items)
 
-    def test_every_own_metric_has_figures_columns_and_a_plot(self, several: Comparison) -> None:
+    def test_every_own_metric_has_figures_and_columns(self, several: Comparison) -> None:
         summary = summarise(several)
         assert summary["own_scores"] == ["f1_zh", "f1"]
         assert summary["methods"]["direct"]["n_of_scores"] == {"f1_zh": 2, "f1": 2, "contains": 2}
@@ -346,7 +342,6 @@ class TestTasks:
             *titles
         } and "Contains / full" not in titles
         assert [column.title for column in table(summary, "far", brief=True)[0]].count("F1") == 0
-        assert curves(summary, "f1_zh")["full"] == [Point(4.0, 0.75, "full")]
 
     def test_a_question_is_lost_by_its_own_metric(self, several: Comparison) -> None:
         text = to_html(several, summarise(several))
@@ -453,15 +448,12 @@ def order(text: str) -> tuple[list[str], list[str]]:
 
 
 class TestPage:
-    def test_holds_tables_plots_and_answers(self, unsure: Comparison) -> None:
+    def test_holds_tables_and_answers(self, unsure: Comparison) -> None:
         questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
         comparison = replace(unsure, questions=questions)
         summary = summarise(comparison)
-        text = to_html(comparison, summary, b"a picture")
+        text = to_html(comparison, summary)
         page = Page(text)
-        assert [found["src"] for tag, found in page.tags if tag == "img"] == [
-            f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"
-        ]
         assert page.count("details", **{"class": "item"}) == 5
         assert page.count("table") == 1 + 2 + 2 + 5, (
             "all questions, gates and promises, tasks, and each question's answers"
@@ -474,10 +466,10 @@ class TestPage:
         assert order(text) == (["q1", "q4"], ["q2", "q3", "q5"])
 
     def test_needs_nothing_from_elsewhere(self, comparison: Comparison, summary: dict[str, Any]) -> None:
-        text = to_html(comparison, summary, b"a picture")
+        text = to_html(comparison, summary)
         page = Page(text)
         sources = [found for _, found in page.tags if {"src", "href", "srcset"} & found.keys()]
-        assert len(sources) == 1 and str(sources[0]["src"]).startswith("data:image/png;base64,")
+        assert not sources
         assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
         policy = next(found["content"] for tag, found in page.tags if tag == "meta" and "content" in found)
         assert policy is not None and policy.startswith("default-src 'none'") and "script" not in policy
@@ -511,36 +503,6 @@ class TestPage:
         assert Page(to_html(empty, summarise(empty))).count("img") == 0
 
 
-class TestPlots:
-    def test_one_curve_a_method_over_its_ratios(self, summary: dict[str, Any]) -> None:
-        assert curves(summary, "kl_to_full") == {
-            "direct": [Point(1.5, 0.25, "0")],
-            "clip": [Point(2.0, 0.125, "0.2"), Point(4.0, 0.0, "1")],
-        }
-        assert curves(summary, "f1")["full"] == [Point(4.0, 0.625, "full")]
-
-    def test_png(self, summary: dict[str, Any]) -> None:
-        summary["methods"]["clip 1"] |= {"method": "$_蓝色", "ratio": None}
-        made = to_png(summary)
-        assert made is not None and made.startswith(b"\x89PNG")
-        assert to_png({**summary, "methods": {}}) is None
-
-    def test_what_is_drawn(self, summary: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        from matplotlib.axes import Axes
-
-        drawn: list[tuple[str, list[float], list[float]]] = []
-        draw = Axes.plot
-
-        def plot(axes: Any, xs: list[float], ys: list[float], **options: Any) -> Any:
-            drawn.append((options["label"], xs, ys))
-            return draw(axes, xs, ys, **options)
-
-        monkeypatch.setattr(Axes, "plot", plot)
-        summary["methods"]["clip 1"]["kl_to_full"] = 3e-9  # rounding
-        to_png(summary)
-        assert ("clip", [2.0, 4.0], [0.125, 0.0]) in drawn and ("clip", [2.0, 4.0], [0.5, 0.625]) in drawn
-
-
 class TestFiles:
     def test_writes_both_over_an_earlier_report(self, comparison: Comparison, tmp_path: Path) -> None:
         folder = tmp_path / "new" / "report"
@@ -551,18 +513,4 @@ class TestFiles:
         assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES.values(), "notes.txt"])
         assert json.loads(written["summary"].read_text(encoding="utf-8")) == summarise(comparison)
         page = written["html"].read_text(encoding="utf-8")
-        assert page.startswith("<!DOCTYPE html>") and page.count('src="data:image/png;base64,') == 1
-
-    def test_without_matplotlib_there_are_no_plots(
-        self,
-        comparison: Comparison,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingExtraError, match=r"cacheclip-rag\[lab\]"):
-            to_png(summarise(comparison))
-        with caplog.at_level(logging.WARNING):
-            page = write_report(comparison, summarise(comparison), tmp_path)["html"]
-        assert "<img" not in page.read_text() and "cacheclip-rag[lab]" in caplog.text
+        assert page.startswith("<!DOCTYPE html>")

@@ -57,13 +57,13 @@ class TestReasons:
         text = "At <Brindle> & <Cove>, two <ships> & a <storm> were <logged> & <noted>."
         engine.precompute([text])
         found = why(engine, html.escape(text), text)
-        assert found.reason == "not_in_prompt" and not found.is_hit and "HTML-escaped" in found.explanation
+        assert found.reason == "not_in_prompt" and not found.is_hit and "escaped" in found.explanation
 
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (lambda text: text.replace(" ", "-"), "other blanks, line ends or punctuation"),
-            (lambda text: "  ".join(text.split()), "other blanks, line ends or punctuation"),
+            (lambda text: text.replace(" ", "-"), "written otherwise"),
+            (lambda text: "  ".join(text.split()), "written otherwise"),
             (str.upper, "other letter case"),
             (lambda text: text[:40], "first 40 of 109 characters and is cut off there"),
             (lambda text: text[:40] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
@@ -73,9 +73,6 @@ class TestReasons:
     def test_changed_on_the_way(self, engine: CacheClipEngine, change: Any, said: str) -> None:
         found = why(engine, change(TEXT))
         assert found.reason == "not_in_prompt" and not found.is_hit and re.search(said, found.explanation)
-
-    def test_entities_resolved(self, engine: CacheClipEngine) -> None:
-        assert "entities resolved" in why(engine, TEXT, html.escape(TEXT)).explanation
 
     def test_too_short(self, engine: CacheClipEngine) -> None:
         assert why(engine, TEXT, "The keeper").reason == "too_short"
@@ -148,15 +145,9 @@ class TestParts:
         engine.precompute([self.LONG])
         found = explain_miss(engine, asked(self.LONG[:300]), self.LONG)
         assert found.reason == "part" and found.is_hit and 0.4 < found.share < 0.7
-        assert re.search(r"\d\d% of the text's tokens .* nothing like the rest, such as '", found.explanation)
+        assert re.search(r"\d\d% of the text's tokens .* The rest, such as '", found.explanation)
         shown = found.explanation.split("such as '")[1].split("'...")[0]
         assert shown in self.LONG[290:340]
-
-    def test_a_rest_that_is_escaped(self, engine: CacheClipEngine) -> None:
-        text = f"{TEXT} 'Lamps' & <oil> & 'wicks' & <rope> & \"tar\" & 'salt' & <bread> & 'rum'."
-        engine.precompute([text])
-        found = explain_miss(engine, asked(html.escape(text)), text)
-        assert found.reason == "part" and "Of the rest: the prompt has the text HTML-escaped" in found.explanation
 
     @pytest.mark.parametrize("form", [json.dumps, partial(unicodedata.normalize, "NFD")])
     def test_a_text_in_another_form(self, engine: CacheClipEngine, form: Callable[[str], str]) -> None:
@@ -164,12 +155,7 @@ class TestParts:
         for text, reason in ((rest, "not_in_prompt"), (f"{self.LONG} {rest}", "part")):
             engine.precompute([text])
             found = explain_miss(engine, asked(form(text)), text)
-            assert found.reason == reason and "in another form" in found.explanation
-
-    def test_a_rest_that_is_written_differently(self, engine: CacheClipEngine) -> None:
-        engine.precompute([self.LONG])
-        found = explain_miss(engine, asked(self.LONG[:300] + self.LONG[300:].replace(" ", "\n")), self.LONG)
-        assert found.reason == "part" and "has other blanks, line ends or punctuation there" in found.explanation
+            assert found.reason == reason and "written otherwise" in found.explanation
 
     def test_a_header_that_the_prompt_lacks(self, engine: CacheClipEngine) -> None:
         text = f"{self.HEADER}\n\n{self.LONG}"

@@ -314,6 +314,21 @@ class TestBlockAttention:
         assert gaps[0] < (1e-5 if dtype == torch.float32 else 1e-2), gaps
         assert gaps[0] < 1.5 * gaps[1], gaps
 
+    @pytest.mark.parametrize("mistake", [0.0, 0.5])
+    def test_kernels_whose_parts_do_not_merge_are_not_used(self, mistake: float, monkeypatch: Any) -> None:
+        """A log-sum-exp in other units, of one of the two kernels."""
+        right = attention._with_mass
+
+        def wrong(rows: Any, keys: Any, values: Any, mask: Any, scale: float) -> Any:
+            found, mass = right(rows, keys, values, mask, scale)
+            return found, mass + mistake * (mask is not None)
+
+        monkeypatch.setattr(attention, "_with_mass", wrong)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            with torch.inference_mode():
+                merge = attention.parts_merge.__wrapped__(torch.device("cpu"), dtype, 64)
+            assert merge == (not mistake)
+
     def test_long_prompts_have_blocks_of_twice_as_many_rows(self) -> None:
         generator = torch.Generator().manual_seed(0)
         slots = attention_pattern._LONG + 50

@@ -25,6 +25,7 @@ from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, part_of
 from tests.conftest import SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import gap, make_engine
+from tests.models.pretend import CUDA, Pretended, pretended
 
 CODECS = ("float32", "bfloat16", "int8")
 KEY = "0" * 64
@@ -82,15 +83,27 @@ def assert_same(found: Any, expected: Any, pieces: Sequence[tuple[int, KV]]) -> 
 
 
 class TestAssemble:
-    @pytest.mark.parametrize("way", ["processor", "gpu"])
     @pytest.mark.parametrize("codec", CODECS)
-    def test_as_one_by_one(self, primary: str, codec: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put side by side in memory, or after they were moved to a GPU as they are stored."""
-        monkeypatch.setattr("cacheclip_rag.store.joined._on_gpu", lambda device: way == "gpu")
+    def test_as_one_by_one(self, primary: str, codec: str) -> None:
         runtime = load_model(primary)
         for seed in range(6):
             pieces = pieces_of(runtime, codec, seed)
             assert_same(together(runtime, pieces), one_by_one(runtime, pieces), pieces)
+
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_on_a_gpu(self, tiny_models: dict[str, str], codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There the pieces are moved as they are stored, and put side by side after that."""
+        runtime = load_model(tiny_models["llama"])
+        for seed in range(20):
+            for joined in join(pieces_of(runtime, codec, seed)):
+                for number, heads in ((0, slice(None)), (runtime.num_layers - 1, slice(1, 2))):
+                    expected = joined.layer(number, "cpu", heads)
+                    with pretended(monkeypatch):
+                        found = joined.layer(number, CUDA, heads)
+                    for here, there in zip(expected, found, strict=True):
+                        assert here is there is None or (
+                            isinstance(there, Pretended) and torch.equal(there.inner, here)
+                        )
 
     @pytest.mark.parametrize("codec", CODECS)
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -530,7 +530,7 @@ class TestReadAhead:
         slow.ask()
         monkeypatch.setattr(module, "_AHEAD_BYTES", 0)
         monkeypatch.setattr(module, "_LEAST_AHEAD", 0)
-        monkeypatch.setattr(slow.engine.store.chunk_store.tiers.last, "least_read", 1)
+        monkeypatch.setattr(slow.engine.store.chunk_store.tiers, "least_read", 1)
         keys = slow.keys("primary")
         expected = [kv.tensor() for kv in slow.engine.store.get_each(keys) if kv is not None]
         assert len(expected) == len(keys) > 1

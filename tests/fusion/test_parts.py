@@ -240,23 +240,6 @@ class TestGivenTexts:
         assert plan.missing_texts == (self.WINDOW,)
 
 
-class TestWithoutOffsets:
-    """A tokenizer that does not say which characters a token has."""
-
-    def test_the_prompt_is_what_was_sent(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        prompt = f"Read.\n\n{TEXTS[2][-300:]}\n\n{TEXTS[3]}\n\n{QUESTION}"
-        whole = [TEXTS[3]]
-        segments = engine.segment(prompt)
-        assert [s.of for s in segments if isinstance(s, Chunk)] == [TEXTS[2], None]
-        monkeypatch.setattr(engine.primary, "has_offsets", False)
-        for given in (prompt, segments):
-            layout = engine.plan(given).layout
-            assert "".join(span.segment.text for span in layout.spans).count(prompt) == 1
-            assert [span.whole for span in layout.chunks] == whole
-            said = engine.primary.decode_ids(layout.token_ids)
-            assert "".join(said.split()).count("".join(prompt.split())) == 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 class TestKV:
     PROMPT = f"Read.\n\n{TEXTS[2][90:-60]}\n\n> {TEXTS[3][:-200]}\n{TEXTS[0]}\n\nQuestion: {QUESTION}"

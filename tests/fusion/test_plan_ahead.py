@@ -15,9 +15,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece, runs_of
 from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.correction import Chunks, offsets
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.store import FrameError, StoreReader
+from cacheclip_rag.store import ChunkStore, DiskBackend, FrameError, StoreReader, TenantStore, codecs
 from cacheclip_rag.vllm.passes import passes
 from cacheclip_rag.vllm.planner import Planner
 from cacheclip_rag.vllm.stored import StoredInterval, check_shape
@@ -73,43 +72,33 @@ def carry_out(
         layer._keys[:, :, start:] = 1e4  # whatever is read before it is written must show
         layer._values[:, :, start:] = 1e4
     for each in passes(plan, start, max_runs=max_runs, max_rows=max_rows):
-        stored = StoredInterval.of(plan, entries, each.begin, each.end, runtime)
+        stored = StoredInterval.of(plan, entries, each.begin, each.end, runtime, runtime.device)
         rows = torch.tensor([row for a, b in each.runs for row in range(a, b)], dtype=torch.int64)
-        split = Chunks(each.chunks).split(rows, runtime.device) if each.chunks else None
-        for number, layer in enumerate(cache.layers):
-            own = stored.places[stored.places >= each.start]
-            found = kv(stored, number, heads) if len(stored.places) else ()
-            for target, values in zip((layer._keys, layer._values), found, strict=False):
-                target[0, :, own] = values[:, own - stored.start]
+        split = stored.split(each.chunks, rows)
+        own = stored.places >= each.start
+        for number, layer in enumerate(cache.layers if len(own) else ()):
+            kv = stored.layer(number, heads)
+            put(layer, stored.places[own], kv, own)
             if split is not None:
-                layer.before_scatter = correcting(plan, stored, split, number, each.start)
+                layer.before_scatter = correcting(plan, stored, split, number, kv, own)
         if len(rows):
             runtime.run_slots(cache, ids[rows], rows, head=False)
     rest = torch.arange(plan.num_ready, len(ids))
     return runtime.run_slots(cache, ids[rest], rest)
 
 
-def kv(stored: StoredInterval, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values, ``(num_heads, num_tokens, head_dim)``."""
-    keys, values = stored.layer(number, torch.device("cpu"), heads)
-    return keys.transpose(0, 1), values.transpose(0, 1)
+def put(layer: Any, places: torch.Tensor, kv: Any, own: torch.Tensor) -> None:
+    for target, values in zip((layer._keys, layer._values), kv, strict=True):
+        target[0, :, places] = values[own].transpose(0, 1)
 
 
-def correcting(plan: FusionPlan, stored: StoredInterval, split: Any, number: int, start: int) -> Any:
-    """The correction before a layer's rows attend; positions before ``start`` are left as they are."""
+def correcting(plan: FusionPlan, stored: StoredInterval, split: Any, number: int, kv: Any, own: torch.Tensor) -> Any:
+    """The correction before a layer's rows attend, which then are written over it."""
 
     def correct(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
         layer.before_scatter = None
-        own = slice(split.start, split.stop)
-        tables = stored.tables[number]
-        if tables is not None:
-            tables = tuple(table[split.start - stored.start : split.stop - stored.start] for table in tables)
-        heads = slice(0, keys.shape[1])
-        old = [each[:, split.start - stored.start : split.stop - stored.start] for each in kv(stored, number, heads)]
-        added = offsets((keys[0], values[0]), (old[0], old[1]), split, plan.correction, tables)
-        fresh = torch.arange(split.start, split.stop) >= start
-        for target, stale, offset in zip((layer.keys, layer.values), old, added, strict=True):
-            target[0, :, own][:, fresh] = (stale + offset)[:, fresh]
+        stored.correct(number, kv, (keys[0].transpose(0, 1), values[0].transpose(0, 1)), split, plan.correction)
+        put(layer, stored.places[own], kv, own)
 
     return correct
 
@@ -231,6 +220,54 @@ class TestReader:
         with pytest.raises(FrameError, match="checksum"):
             StoreReader(tmp_path, "default").get(key, codec="float32")
         assert copy.exists(), "a reader removes nothing"
+
+    @pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8"])
+    @pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(2, 4)], ids=str)
+    def test_reads_some_heads_alone(
+        self, tmp_path: Path, codec: str, heads: slice, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv, key = torch.randn(3, 2, 4, 7, 8, generator=torch.Generator().manual_seed(0)), "a" * 64
+        store, ranges, read_parts = ChunkStore.open(tmp_path), [], DiskBackend.read_parts
+        TenantStore(store, "default").put(key, kv, codec)
+        store.close()
+
+        def noting(self: DiskBackend, key: str, parts: Any) -> bool:
+            ranges.extend((start, target.nbytes) for start, target in parts)
+            return read_parts(self, key, parts)
+
+        monkeypatch.setattr(DiskBackend, "read_parts", noting)
+        reader = StoreReader(tmp_path, "default", heads=heads)
+        whole, own = StoreReader(tmp_path, "default").get(key, codec=codec), reader.get(key, codec=codec)
+        count = heads.stop - heads.start
+        assert own.shape == (3, 2, count, 7, 8) and torch.equal(own.tensor(), whole.tensor()[:, :, heads])
+        assert sum(size for _, size in ranges) == 3 * whole.frame.layer_size * count // 4
+        file = tmp_path / "kv" / key[:2] / f"{key}.kv"
+        data = file.read_bytes()
+
+        def is_refused(at: int) -> bool:
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            try:
+                found = reader.get(key, codec=codec)
+            except FrameError:
+                return True
+            assert torch.equal(found.tensor(), own.tensor()), "never wrong KV"
+            return False
+
+        for start, size in {*ranges}:
+            assert is_refused(start) and is_refused(start + size - 1)
+        read = {at for start, size in ranges for at in range(start, start + size)}
+        others = {*range(whole.frame.start, len(data))} - read
+        assert not any(is_refused(at) for at in sorted(others)[::97]), "what is not read does not matter"
+
+    def test_payloads_without_checksums_of_heads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those that older versions wrote are read as a whole."""
+        write = codecs._write_header
+        monkeypatch.setattr(codecs, "_write_header", lambda *given: write(*given[:-1], []))
+        kv, key, store = torch.randn(3, 2, 4, 7, 8), "a" * 64, ChunkStore.open(tmp_path)
+        TenantStore(store, "default").put(key, kv, "float32")
+        store.close()
+        found = StoreReader(tmp_path, "default", heads=slice(1, 2)).get(key, codec="float32")
+        assert torch.equal(found.tensor(), kv)
 
     def test_an_entry_of_another_shape(self, made: dict[str, Any]) -> None:
         fusion = made["planner"].plan(made["prompt"], method="direct").fusion

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from cacheclip_rag.guards.certificate import (
 )
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.selection.budget import Budget
@@ -190,7 +188,7 @@ class TestGate:
         given = engine.make_method("cacheclip", 0.3)
         assert (given.nominal_ratio, given.min_confidence) == (0.3, 0.15)
         assert make(min_confidence="auto", recompute_ratio=0.3).make_method("cacheclip") == given
-        later = engine.make_method("cacheclip", any_ratio=True)
+        later = engine.parts.choose_method("cacheclip", None, any_ratio=True)
         assert (later.nominal_ratio, later.min_confidence) == (0.2, 0.4)
         assert engine.make_method("full").min_confidence == 0.0
         assert engine.make_method(preset("cacheclip")).min_confidence == 0.0, "an instance has its own"
@@ -353,8 +351,7 @@ class TestEngine:
         assert "has not been certified" in information[0]
         command = f"cacheclip certify --primary {tiny_models['llama']} --auxiliary {tiny_models['auxiliary']}"
         options = "--method cacheclip --ratio 0.2 --dtype float32 --device cpu"
-        file = '--settings FILE (FILE: chunk_context = "prefix")'
-        assert information[0].endswith(f"{command} {options} {file}")
+        assert f"{command} {options} (and --settings FILE" in information[0]
 
     def test_with_it_is_silent(
         self, make: Callable[..., CacheClipEngine], chunks: list[str], caplog: pytest.LogCaptureFixture
@@ -427,41 +424,3 @@ class TestEngine:
                 ONE,
                 method=Mine(AuxiliaryAttention(), Budget(chunk_starts=0.5), 0.5, name="cacheclip"),
             )
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"chunk_context": "passages", "method": "epic"},
-            {"method": replace(preset("cacheclip"), chunk_context="passages")},
-            {"method": "cacheclip-paper"},
-            {"codec": "bfloat16"},
-            {"method": "direct", "auxiliary": None},
-            {"recompute_ratio": 0.35, "dtype": "bfloat16", "auxiliary_device": "cpu"},
-        ],
-    )
-    def test_the_command_makes_what_is_missing(
-        self, make: Callable[..., CacheClipEngine], chunks: list[str], monkeypatch: Any, tmp_path: Path, options: Any
-    ) -> None:
-        """What the command measures is tested elsewhere; here, that it is of this engine and method."""
-        from typer.testing import CliRunner
-
-        from cacheclip_rag.cli import app
-
-        def certify(config: EngineConfig, *, method: Method | None = None, quick: bool, turns: int) -> Certificate:
-            measured = CacheClipEngine(config)
-            identity = measured.parts.certificates.identity(measured.make_method(method))
-            return replace(certificate_for(make()), identity=identity, quick=quick)
-
-        monkeypatch.setattr("cacheclip_rag.lab.evaluation.certify.certify", certify)
-        engine = make(require_certificate=True, **options)
-        engine.precompute(chunks)
-        with pytest.raises(CertificateError) as error:
-            engine.generate(rag_prompt(chunks), ONE)
-        command = str(error.value).partition("Measure it: cacheclip ")[2].partition("; or set")[0]
-        command, _, lines = command.partition(" (FILE: ")
-        monkeypatch.chdir(tmp_path)
-        Path("FILE").write_text(lines.removesuffix(")").replace("; ", "\n"))
-        CliRunner().invoke(app, shlex.split(command))
-        found, why = find_certificate(engine.parts.certificates.identity(engine.make_method()))
-        assert found is not None, why

@@ -41,6 +41,9 @@ def read(folder: Path, name: str, data: bytes | str) -> DocumentText:
     return read_document(path)
 
 
+JAPANESE = "\u65e5\u672c\u8a9e\u306e\u6587\u66f8"
+
+
 class TestEncodings:
     @pytest.mark.parametrize(
         ("mark", "encoding"),
@@ -102,10 +105,34 @@ class TestEncodings:
             read(tmp_path, "a.txt", SAID.encode(encoding)[:-1])
         assert "1252" not in str(error.value)
 
-    def test_no_advice_where_windows_1252_cannot_be(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("said", "encoding"),
+        [
+            *((JAPANESE, each) for each in ("shift-jis", "euc-jp", "gbk")),
+            *(("\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440.", each) for each in ("cp1251", "koi8-r")),
+            ("\u0395\u03bb\u03bb\u03b7\u03bd\u03b9\u03ba\u03ac", "cp1253"),
+            ("\u05e9\u05dc\u05d5\u05dd", "cp1255"),
+            ("\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "cp1256"),
+            ("\ud55c\uad6d\uc5b4", "cp949"),
+            ("\u0e44\u0e17\u0e22", "cp874"),
+        ],
+    )
+    def test_no_advice_where_windows_1252_cannot_be(self, tmp_path: Path, said: str, encoding: str) -> None:
+        """Whoever follows it would store signs that stand for nothing, without another word."""
         with pytest.raises(DocumentError, match="Find its encoding") as error:
-            read(tmp_path, "a.txt", "\u65e5\u672c\u8a9e\u306e\u6587\u66f8".encode("shift-jis") + b"\x81")
+            read(tmp_path, "a.txt", said.encode(encoding) + b" text")
         assert "1252" not in str(error.value)
+
+    @pytest.mark.parametrize("text", ["\u200b\u200b", "\u2060 \u00ad\n\x0c", "\ufeff\ufeff \u202e"])
+    def test_what_nobody_sees_is_no_text(self, tmp_path: Path, text: str) -> None:
+        with pytest.raises(DocumentError, match="is empty"):
+            read(tmp_path, "a.txt", text)
+
+    def test_iso_2022_has_the_bytes_of_ascii(self, tmp_path: Path) -> None:
+        text = read(tmp_path, "a.txt", f"Hall 4: {JAPANESE}\n".encode("iso2022_jp"))
+        assert text == f"Hall 4: {JAPANESE}\n" and "ISO-2022-JP" in " ".join(text.notes)
+        colours = b"\x1b[31mred\x1b[0m and \x1b$ are no Japanese.\n"
+        assert read(tmp_path, "a.txt", colours) == colours.decode()
 
     @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
     def test_line_ends(self, tmp_path: Path, end: str) -> None:

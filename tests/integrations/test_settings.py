@@ -32,6 +32,27 @@ def ask(llm: Any, prompt: str, **options: Any) -> dict[str, Any]:
     return dict(llm.generate([prompt], **options).generations[0][0].generation_info["cacheclip"])
 
 
+@pytest.mark.parametrize("kind", [*MODELS, CacheClipTransform])
+def test_paths_do_not_depend_on_the_working_directory(
+    kind: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llama", "auxiliary"):
+        (tmp_path / name).symlink_to(tiny_models[name])
+    monkeypatch.chdir(tmp_path)
+    component = kind(primary="llama", auxiliary="./auxiliary", store="store", max_bytes=10**9)
+    engine = component.engine
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert component.engine is engine, "and not an empty store of another name"
+    assert engine.config.store == str(tmp_path / "store")
+    engine.precompute(["One text."])
+    copied = kind(**{name: getattr(component, name) for name in ("primary", "auxiliary", "store", "engine_kwargs")})
+    assert copied.engine is engine and not [*(tmp_path / "elsewhere").iterdir()]
+    monkeypatch.chdir(tmp_path)
+    if kind in (CacheClipLLM, ChatCacheClip):
+        assert kind(model="llama", base_url="http://127.0.0.1:1/v1").primary == "llama", "a server's name"
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_defaults_and_descriptions_are_those_of_the_engine(kind: Any) -> None:
     defaults = {f.name: getattr(made, f.name) for made in (EngineConfig(), SamplingParams()) for f in fields(made)}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cacheclip_rag.runtime.transformers import attention_pattern
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
 __all__ = ["CUDA", "Pretended", "move", "pretended"]
@@ -257,6 +258,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], C
     """Pretend that there is a device; yields what would have stopped its queue, and copies to it, by operation."""
     mode = _Mode()
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    # its rows are multiplied in the processor's blocks, for the same bits
+    monkeypatch.setattr(attention_pattern, "_ON_GPU", attention_pattern.ROWS_PER_BLOCK)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     make, generator = torch.tensor, torch.Generator
 

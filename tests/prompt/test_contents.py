@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.segments import segment_chat, tokenize_whole
 from cacheclip_rag.store import Catalog
+from tests.conftest import CHUNKS, rag_prompt
 
 TEMPLATES = {
     "plain": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
@@ -320,6 +323,55 @@ def test_turns_that_a_template_refuses(
     monkeypatch.setattr(engine.primary.tokenizer, "chat_template", TEMPLATES["plain"])
     plain = "".join(segment.text for segment in engine.segment(messages))
     assert plain.count("<|im_start|>") == len(roles), "only where it is refused"
+
+
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+    "{% endif %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+)
+"""As Gemma 2's; others (``DROPPING``) leave the system prompt out without a word."""
+DROPPING = GEMMA.replace("{{ raise_exception('System role not supported') }}", "{% set messages = messages[1:] %}")
+
+
+@pytest.mark.parametrize("template", [GEMMA, DROPPING], ids=["refuses", "drops"])
+@pytest.mark.parametrize(
+    ("roles", "first"), [("su", "01"), ("suau", "01"), ("suuau", "012"), ("ssu", "012"), ("uasu", "20")]
+)
+def test_a_template_without_a_system_role(
+    tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, template: str, roles: str, first: str
+) -> None:
+    """The system prompt opens the user's first message, as Gemma 3's template writes it: neither framework nor client
+    can know what a template takes."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [{"role": names[role], "content": f"of {role}{n}. {EVIL}"} for n, role in enumerate(roles)]
+    engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="full")
+    monkeypatch.setattr(engine.primary.tokenizer, "chat_template", template)
+    segments = engine.segment(messages)
+    turns = "\n\n".join(messages[int(number)]["content"] for number in first)
+    rendered = "".join(segment.text for segment in segments)
+    assert rendered.startswith(f"{engine.primary.opening}<|im_start|>user\n{turns}<|im_end|>\n"), rendered
+    assert all(rendered.count(message["content"]) == 1 for message in messages)
+    assert "Obey" not in "".join(segment.text for segment in segments if segment.control)
+
+
+def test_a_shared_prefix_without_a_system_role(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    """Chunks are precomputed behind it, and found in prompts of strings and of messages."""
+    folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(GEMMA)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    own = "You are brief."
+    engine = CacheClipEngine(primary=str(folder), auxiliary=None, store=None, system_prompt=own, method="direct")
+    engine.precompute(CHUNKS)
+    question = rag_prompt(CHUNKS)
+    asked = [{"role": "system", "content": own}, {"role": "user", "content": question}]
+    answers = [engine.generate(prompt, max_tokens=4) for prompt in (question, asked)]
+    assert {answer.stats.hits for answer in answers} == {len(CHUNKS)}
+    assert answers[0].stats.prefix_tokens == answers[1].stats.prefix_tokens > len(engine.primary.tokenize(own).ids)
+    assert answers[0].token_ids == answers[1].token_ids
 
 
 class TestVariables:

@@ -52,7 +52,6 @@ def spans(*pieces: tuple[int, int], whole: str = "a text", continuing: Sequence[
 def test_pieces_of_one_text(pieces: list[tuple[int, int]], shares: list[float]) -> None:
     found = occurrences(spans(*pieces))
     assert [chunk.share for chunk in found] == pytest.approx(shares)
-    assert [chunk.is_partial for chunk in found] == [share <= 0.9 for share in shares]
     assert sum(len(chunk.spans) for chunk in found) == len(pieces)
 
 

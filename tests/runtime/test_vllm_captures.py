@@ -4,6 +4,7 @@ process encodes for."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, load_planning
+from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag.vllm import encoding
 from cacheclip_rag.vllm.captures import (
+    CAPTURE,
     Captor,
     Capture,
     CapturedRows,
@@ -25,7 +29,7 @@ from cacheclip_rag.vllm.captures import (
     remove_context,
     write_context,
 )
-from cacheclip_rag.vllm.encoding import encoding_options, encoding_primary, vllm_engine
+from cacheclip_rag.vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
 from cacheclip_rag.vllm.parameters import Settings
 from cacheclip_rag.vllm.served import Served
 from tests.conftest import CHUNKS, TINY_MODELS, build_model
@@ -301,7 +305,124 @@ class TestEncodingElsewhere:
             planning.encode([1, 2])
 
 
+class InVllm:
+    """In place of a ``vllm.LLM``: computes with our model, and hands KV out as the workers' connectors do."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        self.folder, self.model = folder, load_model(model)
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(model=model, quantization=None, dtype=torch.float32),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            device_config=SimpleNamespace(device_type="cpu"),
+        )
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+        self.contexts: list[str | None] = []
+        self.fails: Any = lambda number, kv: kv
+        """What becomes of a chunk's KV: another one, or why there is none."""
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[Any]:
+        return [self.answer(*each) for each in enumerate(zip(prompts, params, strict=True))]
+
+    def answer(self, number: int, asked: Any) -> Any:
+        ids = asked[0]["prompt_token_ids"]
+        capture = Capture.of(asked[1].extra_args["kv_transfer_params"][CAPTURE], len(ids))
+        self.contexts.append(capture.context)
+        (kv,) = self.model.encode_many([ids[capture.start :]], self.read(capture))
+        kv = self.fails(number, turned(self.model, kv, capture.start, rotate))
+        if isinstance(kv, str):
+            return SimpleNamespace(kv_transfer_params={"cacheclip": {"outcome": "plain", "reason": kv}})
+        captor, slots = Captor(self.folder, len(kv), 0), torch.arange(kv.shape[3])
+        captor.begin([CapturedRows("r", capture.name, (), 0, len(slots), 0, len(slots))], [slots])
+        for layer, (keys, values) in enumerate(kv):
+            captor.take(layer, keys.transpose(0, 1), values.transpose(0, 1), slots)
+        assert captor.end() == []
+        outcome = "computed" if capture.context is None else "fused"
+        return SimpleNamespace(kv_transfer_params={"cacheclip": {"outcome": outcome}})
+
+    def read(self, capture: Capture) -> torch.Tensor | None:
+        """The KV before a chunk, as stored chunks are: before RoPE."""
+        if capture.context is None:
+            return None
+        with open_context(self.folder, capture.context) as found:
+            assert (found.model, found.num_tokens) == (self.model.fingerprint, capture.start)
+            heads = slice(self.model.num_kv_heads)
+            layers = [found.layer(n, 0, capture.start, heads) for n in range(found.num_layers)]
+        kv = torch.stack([torch.stack([part.transpose(0, 1) for part in layer]) for layer in layers])
+        return turned(self.model, kv, 0, unrotate)
+
+
+def turned(model: Any, kv: torch.Tensor, start: int, turn: Any) -> torch.Tensor:
+    tables = model.rotary_tables(torch.arange(start, start + kv.shape[3]))
+    return torch.stack([torch.stack([turn(keys, t), values]) for (keys, values), t in zip(kv, tables, strict=True)])
+
+
+class TestEncodingInVllm:
+    """What goes to vLLM's workers and comes from them, as files; ``tests/vllm/test_encoding.py`` has vLLM's own."""
+
+    @pytest.fixture(params=["llama", "gemma3"])
+    def made(self, request: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> tuple[InVllm, Any]:
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+        llm = InVllm(tmp_path, tiny_models[request.param])
+        return llm, ChunkEncoder(lambda: llm, load_planning(tiny_models[request.param]), tmp_path)
+
+    def test_the_same_kv(self, made: tuple[InVllm, Any]) -> None:
+        llm, encoder = made
+        chunks, (context, other) = [[5, 6, 7, 8], [9, 3]], llm.model.encode_many([[11, 12, 13], [21, 22]])
+        for before in (None, context, context, other):
+            found = encoder(chunks, before)
+            for kv, expected in zip(found, llm.model.encode_many(chunks, before), strict=True):
+                torch.testing.assert_close(kv, expected, atol=1e-5, rtol=1e-4)
+        names = [*dict.fromkeys(llm.contexts)]
+        assert llm.contexts == [names[n] for n in (0, 0, 1, 1, 1, 1, 2, 2)], "a context is written once"
+        assert [path.name for path in llm.folder.iterdir()] == [f"{names[2]}.safetensors"]
+        encoder.close()
+        assert not [*llm.folder.iterdir()]
+
+    @pytest.mark.parametrize(
+        ("fails", "what"),
+        [
+            (lambda number, kv: "no room" if number == 1 else kv, "1 of 2 chunks: no room"),
+            (lambda number, kv: "", "2 of 2 chunks: its request was not served"),
+            (lambda number, kv: kv if number else kv[:, :, :, 1:], "1 of 2 chunks: its KV has shape"),
+            (lambda number, kv: kv if number else kv[:, :, 1:], "1 of 2 chunks: vLLM's workers have not written all"),
+        ],
+    )
+    def test_chunks_that_fail(self, made: tuple[InVllm, Any], fails: Any, what: str) -> None:
+        llm, encoder = made
+        llm.fails = fails
+        with pytest.raises(EncodingError, match=what) as raised:
+            encoder([[5, 6, 7, 8], [9, 3]])
+        assert [kv is None for kv in raised.value.encoded].count(True) == int(what[0])
+        assert not [*llm.folder.iterdir()], "nothing is left"
+
+    def test_a_chunk_that_vllm_refuses(self, made: tuple[InVllm, Any]) -> None:
+        llm, encoder = made
+
+        def refuses(*_: Any) -> Any:
+            raise ValueError("longer than max_model_len")
+
+        llm.fails = refuses
+        with pytest.raises(EncodingError, match="vLLM refuses a chunk: longer than max_model_len"):
+            encoder([[5, 6]])
+
+    def test_other_weights(self, made: tuple[InVllm, Any]) -> None:
+        llm, encoder = made
+        llm.llm_engine.vllm_config.model_config.quantization = "fp8"
+        with pytest.raises(ConfigurationError, match="with quantization fp8, which is not the primary"):
+            encoder([[5, 6]])
+
+
 class TestOptions:
+    @pytest.mark.parametrize(("free", "found"), [(encoding._LEAST_MEMORY, True), (encoding._LEAST_MEMORY - 1, False)])
+    def test_memory_for_what_is_exchanged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, found: bool
+    ) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+        monkeypatch.setattr(encoding, "_SHARED_MEMORY", tmp_path)
+        assert encoding._exchange() == (tmp_path if found else None)
+        monkeypatch.setattr(encoding, "_SHARED_MEMORY", tmp_path / "none")
+        assert encoding._exchange() is None
+
     def test_of_an_engine_that_ingests(self, tmp_path: Path) -> None:
         transfer = encoding_options(tmp_path / "exchange", tmp_path)["kv_transfer_config"]
         assert transfer["kv_connector_module_path"] == "cacheclip_rag.vllm.capturing"

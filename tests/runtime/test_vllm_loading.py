@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.vllm import loading
+from cacheclip_rag.vllm.captures import write_context
 from cacheclip_rag.vllm.loading import Loader, local_heads
 from cacheclip_rag.vllm.parameters import Settings
 from cacheclip_rag.vllm.passes import passes
@@ -34,7 +37,7 @@ from tests.conftest import CHUNKS, rag_prompt
 from tests.object_storage import bucket, s3_address  # noqa: F401
 
 BLOCK = 16
-BLOCKS = 64
+BLOCKS = 128
 METHODS = {"direct": preset("direct"), "epic": preset("epic"), "corrected": replace(RANDOM, correction=0.5).at(0.3)}
 
 
@@ -56,15 +59,17 @@ class Rows:
         self.bypassed: int | None = None
         """A layer that writes its cache by other means."""
 
-    def run(self, ids: torch.Tensor, runs: Any, block_ids: Any) -> None:
-        rows = torch.cat([torch.arange(start, stop) for start, stop in runs])
-        assert ids[rows].tolist() == self.worker.ids[rows].tolist()
-        self.runs.append(runs)
+    def run(self, requests: Any) -> None:
+        rows = [torch.cat([torch.arange(start, stop) for start, stop in runs]) for _, runs, _ in requests]
+        for (ids, *_), own in zip(requests, rows, strict=True):
+            assert ids[own].tolist() == self.worker.ids[own].tolist()
+        self.runs.append([runs for _, runs, _ in requests])
+        slots = torch.cat([slots_of(blocks, BLOCK, own) for (*_, blocks), own in zip(requests, rows, strict=True)])
         for number, layer in self.worker.layers.items():
             if number == self.bypassed:
                 continue
-            key, value = (each[rows] for each in self.worker.expected(number))
-            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots_of(block_ids, BLOCK, rows))
+            key, value = (each[torch.cat(rows)] for each in self.worker.expected(number))
+            layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)
 
 
 class Worker:
@@ -106,10 +111,12 @@ class Worker:
             raise found
         return found.rows
 
-    def check(self, start: int = 0) -> None:
-        """All positions from ``start`` to the end of the plan are there, and no slot of another position."""
-        positions = torch.arange(start, self.plan.num_ready)
-        slots = torch.tensor([self.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions.tolist()])
+    def check(self, start: int = 0, *more: tuple[int, Sequence[int]]) -> None:
+        """All positions from ``start`` to the end of the plan are there, and no slot of another position. ``more``: of
+        other loads, where they start, and their blocks."""
+        loads = ((start, self.block_ids), *more)
+        positions = torch.cat([torch.arange(first, self.plan.num_ready) for first, _ in loads])
+        slots = torch.cat([slots_of(of, BLOCK, torch.arange(first, self.plan.num_ready)) for first, of in loads])
         for number, layer in self.layers.items():
             for found, expected in zip(layer.kv_cache, self.expected(number), strict=True):
                 torch.testing.assert_close(found[slots], expected[positions], atol=2e-5, rtol=1e-4)
@@ -153,6 +160,28 @@ class TestLoads:
         worker.load(start)
         worker.check(start)
 
+    def test_nothing_is_computed_behind_the_last_computed_row(self, made: dict[str, Any]) -> None:
+        worker = Worker(made, "direct")
+        start = worker.plan.computed[-1][1] + BLOCK
+        assert start < worker.plan.num_ready and worker.load(start) == 0 and not worker.rows.runs
+        worker.check(start)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_kv_before_chunks(self, made: dict[str, Any], tmp_path: Path, rank: int) -> None:
+        """From a file, in the order of the request's blocks, the heads of one of two workers."""
+        worker, model = Worker(made, "direct", rank, 2), made["runtime"]
+        whole = torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in worker.cache.layers])
+        name = write_context(tmp_path, whole[:, :, :, : len(worker.ids)], model.fingerprint)
+        worker.loader._settings, worker.loader._group = Settings(exchange=tmp_path), SimpleNamespace(world_size=1)
+        start, stop = 5, worker.plan.num_ready
+        for where, gone in ((tmp_path, False), (tmp_path / "none", True)):
+            worker.loader._settings = Settings(exchange=where)
+            worker.loader.load(Load("a", worker.block_ids, start, stop, context=name))
+            ((_, found),) = worker.loader.work(10**6, waits=True)
+            assert isinstance(found, FileNotFoundError) if gone else found.rows == 0
+            worker.check(start)
+        worker.loader.close()
+
     @pytest.mark.parametrize("kind", ["a folder", "a shared store"])
     def test_entries_of_two_codecs(
         self, kind: str, tiny_models: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
@@ -177,9 +206,11 @@ class TestLoads:
         reduced = []
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda count, group: reduced.append(count.tolist()))
         worker = Worker(made, "corrected", rank, 2)
+        read, get = list[Any](), StoreReader.get
+        monkeypatch.setattr(StoreReader, "get", lambda *given, **by: read.append(get(*given, **by)) or read[-1])
         worker.load()
         worker.check()
-        assert reduced == [[0, 0]]
+        assert reduced == [[0, 0]] and {kv.shape[2] for kv in read} == {1}, "other heads are not read"
 
     def test_another_worker_cannot_read(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         failure = torch.tensor([0, 1], dtype=torch.int32)
@@ -209,6 +240,35 @@ class TestLoads:
         assert done == [*[[]] * (count - 1), ["a"]] + [*[[]] * (count - 1), ["c"]]
         assert len(worker.rows.runs) == 2 * count
         worker.check()
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_several_loads_share_passes(self, made: dict[str, Any], method: str, fails: bool) -> None:
+        """Each with blocks of its own, the second behind what vLLM has of it; no more of them than a pass has room for.
+        What fails, fails for all of a pass."""
+        worker = Worker(made, method)
+        if fails:
+            worker.rows.bypassed = 1
+        starts, count = {"a": 0, "b": 80, "c": 0, "d": 160}, len(worker.block_ids)
+        rows = {
+            name: sum(b - a for one in passes(worker.plan, start, max_runs=99, max_rows=999) for a, b in one.runs)
+            for name, start in starts.items()
+        }
+        worker.loader._max_rows = rows["a"] + rows["b"]
+        blocks = {name: tuple(range(n * count, n * count + count)) for n, name in enumerate(starts)}
+        worker.block_ids = blocks["a"]
+        for name, start in starts.items():
+            worker.loader.load(Load(name, blocks[name], start, worker.plan.num_ready, plan=worker.plan))
+        wait([each for load in worker.loader._queue for each in (load.entries or {}).values()])
+        found = [*worker.loader.work(10**6, waits=True)]
+        together = [len(runs) for runs in worker.rows.runs]
+        assert [load.request_id for load, _ in found] == [*starts]
+        assert together == ([2, 2] if worker.plan.computed else [])
+        if fails and worker.plan.computed:
+            assert all(isinstance(each, RuntimeError) for _, each in found)
+            return
+        assert [each.rows for _, each in found] == [*rows.values()]
+        worker.check(0, *((starts[name], blocks[name]) for name in "bcd"))
 
     def test_a_step_does_not_wait_for_what_is_being_read(
         self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -147,6 +147,14 @@ class TestContinued:
         assert engine.fused(prompt(1), 20) == Continued(0, 0, PREFIX + 1)
         chunks = (PREFIX + 2 * CHUNK) // BLOCK * BLOCK
         for question in (2, 3):
+            request = Request(prompt(question))
+            assert engine.blocks.is_exact(request), "by its own hashes"
+            assert engine.blocks.choose(request, plan_of(prompt(question)), **ROOM)
+            assert not engine.blocks.is_exact(request)
+            engine.cache.held.difference_update(gone := request.block_hashes[PREFIX // BLOCK :])
+            assert engine.blocks.is_exact(request), "the approximate KV is gone"
+            engine.cache.held.update(gone[: chunks // BLOCK - PREFIX // BLOCK])
+            engine.blocks.finish(request)
             assert engine.fused(prompt(question), 20) == Continued(chunks, 1, PREFIX + 1), "the first one's KV"
 
     def test_a_conversation(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
 from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, RatioFigures
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.store import ChunkStore, StoreReader
+from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
 from cacheclip_rag.vllm.offline import engine_options
 from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
 from cacheclip_rag.vllm.passes import passes
@@ -91,14 +92,36 @@ def opened(*given: str) -> Any:
     return given
 
 
-def test_what_is_planned_is_not_evicted_first(tiny_models: dict[str, str], tmp_path: Path) -> None:
-    """Another process may need room before the workers have read it."""
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_what_is_planned_is_not_evicted_first(
+    tiny_models: dict[str, str], tmp_path: Path, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may need room before the workers have read it, and may be writing when it is planned."""
     options = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path), "method": "epic"}
     engine = CacheClipEngine(**options)
     engine.precompute(CHUNKS)
-    plan = Planner(**options).plan(rag_prompt(CHUNKS[:2])).fusion
+    planner, other, flush = Planner(**options), ChunkStore.open(tmp_path), TenantStore.flush
+    planner.warm_up()
+    begun, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with other.catalog.database.transaction():
+            begun.set()
+            assert done.wait(60)
+
+    def beside_a_writer(store: TenantStore, *wait_s: float) -> None:
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert begun.wait(60)
+        threading.Timer(0.02, done.set).start()
+        flush(store, *wait_s)
+        writer.join()
+
+    if is_busy:
+        monkeypatch.setattr(TenantStore, "flush", beside_a_writer)
+    plan = planner.plan(rag_prompt(CHUNKS[:2])).fusion
+    monkeypatch.undo()
     assert plan is not None
-    other = ChunkStore.open(tmp_path)
     assert other.set_limit(other.stats().bytes // 2) > 0, "the planned ones are the oldest"
     reader = Settings(tmp_path).open_reader("default")
     assert all(reader.get(piece.key, codec=plan.codec) for piece in plan.pieces)

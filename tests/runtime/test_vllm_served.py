@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cacheclip_rag.vllm import internals
 from cacheclip_rag.vllm import served as module
 from cacheclip_rag.vllm.forcing import FORCED, processor
 from cacheclip_rag.vllm.served import Served, installed
@@ -81,6 +82,29 @@ def test_installed(monkeypatch: pytest.MonkeyPatch, there: dict[str, str], found
 
     monkeypatch.setattr(module, "version", version)
     assert installed() == found
+
+
+@pytest.mark.parametrize(
+    ("where", "names", "lacks"),
+    [
+        ("json:dumps", "obj indent", []),
+        ("json:dumps", "obj pepper", ["pepper"]),
+        ("json:JSONEncoder.encode", "self o", []),
+        ("collections:OrderedDict", "move_to_end pepper salt", ["pepper", "salt"]),
+        ("cacheclip_rag.runtime.base:Runtime", "num_layers encode_many", []),
+        ("cacheclip_rag.vllm.once:WarnOnce", "_logger", []),
+        ("json:none", "", [""]),
+        ("json:JSONEncoder.none", "obj", [""]),
+        ("json.none:dumps", "obj", [""]),
+    ],
+    ids=str,
+)
+def test_what_an_untried_version_lacks(
+    monkeypatch: pytest.MonkeyPatch, where: str, names: str, lacks: list[str]
+) -> None:
+    """Parameters of functions; of classes members, fields and what their instances are given."""
+    monkeypatch.setattr(internals, "INTERNALS", (internals.Internal(where, tuple(names.split())),))
+    assert internals.missing() == [f"{where} ({each})" if each else where for each in lacks]
 
 
 def test_forced_tokens() -> None:

@@ -33,29 +33,10 @@ class TestExamples:
         assert mapped([0.1, 0.9, 0.2], pieces, whole) == [0.9]
         assert mapped([0.7], whole, pieces) == [0.7, 0.7, 0.7]
 
-    def test_largest_of_partly_overlapping(self) -> None:
-        assert mapped([0.1, 0.5, 0.3], [(0, 3), (3, 6), (6, 9)], [(0, 4), (4, 7), (7, 9)]) == [0.5, 0.5, 0.3]
-
-    def test_touching_is_not_overlapping(self) -> None:
-        assert mapped([0.5, 0.1], [(0, 3), (3, 6)], [(3, 6)]) == [0.1]
-
-    def test_zero_width_target_gets_the_lowest(self) -> None:
-        assert mapped([0.5], [(0, 4)], [(0, 0), (2, 2), (0, 4), (4, 4)]) == [0.0, 0.0, 0.5, 0.0]
-
-    def test_zero_width_source_is_no_one_s(self) -> None:
-        assert mapped([0.9, 0.1, 0.8], [(0, 0), (0, 4), (2, 2)], [(0, 4)]) == [0.1]
-
-    def test_gap_in_the_source(self) -> None:
-        assert mapped([0.4, 0.6], [(0, 2), (5, 8)], [(0, 2), (2, 5), (4, 6)]) == [0.4, 0.0, 0.6]
-
     def test_several_byte_tokens_of_one_character(self) -> None:
         """A byte-level tokenizer gives every byte token of an emoji the whole character's span."""
         assert mapped([0.1, 0.2, 0.6, 0.3], [(0, 1)] * 4, [(0, 1), (1, 2)]) == [0.6, 0.0]
         assert mapped([0.5], [(0, 1)], [(0, 1)] * 4) == [0.5] * 4
-
-    def test_nothing(self) -> None:
-        assert mapped([], [], [(0, 3)]) == [0.0]
-        assert mapped([0.5], [(0, 3)], []) == []
 
     def test_dtype_is_kept(self) -> None:
         assert map_scores(np.array([0.5], np.float32), np.array([[0, 1]]), np.array([[0, 1]])).dtype == np.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -138,10 +138,38 @@ class TestOpenAI:
         assert said.choices[0].message.content == served.engine.generate(same, max_tokens=12).text
         assert said.cacheclip["hits"] == 1
 
-    def test_harmless_fields_are_ignored(self, client: OpenAI) -> None:
-        harmless: dict[str, Any] = {"user": "somebody", "metadata": {"a": "b"}, "store": False, "n": 1}
-        neutral: dict[str, Any] = {"service_tier": "auto", "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
-        assert ask(client, **harmless, **neutral).choices[0].message.content == ask(client).choices[0].message.content
+    HARMLESS: ClassVar[dict[str, dict[str, Any]]] = {
+        "OpenAI's": {"user": "somebody", "metadata": {"a": "b"}, "store": False, "n": 1, "service_tier": "auto"},
+        "neutral": {"frequency_penalty": 0, "logprobs": False, "logit_bias": {}, "functions": [], "new_field": {}},
+        "Ollama's": {"num_ctx": 8192, "keep_alive": "5m", "options": {"num_ctx": 4096, "num_gpu": 1, "tfs_z": 1.0}},
+        "llama.cpp's": {
+            **{"timings_per_token": True, "reasoning_format": "auto", "samplers": "", "n_predict": -1, "typ_p": 1},
+            **{"dry_multiplier": 0, "dry_base": 1.75, "xtc_probability": 0, "xtc_threshold": 0.1, "repeat_last_n": 64},
+        },
+        "LiteLLM's": {
+            "litellm_metadata": {"a": "b"},
+            "fallbacks": ["x"],
+            "cache": {"no-cache": True},
+            "litellm_call_id": "x",
+        },
+        "Open WebUI's": {"chat_id": "a", "id": "c", "user": {"name": "A"}, "features": {"x": True}, "params": {}},
+        "n8n's and Mistral's": {"maxRetries": 2, "timeout": 60_000, "safe_prompt": False},
+        "vLLM's": {"return_token_ids": False, "priority": 1, "bad_words": [], "stop_token_ids": [], "min_tokens": 0},
+    }
+
+    @pytest.mark.parametrize("kind", HARMLESS)
+    def test_harmless_fields_are_ignored(self, served: Served, client: OpenAI, kind: str) -> None:
+        """And counted, under names that no client makes up."""
+        fields = self.HARMLESS[kind]
+        said = ask(client, extra_body=fields).choices[0].message.content
+        assert said == ask(client).choices[0].message.content
+        counted = served.client.get("/metrics").text
+        for name in fields.keys() - {"n", "logprobs"}:
+            is_known = name not in ("new_field", "samplers", "bad_words", "stop_token_ids", "params")
+            assert (f'field="{name}"' in counted) is is_known, name
+        assert served.chat(**{'x"}\n': []}).status_code == 200
+        counted = served.client.get("/metrics").text
+        assert 'field="other"' in counted and '{field="x"' not in counted
 
     @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 7, "top_k": 3}])
     @pytest.mark.parametrize("count", [0, 3])

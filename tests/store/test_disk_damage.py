@@ -84,6 +84,8 @@ DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
     "digest of numbers": lambda content, other: with_header(content, lambda header: header.update(digest=[0])),
     "row of another text": lambda content, other: with_header(content, lambda header: header.update(text="00" * 64)),
     "checksums of numbers": lambda content, other: with_header(content, lambda header: header.update(checksums=[1, 2])),
+    "checksums of other heads": lambda content, other: with_header(content, lambda header: header.update(heads=["00"])),
+    "heads of numbers": lambda content, other: with_header(content, lambda header: header.update(heads=[1, 2])),
     "a codec of lists": lambda content, other: with_header(content, lambda header: header.update(codec=[["int8"]])),
     "huge shape": lambda content, other: with_header(content, lambda header: header.update(shape=[2, 2, 2**70, 9, 9])),
     "header without a key": lambda content, other: with_header(content, lambda header: header.pop("key") and None),

@@ -69,7 +69,7 @@ def test_each_tier_that_is_not_in_memory_is_measured(tmp_path: Path, monkeypatch
     }
     for read in found:
         speed = {"remote": 10e6, "throttled": 1e6}[read.medium]
-        assert read.seconds == pytest.approx(read.num_bytes / speed, rel=0.1), "headers are read too"
+        assert read.seconds == pytest.approx(read.num_bytes / speed, rel=0.15), "headers are read too"
 
 
 def test_the_store_is_left_as_it_was(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.ingest.library import Library, LibrarySettings, repair_library
 from cacheclip_rag.store import ChunkStore, TenantStore, codecs
 from cacheclip_rag.store.care import collect_garbage, repair, verify
 from tests.conftest import some_of
@@ -102,6 +103,25 @@ class TestFaults:
             repair(folder)
         assert not list(folder.glob("*.damaged"))
         assert opened(folder).catalog.source_texts("t") == ["a text"]
+
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    @pytest.mark.parametrize("name", ["catalog.sqlite3", "library.sqlite3"])
+    def test_of_a_database_that_sqlite_calls_damaged_do_not_move_it(
+        self, folder: Path, name: str, error: Callable[[], BaseException]
+    ) -> None:
+        """SQLite says "malformed" of pages that a disk does not give."""
+        with closing(Library(folder)) as library:
+            library.fix_settings(LibrarySettings())
+        mend = {"catalog.sqlite3": repair, "library.sqlite3": repair_library}[name]
+        content = bytearray((folder / name).read_bytes())
+        content[4096:] = b"x" * (len(content) - 4096)
+        (folder / name).write_bytes(content)
+        before = payloads(folder)
+        is_it = failing("read", error, lambda path: path.endswith(name))
+        with is_it as failed, pytest.raises(StoreError, match="cannot be read .* it may be whole"):
+            mend(folder)
+        assert failed and (folder / name).read_bytes() == content and not [*folder.glob("*.damaged")]
+        assert payloads(folder) == before and mend(folder) and [*folder.glob("*.damaged")], "it is damaged in truth"
 
     def test_while_writing_are_errors_and_the_entry_is_recorded(self, folder: Path) -> None:
         """What was written is known, also if it cannot be read at once."""

@@ -53,15 +53,6 @@ class TestSamples:
             for value in set(sample.parts) - few if sample.family != "comparison" else ():
                 assert sum(chunk.count(value) for chunk in sample.chunks) == 1, value
 
-    def test_chunks_are_as_many_and_as_long_as_asked(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            assert len(sample.chunks) == 4
-            assert all(80 <= len(chunk.split()) <= 150 for chunk in sample.chunks)
-
-    def test_the_question_is_filled_in(self, samples: list[Sample]) -> None:
-        for sample in samples:
-            assert not re.search(r"[{}]", sample.question + "".join(sample.chunks))
-
     def test_evidence_is_in_several_chunks_where_it_takes_several(self, samples: list[Sample]) -> None:
         for sample in samples:
             several = sample.family not in ("needle", "keys", "biography")
@@ -89,14 +80,6 @@ class TestMaking:
     def test_a_sample_is_the_same_whatever_the_count(self) -> None:
         assert synthetic_samples("train", 20)[:9] == synthetic_samples("train", 9)
 
-    def test_another_seed_gives_others(self) -> None:
-        ours, others = (synthetic_samples("train", 7, seed=seed) for seed in (0, 1))
-        assert all(one.chunks != other.chunks for one, other in zip(ours, others, strict=True))
-
     def test_families_come_in_turn(self) -> None:
         families = list(FAMILIES["train"])
         assert [sample.family for sample in synthetic_samples("train", 8)] == [*families, *families[:2]]
-
-    def test_shorter_chunks(self) -> None:
-        for sample in synthetic_samples("train", 7, chunk_words=40):
-            assert len(sample.chunks) == 4 and all(len(chunk.split()) < 110 for chunk in sample.chunks)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheclip_rag.fusion.wire import StoredPiece, runs_of
 from cacheclip_rag.lab.variants import RANDOM
@@ -104,6 +105,43 @@ class TestEqualAnswers:
         asked = PROMPTS[0].replace("Question:", "Nobody has stored this sentence about whales and lamps. Question:")
         asked = asked.replace("Read this.", "Read this. " + "It was never stored. " * 20)
         assert ask(fused, [asked], "cacheclip") == setting.expected([asked], "cacheclip")
+
+    @pytest.mark.parametrize("method", ["epic", CORRECTED.at(0.03)], ids=["epic", "corrected"])
+    def test_several_prompts_in_one_pass(
+        self, fused: FusedLLM, setting: Setting, method: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from cacheclip_rag.vllm.loading import Loader
+        from cacheclip_rag.vllm.rows import RowRunner
+
+        work, run, together = Loader.work, RowRunner.run, list[int]()
+
+        def all_at_once(loader: Loader, room: int, *, waits: bool) -> Any:
+            if len(loader._queue) == 4 or together:
+                wait([future for each in loader._queue for future in (each.entries or {}).values()])
+                yield from work(loader, room, waits=waits)
+
+        def counting(rows: RowRunner, requests: Any) -> Any:
+            together.append(len(requests))
+            return run(rows, requests)
+
+        monkeypatch.setattr(Loader, "work", all_at_once)
+        monkeypatch.setattr(RowRunner, "run", counting)
+        assert ask(fused, PROMPTS, method) == setting.expected(PROMPTS, method)
+        assert max(together) > 1
+
+    def test_rows_of_several_prompts_are_those_of_each(self, fused: FusedLLM) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        rows = get_kv_transfer_group()._loader._row_runner()
+        runs = [[(0, 9), (20, 24)], [(0, 70)], [(0, 1), (3, 5), (33, 34)]]
+        requests = [(torch.arange(100) + 7 * n, of, range(5 * n + 1, 5 * n + 5)) for n, of in enumerate(runs)]
+        for ids, _, blocks in requests:
+            rows.run([(ids, [(0, 100)], blocks)])
+        alone = torch.cat([rows.run([each]) for each in requests])
+        found = rows.run(requests)
+        assert found.shape == alone.shape and len(found) == 13 + 70 + 4
+        assert (found - alone).abs().max() < 2e-5 * alone.abs().max(), "matrix products of other sizes round otherwise"
+        assert (rows.run(requests[::-1])[:4] - found[:4]).abs().max() > 0.1, "the twin"
 
     def test_beside_plain_requests(self, fused: FusedLLM, setting: Setting, plain: Any) -> None:
         """Fused and plain requests in one batch."""
@@ -241,12 +279,12 @@ class TestFailures:
         """As backends do that write the cache within another operation."""
         from cacheclip_rag.vllm import loading
 
-        wrapping = loading._PassWriter.wrapping
+        wrapping = loading._Writing.wrapping
 
         def bypassed(writer: Any, number: int, write: Any) -> Any:
             return write if number == 2 else wrapping(writer, number, write)
 
-        monkeypatch.setattr(loading._PassWriter, "wrapping", bypassed)
+        monkeypatch.setattr(loading._Writing, "wrapping", bypassed)
         found = outputs(fused, PROMPTS, "cacheclip")
         assert outcomes(found) == ["plain"] * 4
         assert [tuple(each.outputs[0].token_ids) for each in found] == plain

@@ -57,6 +57,37 @@ def test_chunked_scheduling_and_small_passes(settings: Any) -> None:
         check(setting, fused)
 
 
+@pytest.mark.parametrize(
+    "room",
+    [
+        {"max_num_batched_tokens": 160, "max_num_seqs": 9, "enable_chunked_prefill": True},
+        {"num_gpu_blocks_override": 40},
+        {"max_num_seqs": 2},
+    ],
+    ids=["chunked", "preempting", "two-sequences"],
+)
+def test_follow_ups(settings: Any, room: dict[str, Any]) -> None:
+    """Later questions go on from the KV of the first one, where steps, blocks or sequences are few. Their answers are
+    those of fresh fusion, as on a replica that has not seen the first one. After a failed load they are exact."""
+    setting = settings()
+    asked = [each.replace("?", f"? {n}") for each in PROMPTS[:2] for n in range(3)]
+    with started(setting, **room) as fused:
+        expected = setting.expected(asked, "direct", tokens=48)
+        for first in (0, 3):
+            outputs(fused, asked[first : first + 1], "direct")
+            found = outputs(fused, asked[first + 1 : first + 3], "direct", tokens=48)
+            told = [each.kv_transfer_params["cacheclip"] for each in found]
+            assert [each.get("continued_turns") for each in told] == [1, 1]
+            assert min(each["continued_tokens"] for each in told) > 400
+            assert [tuple(each.outputs[0].token_ids) for each in found] == expected[first + 1 : first + 3]
+        fused.llm.reset_prefix_cache()
+        with gone(setting, fused.planner.plan(asked[0], method="direct").fusion.pieces[2].key):
+            (found,) = outputs(fused, asked[:1], "direct")
+        assert outcomes([found]) == ["plain"]
+        (found,) = outputs(fused, asked[1:2], "direct")
+        assert "continued_tokens" not in found.kv_transfer_params["cacheclip"]
+
+
 def test_preemption(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks for two prompts, and not for their answers: a preempted request loads its KV again."""
     setting = settings()
@@ -148,11 +179,13 @@ def test_a_rounded_cache(settings: Any, dtype: str) -> None:
         check_against_its_own_full(fused, 0.05)
 
 
-def test_drafts_by_ngram(settings: Any) -> None:
-    """Drafts are checked over the KV that was made."""
+def test_drafts_by_ngram(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are checked over the KV that was made. In a process of its own: it imports numba, beside whose modules the
+    next vLLM does not start."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     setting = settings()
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    with started(setting, speculative_config=ngram) as fused:
+    with started(setting, speculative_config=ngram, distributed_executor_backend="uni") as fused:
         check(setting, fused)
 
 

@@ -74,10 +74,9 @@ class Rows:
             self.plain = request.num_prompt_tokens - known(connector._blocks, request)
             arrive(connector, request)
 
-        def running(*args: Any) -> int:
-            found = run(*args)
-            self.loaded += found
-            return found
+        def running(loader: Any, writers: Any, requests: Any) -> None:
+            run(loader, writers, requests)
+            self.loaded += sum(len(writer.rows) for writer in writers)
 
         monkeypatch.setattr(CacheClipConnector, "on_new_request", arriving)
         monkeypatch.setattr(Loader, "_run", running)

@@ -20,6 +20,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         Internal("vllm.v1.request:Request.gone", ()),
         Internal("vllm.v1.request:Request", ("cache_salt", "pepper")),
         Internal("vllm.forward_context:set_forward_context", ("num_tokens", "num_rows")),
+        Internal("vllm.v1.nowhere:Request", ("cache_salt", "thyme"), before="vllm.v1.request:Request"),
     )
     monkeypatch.setattr(internals, "INTERNALS", wrong)
     assert missing() == [
@@ -27,6 +28,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.v1.request:Request.gone",
         "vllm.v1.request:Request (pepper)",
         "vllm.forward_context:set_forward_context (num_rows)",
+        "vllm.v1.nowhere:Request (thyme)",
     ]
 
 
@@ -39,8 +41,8 @@ def test_a_version_that_was_never_tried(
     monkeypatch.setattr(internals, "TRIED", ("0.31",))
     run = RowRunner.run
 
-    def otherwise(self: Any, ids: Any, *args: Any) -> Any:
-        return run(self, ids + 1, *args)
+    def otherwise(self: Any, requests: Any) -> Any:
+        return run(self, [(ids + 1, *rest) for ids, *rest in requests])
 
     with started(setting) as fused:
         assert "was never tried" in caplog.text and not fused.plain

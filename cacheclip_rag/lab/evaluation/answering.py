@@ -30,21 +30,6 @@ from .reference import Reference, ReferenceComparison
 from .results import ItemResult
 from .scores import ALL_WANTED, METRICS
 
-__all__ = [
-    "FULL",
-    "NOT_THE_QUESTIONS",
-    "MethodAnswer",
-    "UnusableQuestion",
-    "answer_of",
-    "answering",
-    "followed",
-    "gold_ids_of",
-    "in_two_pieces",
-    "item_of",
-    "measured_on",
-    "reason_of",
-]
-
 FULL = "full"
 """The method with which the others are compared."""
 NOT_THE_QUESTIONS = (MissingExtraError, ModelError, StoreError, AssertionError)

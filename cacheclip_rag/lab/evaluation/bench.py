@@ -27,8 +27,6 @@ from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
 from ...timing.texts import QUESTION, make_texts
 
-__all__ = ["bench"]
-
 
 def bench(
     config: EngineConfig,

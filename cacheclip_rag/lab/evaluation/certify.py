@@ -40,23 +40,12 @@ from .guarantee import asked_answers, check_max_differ, guarantee_of, kept_answe
 from .prompts import EvaluationPrompt, bundled_prompts
 from .reference import Reference
 
-__all__ = [
-    "ANSWER_TOKENS",
-    "RATIOS",
-    "PromptOutcome",
-    "at_ratios",
-    "certify",
-    "check_method",
-    "figures_of",
-    "prompts_of",
-]
-
 RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 _EXACT_KL = 1e-4
 """Largest KL on any prompt for ``exact``, nats; in half precision, twice the noise floor if larger. Float32: 1e-7."""
 _PROMPTS, _QUICK_PROMPTS = 20, 4
 ANSWER_TOKENS = 32
-_SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=True, max_gap=0.0)
+_SAME = Fidelity(first_token_kl=0.0, answer_kl=0.0, agreement=1.0, first_agrees=True)
 """Distance of full prefill from itself."""
 
 

@@ -21,8 +21,6 @@ from ...methods.base import Method
 from .prompts import EvaluationPrompt
 from .reference import Reference
 
-__all__ = ["TurnOutcome", "converse", "questions_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class TurnOutcome:

@@ -27,17 +27,6 @@ from ...runtime.transformers.model import ModelRuntime
 from ..models import extending_model, transformers_model
 from .prompts import EvaluationPrompt
 
-__all__ = [
-    "DIRECT",
-    "EVERYTHING",
-    "SHIFTS",
-    "Check",
-    "check_exactness",
-    "check_reuse",
-    "noise_floor",
-    "reference_logits",
-]
-
 _GREEDY_TOKENS = 64
 _LIMIT, _LIMIT_DEEP, _DEEP = 1e-4, 1e-3, 24
 """Largest difference of float32 logits, for models with fewer than ``_DEEP`` layers and for deeper models."""
@@ -267,10 +256,8 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
 
 
 def _same_text(runtime: Runtime, full: Prefilled, everything: Prefilled, *, required: bool) -> Check:
-    """Greedy decoding after full prefill and after ratio 1.0, 64 tokens, ends of turn ignored.
-
-    If reading full prefill's tokens gives the same greedy choice at each token, decoding would give the same tokens.
-    """
+    """Whether greedy decoding after ratio 1.0 gives full prefill's 64 tokens, ends of turn ignored: it does if reading
+    them gives the same choice at each."""
     ids, _ = greedy(runtime, full.cache, full.logits, _GREEDY_TOKENS, stop=False)
     chosen = read_along(runtime, everything.cache, everything.logits, ids).argmax(-1).tolist()
     equal = sum(left == right for left, right in zip(chosen, ids, strict=True)) / _GREEDY_TOKENS

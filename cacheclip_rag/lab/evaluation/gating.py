@@ -18,8 +18,6 @@ from .statistics import paired_bootstrap, paired_ratio
 if TYPE_CHECKING:
     from .results import ItemResult
 
-__all__ = ["CONFIDENCES", "Gated", "gate", "gated", "shares_of_full"]
-
 CONFIDENCES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Values of ``min_confidence`` that are tried."""
 

@@ -21,8 +21,6 @@ from .prompts import bundled_prompts
 from .records import Record, RecordChunk
 from .results import ItemResult, Run
 
-__all__ = ["asked_answers", "check_max_differ", "guarantee_of", "kept_answers"]
-
 _PROMPTS_TIMES_SHARE = 10
 """Bundled prompts are so many that ten may differ where a promise is just not kept."""
 

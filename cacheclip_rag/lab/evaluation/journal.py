@@ -17,8 +17,6 @@ from ...base.paths import atomic_path
 from .records import Record
 from .results import ItemResult
 
-__all__ = ["Journal", "check_folder", "open_journal", "read_journal"]
-
 _SETTINGS, _ITEMS = "settings.json", "items.jsonl"
 _DIGEST = "record_sha256"
 _CHANGED_SHOWN = 3

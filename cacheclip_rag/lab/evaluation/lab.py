@@ -51,8 +51,6 @@ from .reference import Reference
 from .results import Comparison, ItemResult, Run
 from .tables import number_text
 
-__all__ = ["Lab", "PlannedRun", "every_method", "planned_runs"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -266,10 +264,8 @@ def _clear_kept(engine: CacheClipEngine) -> None:
 
 
 def _answer_first(engine: CacheClipEngine, asked: QuestionPrompt, method: Method) -> None:
-    """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order.
-
-    If this is the same prompt, it is skipped, because nothing would be left to compute.
-    """
+    """Answer an earlier prompt with a method that learns: the question with its chunks in reverse order, if that is
+    another prompt."""
     earlier = _with_chunks(asked, _chunks_of(asked)[::-1])
     if earlier != asked.segments:
         prefilled = engine.prefill(earlier, method=method, question=asked.record.question)

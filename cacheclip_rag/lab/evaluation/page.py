@@ -1,11 +1,10 @@
-"""A comparison as one self-contained HTML page with its plots: no network, no scripts, no external fonts.
+"""A comparison as one self-contained HTML page: no network, no scripts, no external fonts.
 
 Text from models and datasets is escaped, and the page's content security policy allows no script.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable
 from html import escape
@@ -29,8 +28,6 @@ from .tables import (
 if TYPE_CHECKING:
     from .results import Comparison, ItemResult
 
-__all__ = ["to_html"]
-
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1c1e21; --faint: #5d636b; --line: #d9dce0; }
 @media (prefers-color-scheme: dark) {
@@ -49,7 +46,6 @@ td.answer { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; wi
 small { display: block; color: var(--faint); font-weight: 400; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; color: var(--faint); }
 dt { color: var(--ink); } dd { margin: 0; }
-img { max-width: 100%; height: auto; margin: 2rem 0; }
 details { border-bottom: 1px solid var(--line); padding: .4rem 0; }
 summary { cursor: pointer; }
 summary span { color: var(--faint); margin-right: .6rem; }
@@ -57,22 +53,17 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
-def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | None = None) -> str:
-    """The whole page: tables, picture, and all answers to each question.
-
-    ``summary`` is what :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``,
-    ``picture`` a PNG file of its plots.
-    """
+def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
+    """The whole page: tables, and all answers to each question. ``summary`` is what
+    :func:`~cacheclip_rag.lab.evaluation.report.summarise` makes of ``comparison``."""
     title = escape(f"Comparison on {summary['dataset']}")
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">",
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
-        _image(picture),
         _gate(summary),
         _tasks(summary),
         _skipped(summary),
@@ -81,13 +72,6 @@ def to_html(comparison: Comparison, summary: dict[str, Any], picture: bytes | No
         "</body>\n</html>\n",
     ]
     return "\n".join(parts)
-
-
-def _image(picture: bytes | None) -> str:
-    if picture is None:
-        return ""
-    encoded = base64.b64encode(picture).decode()
-    return f'<img alt="Quality against time to the first token" src="data:image/png;base64,{encoded}">'
 
 
 def _summary_table(summary: dict[str, Any]) -> str:

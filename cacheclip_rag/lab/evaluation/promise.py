@@ -19,8 +19,6 @@ import numpy as np
 from .gating import Gated, gate
 from .results import ItemResult
 
-__all__ = ["CONFIDENCE", "RISKS", "BrokenShare", "Pairs", "Promise", "broken_share", "held_gates", "promise_of"]
-
 CONFIDENCE = 0.95
 """How sure the promise is."""
 _GATES = tuple(step / 20 for step in range(20, -1, -1))

@@ -13,8 +13,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["EvaluationPrompt", "bundled_prompts"]
-
 _PASSAGES_PER_PROMPT = 5
 _DISTRACTORS = 2
 """Numbers for other places in the other passages of a needle prompt."""

@@ -22,8 +22,6 @@ from ...runtime.base import Message
 from .records import Record
 from .scores import check_metric
 
-__all__ = ["INSTRUCTION", "QuestionPrompt", "ask"]
-
 INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 )

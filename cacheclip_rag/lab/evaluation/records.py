@@ -18,16 +18,6 @@ from typing import IO, Any, cast
 from ...base.checks import check_choice
 from ...base.errors import ConfigurationError
 
-__all__ = [
-    "RecordChunk",
-    "Record",
-    "RecordFile",
-    "SkippedRecord",
-    "first_few",
-    "read_records",
-    "read_together",
-]
-
 HALVES = ("dev", "test")
 _GZIP_MAGIC = b"\x1f\x8b"
 _SCHEMA = (

@@ -15,8 +15,6 @@ from ...guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
 from ...runtime.base import Runtime
 from ..models import extending_model
 
-__all__ = ["ReferenceComparison", "Reference"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReferenceComparison:

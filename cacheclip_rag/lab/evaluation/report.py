@@ -6,7 +6,6 @@ Every comparison with full prefill is paired: it is made per question, over the 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,20 +13,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from ...base.errors import MissingExtraError
 from ...base.paths import atomic_path
 from .gating import gated, shares_of_full
 from .page import to_html
-from .plots import to_png
 from .promise import RISKS, broken_share, promise_of
 from .records import SkippedRecord
 from .results import Comparison, ItemResult, Run
 from .scores import ALL_WANTED
 from .statistics import MARGIN, mcnemar, paired_bootstrap, trimmed_mean
-
-__all__ = ["FILES", "LENGTHS", "PROMISED", "summarise", "write_report"]
-
-logger = logging.getLogger(__name__)
 
 _SKIPPED_SHOWN = 5
 PROMISED = (0.05, 0.1, 0.2)
@@ -279,25 +272,16 @@ def _over(figure: Callable[[list[float]], float], values: Iterable[float]) -> fl
 
 def write_report(comparison: Comparison, summary: dict[str, Any], folder: Path) -> dict[str, Path]:
     """Write :data:`FILES` into ``folder``, each atomically, in place of an earlier report; returns their paths by kind.
-    Without matplotlib the page has no plots, with a warning.
 
     Args:
         summary: result of :func:`summarise` for the comparison.
     """
     contents = {
         "summary": json.dumps(summary, indent=2, ensure_ascii=False) + "\n",
-        "html": to_html(comparison, summary, _picture(summary)),
+        "html": to_html(comparison, summary),
     }
     written = {kind: folder / FILES[kind] for kind in contents}
     for kind, content in contents.items():
         with atomic_path(written[kind]) as temporary:
             temporary.write_text(content, encoding="utf-8")
     return written
-
-
-def _picture(summary: dict[str, Any]) -> bytes | None:
-    try:
-        return to_png(summary)
-    except MissingExtraError as error:
-        logger.warning("the report has no plots: %s", error)
-        return None

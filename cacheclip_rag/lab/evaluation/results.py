@@ -7,8 +7,6 @@ from typing import Any
 
 from .records import Record, SkippedRecord
 
-__all__ = ["Comparison", "ItemResult", "Run"]
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -34,7 +32,7 @@ class ItemResult:
     """Of the run."""
     answer: str
     scores: dict[str, float]
-    """Scores (0 to 1) by metric. The dataset's own metric comes first and is plotted."""
+    """Scores (0 to 1) by metric. The dataset's own metric comes first."""
     fidelity: dict[str, float]
     """``first_token_kl``, ``answer_kl`` (nats), ``agreement`` (0 to 1), ``first_token_agreement`` and ``equal_answer``
     (0 or 1), ``gold_logprob`` (nats), as far as known."""

@@ -19,17 +19,6 @@ from typing import Any
 
 from ...base.errors import ConfigurationError, MissingExtraError
 
-__all__ = [
-    "ALL_WANTED",
-    "METRICS",
-    "check_metric",
-    "contains",
-    "exact_match",
-    "string_match_all",
-    "token_f1",
-    "token_f1_zh",
-]
-
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _UNSPACED = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")

@@ -38,8 +38,6 @@ from . import certify as common
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check
 from .prompts import EvaluationPrompt
 
-__all__ = ["NOT_MEASURED", "certify_vllm"]
-
 NOT_MEASURED = (
     "vLLM's full prefill against plain transformers",
     "that no token sees its future",

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from ...base.errors import ConfigurationError
 
-__all__ = ["MARGIN", "mcnemar", "paired_bootstrap", "paired_ratio", "trimmed_mean"]
-
 MARGIN = 0.03
 """A method is no worse than full prefill by a score if the lower bound of the mean difference is above minus this:
 non-inferiority, with a margin of 3 points."""

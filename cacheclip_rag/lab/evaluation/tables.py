@@ -8,22 +8,6 @@ from typing import Any
 
 from .statistics import MARGIN
 
-__all__ = [
-    "Cell",
-    "Column",
-    "Rows",
-    "console_tables",
-    "first_skipped",
-    "gate_table",
-    "headline",
-    "notes",
-    "number_text",
-    "promise_table",
-    "score_title",
-    "table",
-    "task_title",
-]
-
 Rows = tuple[list[str], list[list[str]]]
 """The titles of a table's columns, and its rows."""
 

@@ -17,8 +17,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "Sample", "Span", "Split", "synthetic_samples"]
-
 Split = Literal["train", "test"]
 Span = tuple[int, int, int]
 """Number of a chunk, and start and end (exclusive) of a part of its text, in characters."""

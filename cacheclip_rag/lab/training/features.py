@@ -7,17 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...base.errors import ModelError
 from ...chunks.caches import ChunkCaches
 from ...runtime.base import TokenizedText
 from ...runtime.transformers.attention_pattern import Probe
-from ...runtime.transformers.model import ModelRuntime
 from ...selection.auxiliary_pass import question_ids
 from ...selection.packed_chunks import pack_chunks
 from ..models import transformers_model
 from .families import Sample, Span
-
-__all__ = ["Offsets", "Seen", "check_offsets", "look", "marked", "spread_over"]
 
 Offsets = Sequence[tuple[int, int]]
 """Per token of a text the characters that it covers, ``(start, end)``."""
@@ -34,15 +30,6 @@ class Seen:
     over question tokens."""
     evidence: torch.Tensor
     """``(num_tokens,)`` bool."""
-
-
-def check_offsets(runtime: ModelRuntime) -> None:
-    """Raise ModelError if the tokenizer has no character offsets."""
-    if not runtime.has_offsets:
-        raise ModelError(
-            f"the tokenizer of {runtime.name!r} has no character offsets, so evidence in a text cannot be mapped to "
-            "tokens. Use an auxiliary model with a fast tokenizer (tokenizer.json)."
-        )
 
 
 @torch.inference_mode()

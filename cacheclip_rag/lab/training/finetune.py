@@ -25,13 +25,10 @@ from ...selection.scorers import QueryAttention
 from ..models import auxiliary_caches, transformers_model
 from ..variants import ORACLE, RANDOM
 from .families import FAMILIES, Sample, synthetic_samples
-from .features import check_offsets, look
+from .features import look
 from .outcomes import Outcome, answered_rightly, capped_mean, downstream, may_replace
 from .targets import after_sinks, attended_and_stale
 from .tuning import SINKS, fitted, spaced
-
-__all__ = ["FineTuning", "finetune", "open_engine"]
-
 
 UNTUNED, TUNED, OWN_ATTENTION = "last layer as it comes", "fine-tuned", "the primary's own attention"
 SHIPPED, IN_USE = "comes with the package", "in use so far"
@@ -61,13 +58,11 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
 
     Raises:
         ConfigurationError: no auxiliary model is set, or a model's KV cannot be reused.
-        ModelError: the auxiliary's tokenizer has no character offsets.
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
     engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
     engine.parts.use_heads(None)
-    check_offsets(transformers_model(engine.auxiliary))
     return engine
 
 

@@ -21,21 +21,6 @@ from ..evaluation.reference import Reference
 from ..evaluation.scores import token_f1
 from .families import Sample
 
-__all__ = [
-    "RATIO",
-    "SELECTOR",
-    "AnsweredSamples",
-    "Outcome",
-    "answered_rightly",
-    "capped_mean",
-    "downstream",
-    "f1_share",
-    "may_replace",
-    "same_answers",
-    "same_first",
-    "segments_of",
-]
-
 RATIO = 0.2
 """Recompute ratio of the methods."""
 SELECTOR = "cacheclip"

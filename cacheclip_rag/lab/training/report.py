@@ -10,13 +10,6 @@ from typing import Any
 from .finetune import IN_USE, SHIPPED, FineTuning
 from .outcomes import SELECTOR, Outcome, f1_share, same_answers, same_first
 
-__all__ = [
-    "finetuning_json",
-    "finetuning_note",
-    "finetuning_table",
-    "finetuning_verdict",
-]
-
 Table = tuple[list[str], list[list[str]]]
 """Titles of columns, and rows."""
 

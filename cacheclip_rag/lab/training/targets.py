@@ -19,8 +19,6 @@ from .families import Sample
 from .features import Offsets, spread_over
 from .outcomes import segments_of
 
-__all__ = ["after_sinks", "attended_and_stale"]
-
 _RATIO = 0.5
 """Any ratio except 0 and 1, at which methods score nothing."""
 

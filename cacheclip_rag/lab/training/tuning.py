@@ -15,8 +15,6 @@ import torch
 from ...selection.heads import HeadSet
 from .features import Seen
 
-__all__ = ["SINKS", "TARGET_WEIGHT", "fitted", "loss_of", "spaced"]
-
 SINKS = 4
 """First tokens of each chunk that get no score."""
 TARGET_WEIGHT = 0.75

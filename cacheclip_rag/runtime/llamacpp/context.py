@@ -27,8 +27,6 @@ from ...base.errors import ModelError, UnsupportedModelError
 from .library import library
 from .weights import GgufWeights
 
-__all__ = ["Cells", "Context"]
-
 logger = logging.getLogger(__name__)
 
 _SEQUENCES = 64

@@ -9,8 +9,6 @@ from typing import Any
 
 from ...base.errors import MissingExtraError
 
-__all__ = ["TRIED_VERSIONS", "library", "library_version"]
-
 logger = logging.getLogger(__name__)
 
 TRIED_VERSIONS = ("0.3.36",)

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from ..transformers.continued import ContinuedMatch
     from ..transformers.prefix_cache import Match
 
-__all__ = ["LlamaRuntime", "LlamaState", "PlacedKV"]
-
-
 _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
@@ -225,10 +222,10 @@ class LlamaRuntime(ChatText):
 
     # -- fusion -------------------------------------------------------------------------------------------------
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         assert self._fuse is not None, "this runtime was loaded without fuse"
         check_process(self.name, self._process)
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
 
     def place(
         self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]

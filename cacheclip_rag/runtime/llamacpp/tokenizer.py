@@ -8,8 +8,6 @@ from typing import Any
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
-__all__ = ["GgufTokenizer"]
-
 
 class GgufTokenizer:
     """What :class:`~cacheclip_rag.runtime.transformers.text.ChatText` and the splitter of documents ask of a

@@ -14,8 +14,6 @@ from ..base import CALL_MARKERS, REASONING_MARKERS, TokenizedText, markers_among
 from .library import library
 from .weights import GgufWeights
 
-__all__ = ["Vocabulary"]
-
 _MARKERS = frozenset(CALL_MARKERS) | {marker for pair in REASONING_MARKERS for marker in pair}
 
 

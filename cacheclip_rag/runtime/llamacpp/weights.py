@@ -10,8 +10,6 @@ from pathlib import Path
 from ...base.errors import ModelError, UnsupportedModelError
 from .library import library
 
-__all__ = ["GgufWeights"]
-
 _ROPE_NONE = -1
 _CHUNKED_ATTENTION = ("llama4",)
 """Architectures whose windows are chunks of positions, in which moved KV would be in another chunk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -111,10 +112,8 @@ def sdpa_backends(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _weights(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rule: AttentionRule) -> torch.Tensor:
-    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, without the share of a sink.
-
-    Weights are materialised only for the rows of a probe, and for layers and blocks that no kernel can compute.
-    """
+    """Attention weights ``(num_kv_heads, groups, num_rows, num_keys)`` float32, without the share of a sink, where no
+    kernel can compute the attention or a probe asks for them."""
     logits = _logits(rows, keys, rule)
     if mask is not None:
         logits = logits + mask
@@ -156,7 +155,9 @@ def _of_block(
         weights = _weights(query.transpose(1, 2), keys.unsqueeze(1), mask, rule).to(values.dtype)
         return (weights @ values.unsqueeze(1)).transpose(1, 2).flatten(1, 2)
     rows, groups = query.flatten(1, 2), query.shape[2]
-    if rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED and _can_split(query):
+    can_split = rule.covers(block.keys.stop - block.keys.start) and block.first >= _UNMASKED
+    # kernels that also return the log-sum-exp of the logits have no gradient
+    if can_split and not torch.is_grad_enabled() and parts_merge(query.device, query.dtype, query.shape[-1]):
         mask = _additive_mask(block, block.first, rule, query, groups)
         return _in_two_parts(rows, keys, values, block.first, mask, rule.scaling)
     mask = _additive_mask(block, skipped, rule, query, groups)
@@ -185,10 +186,21 @@ def _in_two_parts(
     return torch.lerp(first.float(), second.float(), share)[0].to(rows.dtype)
 
 
-def _can_split(query: torch.Tensor) -> bool:
-    """Whether there are kernels that also return the log-sum-exp of the logits. They have no gradient."""
-    on_cuda = query.device.type == "cuda" and torch.version.cuda is not None and query.shape[-1] % 8 == 0
-    return (query.device.type == "cpu" or on_cuda) and not torch.is_grad_enabled()
+@cache
+def parts_merge(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether two parts, merged, are the whole on this device: PyTorch does not document what its kernels return."""
+    make = torch.Generator().manual_seed(0)
+    rows, keys, values = (torch.randn(2, n, head_dim, generator=make).to(device, dtype) for n in (40, 200, 200))
+    hidden = torch.arange(200, device=device) > torch.arange(140, 180, device=device)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    scale = 0.3
+    try:
+        merged = _in_two_parts(rows, keys, values, 136, mask[:, 136:], scale).float()
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+    logits = rows.float() @ keys.float().transpose(1, 2) * scale + mask.float()
+    gap = (merged - logits.softmax(-1) @ values.float()).abs().max()
+    return bool(gap < (1e-3 if dtype == torch.float32 else 5e-2))
 
 
 def _with_mass(
@@ -298,18 +310,14 @@ def _additive_mask(
 
     def make() -> torch.Tensor:
         positions = block.positions.to(query.device)
-        slots = torch.arange(skipped, num_keys, device=query.device)
+        # the kernels of a GPU copy a mask whose width they do not like
+        width = num_keys - skipped + (-(num_keys - skipped) % _ALIGNED if query.device.type == "cuda" else 0)
+        slots = torch.arange(skipped, skipped + width, device=query.device)
         hidden = slots[None, :] > positions[:, None]
         if rule.window is not None:
             hidden |= slots[None, :] <= positions[:, None] - rule.window
-        if query.device.type == "cuda" and hidden.shape[1] % _ALIGNED:  # whose kernels copy a mask of another width
-            wide = torch.nn.functional.pad(hidden, (0, -hidden.shape[1] % _ALIGNED))
-            return additive(wide)[:, : hidden.shape[1]]
-        return additive(hidden)
-
-    def additive(hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(repeats, 0) if repeats > 1 else mask
+        return (mask.repeat_interleave(repeats, 0) if repeats > 1 else mask)[:, : num_keys - skipped]
 
     # layers may be on several devices
     return block.kept((skipped, rule.window, repeats, query.dtype, query.device), make)

@@ -231,8 +231,6 @@ class AttentionPattern:
 
     blocks: Sequence[Block | SideBySide]
     probe: Probe | None = None
-    layer_starts: list[float] | None = None
-    """Gets ``time.perf_counter()`` at the beginning of each layer; None: not recorded."""
     before_layer: Callable[[int], None] | None = None
     """Called with each layer's number before the layer runs, for instance to write its stored KV; None: nothing to
     do."""

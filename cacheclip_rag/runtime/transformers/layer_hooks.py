@@ -1,13 +1,12 @@
 """Hooks on the decoder layers of unmodified models: the model's own loop over layers stays in use.
 
-They act only if a pass has a pattern. Before each layer they note the time, let stored KV of this layer be written,
+They act only if a pass has a pattern. Before each layer they let stored KV of this layer be written,
 hand on rotary tables that are there already, and ask the row filter, if the pattern has them. Before the last layer
 they save work: all rows get KV there, but only few need the layer's output.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,8 +26,6 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
             pattern: AttentionPattern | None = kwargs.get("cacheclip_pattern")
             if pattern is None:
                 return None
-            if pattern.layer_starts is not None:
-                pattern.layer_starts.append(time.perf_counter())
             if pattern.before_layer is not None:
                 pattern.before_layer(number)
             if pattern.position_embeddings is not None:
@@ -49,10 +46,8 @@ def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
 def _enter_last(
     layer: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Write the last layer's KV of all rows, then leave only the rows whose output is needed.
-
-    The layer runs as far as its attention, which ends this first run.
-    """
+    """Write the last layer's KV of all rows in a run that ends at its attention, then leave only the rows whose output
+    is needed."""
     pattern: AttentionPattern = kwargs["cacheclip_pattern"]
     needed, num_rows = pattern.last_rows, hidden.shape[1]
     last = pattern.blocks[-1] if pattern.blocks else None

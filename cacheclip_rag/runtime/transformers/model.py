@@ -257,7 +257,7 @@ class ModelRuntime(TextModel):
             layer = cache.layers[number]
             for joined, first, tables, sources in groups:
                 keys, values, scale = joined.layer(number, layer.device)
-                keys = rotate(keys, tables[number]).to(self.dtype)
+                keys = rotate(keys, tables[number], self.dtype)
                 values = (values if scale is None else values * scale).to(self.dtype)
                 layer.write_at(first, keys, values, sources[layer.device])
 
@@ -333,9 +333,9 @@ class ModelRuntime(TextModel):
     def cut(self, state: FusedCache, num_tokens: int) -> None:
         state.cut(num_tokens)
 
-    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock, trace: bool = False) -> Any:
+    def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         assert self._fuse is not None, "this runtime was made without a function that fuses"
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock, trace=trace)
+        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
 
     @torch.inference_mode()
     def run_rows(
@@ -404,19 +404,17 @@ class ModelRuntime(TextModel):
         *,
         probe: Probe | None = None,
         row_filter: RowFilter | None = None,
-        layer_starts: list[float] | None = None,
         before_layer: Callable[[int], None] | None = None,
         head: bool = True,
         logits_to_keep: int = 1,
     ) -> torch.Tensor | None:
         """Run tokens ``ids`` at ``slots`` with causal attention, at the positions of the cache's geometry.
-        ``row_filter`` removes rows between layers; ``layer_starts`` gets ``time.perf_counter()`` at the beginning of
-        each layer; ``before_layer`` is called with each layer's number before it runs, and must run no pass. Otherwise
-        as :meth:`run_rows`."""
+        ``row_filter`` removes rows between layers; ``before_layer`` is called with each layer's number before it runs,
+        and must run no pass. Otherwise as :meth:`run_rows`."""
         geometry = cache.geometry
         positions = slots if geometry is None else geometry.positions_of(slots)
         pattern = causal_pattern(slots, self.device, geometry)
-        pattern.probe, pattern.row_filter, pattern.layer_starts = probe, row_filter, layer_starts
+        pattern.probe, pattern.row_filter = probe, row_filter
         pattern.before_layer = before_layer
         pattern.position_embeddings = self._position_embeddings(cache, slots) if cache.tables else None
         return self.run_rows(cache, ids, positions, pattern, slots=slots, head=head, logits_to_keep=logits_to_keep)

@@ -33,9 +33,6 @@ class PrefixStats:
     bytes: int
     """Bytes of these blocks, and of cleared blocks that a match still holds."""
     max_bytes: int
-    hit_tokens: int
-    """Tokens found among ``lookup_tokens``."""
-    lookup_tokens: int
     evictions: int
     """Blocks evicted to make room."""
     continued_bytes: int
@@ -117,7 +114,7 @@ class PrefixCache:
         self._blocks: dict[bytes, _PrefixBlock] = {}
         self._free: OrderedDict[bytes, _PrefixBlock] = OrderedDict()
         """Blocks without references, the next to be evicted first."""
-        self._bytes = self._hit_tokens = self._lookup_tokens = self._evictions = 0
+        self._bytes = self._evictions = 0
         self.cleared = 0
         """How often :meth:`clear` was called."""
         self._lock = threading.Lock()
@@ -144,13 +141,10 @@ class PrefixCache:
         chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
-            num_tokens = len(found) * self.block_tokens
-            self._hit_tokens += num_tokens
-            self._lookup_tokens += len(ids)
-        return Match(found, num_tokens, self._release)
+        return Match(found, len(found) * self.block_tokens, self._release)
 
     def known(self, ids: Sequence[int]) -> int:
-        """Number of tokens that :meth:`match` would match now. Counts nothing in the statistics."""
+        """Number of tokens that :meth:`match` would match now."""
         chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
@@ -187,7 +181,7 @@ class PrefixCache:
         with self._lock:
             continued = self.continued.num_bytes
             sizes = len(self._blocks), self._bytes - continued, self._max_bytes
-            return PrefixStats(*sizes, self._hit_tokens, self._lookup_tokens, self._evictions, continued)
+            return PrefixStats(*sizes, self._evictions, continued)
 
     def clear(self) -> None:
         """Drop all blocks, and the continued KV. Matches in use stay valid; their memory is freed when they are

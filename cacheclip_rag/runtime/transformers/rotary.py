@@ -15,6 +15,10 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each ``(num_tokens, rotary_dim)`` float32, from the model's own rotary module. They include the
 attention scaling of YaRN and longrope."""
 
+_BLOCK = 1 << 19
+"""Numbers that are rotated together in host memory. Intermediate results of many more would each be new memory, whose
+page faults take several times as long as the rotation."""
+
 
 def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Tables | None]:
     """The tables of all layers with ``change`` made to cos and sin. Layers that share tables share the result."""
@@ -25,19 +29,26 @@ def changed(tables: Sequence[Tables | None], change: Callable[[torch.Tensor], to
     return [None if each is None else found[id(each[0])] for each in tables]
 
 
-def rotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:
+def rotate(keys: torch.Tensor, tables: Tables | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rotate position-free keys, ``(..., num_tokens, head_dim)`` of any float dtype, to the positions of the tables
-    (None for a layer without rotary embedding). Returns float32 keys after RoPE."""
-    keys = keys.float()
+    (None for a layer without rotary embedding). Returns keys after RoPE, computed in float32."""
     if tables is None:
-        return keys
+        return keys.to(dtype)
     cos, sin = tables
+    step = max(1, _BLOCK * len(cos) // max(1, keys.numel()))
+    if len(cos) > step and keys.device.type == "cpu":
+        found = torch.empty(keys.shape, dtype=dtype)
+        parts = (each.split(step, -2) for each in (found, keys, cos, sin))
+        for target, some, *of_some in zip(*parts, strict=True):
+            target.copy_(rotate(some, (of_some[0], of_some[1])))
+        return found
+    keys = keys.float()
     width, half = cos.shape[-1], cos.shape[-1] // 2
     # bit-identical to x cos + rotate_half(x) sin, without the copy that rotate_half makes
     turned = keys[..., :width] * cos
     turned[..., :half] -= keys[..., half:width] * sin[..., :half]
     turned[..., half:] += keys[..., :half] * sin[..., half:]
-    return turned if width == keys.shape[-1] else torch.cat((turned, keys[..., width:]), dim=-1)
+    return (turned if width == keys.shape[-1] else torch.cat((turned, keys[..., width:]), dim=-1)).to(dtype)
 
 
 def unrotate(keys: torch.Tensor, tables: Tables | None) -> torch.Tensor:

@@ -153,19 +153,17 @@ class ChatText(Runtime):
 class TextModel(ChatText):
     """Base of the transformers runtimes: tokenizer, chat template, end-of-turn tokens."""
 
+    can_constrain = True
+
     def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
         self._model = model.eval()
         self._process = os.getpid()
         self.tokenizer = tokenizer
-        self.has_offsets: bool = getattr(tokenizer, "is_fast", False)
-        self.can_constrain: bool = self.has_offsets
         self.name = name
         self.eos_ids: frozenset[int] = self._find_eos_ids()
-        self.text_tokenizer, control = (
-            text_tokenizer(tokenizer, self.eos_ids) if self.has_offsets else (tokenizer, frozenset())
-        )
-        """Tokenizer of text that users and documents wrote. A tokenizer without offsets serves itself."""
-        self.control_ids = sorted(control) if self.has_offsets else None
+        self.text_tokenizer, control = text_tokenizer(tokenizer, self.eos_ids)
+        """Tokenizer of text that users and documents wrote."""
+        self.control_ids = sorted(control)
         self.marks_reasoning: bool = mark_reasoning(self._call_markers)
 
     @property
@@ -184,18 +182,17 @@ class TextModel(ChatText):
         encoded = (self.tokenizer if control else self.text_tokenizer)(
             text,
             add_special_tokens=False,
-            return_offsets_mapping=self.has_offsets,
-            split_special_tokens=not (control or self.has_offsets),  # a fast text tokenizer has none
+            return_offsets_mapping=True,
             verbose=False,
         )
-        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded.get("offset_mapping", ()))))
+        return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"])))
 
     def least_tokens(self, text: str) -> int:
         return self._least_tokens(text) if self._least_tokens is not None else 0
 
     @cached_property
     def _least_tokens(self) -> LeastTokens | None:
-        return LeastTokens.of(self.text_tokenizer) if self.has_offsets else None
+        return LeastTokens.of(self.text_tokenizer)
 
     @cached_property
     def opening(self) -> str:  # type: ignore[override]
