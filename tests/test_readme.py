@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ensurepip
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -145,7 +146,7 @@ class TestReadmeRuns:
         diff = block("diff", "CacheClipLLM")
         exec(after(diff), names)
         assert isinstance(names["index"], VectorStoreIndex) and len(diff.splitlines()) == 4
-        assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == "my-store"
+        assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == os.path.abspath("my-store")
 
     def test_langchain_block(self) -> None:
         from langchain_core.embeddings import DeterministicFakeEmbedding

@@ -1,7 +1,7 @@
 """What a load costs a worker of vLLM, without vLLM: processor seconds and seconds to read 8,000 tokens' stored KV of an
 8B model (8 KV heads of 128), to check it, and to write it into a paged cache in host memory.
 
-    python benchmarks/load_costs.py
+    python -m tests.runtime.load_costs
 
 Some layers are measured, and the table is for 32. ``read``: files to checked payloads in memory, on the loader's
 threads, beside vLLM's steps. ``write``: payloads to the paged cache, rotated, which a step waits for. Medians. Payloads
