@@ -1,13 +1,14 @@
-"""Answers for users who must not learn which chunks are stored, because others of the same tenant stored them
-(``hide_hits`` under ``[serve]`` of the settings file). Metrics still count hits. The time to the first token shows
-them too, and so does the text of an answer that was to be revised."""
+"""What users of a server are not told: where its files are, and with ``hide_hits`` (under ``[serve]`` of the settings
+file) which chunks are stored, because others of the same tenant stored them. Metrics still count hits. The time to the
+first token shows them too, and so does the text of an answer that was to be revised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ..base.errors import CacheClipError
 from ..fusion.answer import Event, FusionStats
 
 SEEN = ("prompt_tokens", "ttft_s", "queued_s", "generated_tokens", "decode_s")
@@ -24,6 +25,26 @@ def without_hits(events: Iterator[Event], *, method: str, nominal_ratio: float, 
             continue
         stats = _hidden(event.answer.stats, method, nominal_ratio)
         yield replace(event, answer=replace(event.answer, stats=stats, trace=None))
+
+
+def without_paths(events: Callable[[], Iterator[Event]], names: Mapping[str, str]) -> Iterator[Event]:
+    """The events, whose statistics and errors say ``names`` in place of the server's paths."""
+    try:
+        for event in events():
+            answer = event.answer
+            if answer is not None and answer.stats.fallback:
+                stats = replace(answer.stats, fallback=_renamed(answer.stats.fallback, names))
+                event = replace(event, answer=replace(answer, stats=stats))
+            yield event
+    except CacheClipError as error:
+        error.args = tuple(_renamed(each, names) if isinstance(each, str) else each for each in error.args)
+        raise
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    for path, name in names.items():
+        text = text.replace(path, name)
+    return text
 
 
 def _hidden(stats: FusionStats, method: str, nominal_ratio: float) -> FusionStats:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cacheclip_rag.base.errors import StoreError
-from tests.serving.conftest import NAME, Served
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.runtime.base import Runtime
+from tests.conftest import CHUNKS
+from tests.serving.conftest import NAME, Served, running
 
 MESSAGES = [{"role": "user", "content": "What?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -191,6 +196,25 @@ def test_of_prompts_that_are_too_long_together(served: Served) -> None:
     each = "word " * 10_000
     response = served.client.post("/v1/completions", json={"prompt": [each, each]})
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_answers_do_not_tell_where_files_are(
+    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither errors nor statistics: messages for operators name the model by its path."""
+    models = {"primary": tiny_models["llama-rope-dynamic"], "auxiliary": tiny_models["auxiliary"]}
+    with running(EngineConfig(**models, store=tmp_path / "store", method="direct")) as found:
+        found.engine.precompute(CHUNKS)
+        runtime = found.engine.primary
+        monkeypatch.setattr(runtime, "reuse_tokens", 100)
+        said = found.chat(messages=[{"role": "user", "content": "\n\n".join(CHUNKS)}])
+        monkeypatch.setattr(runtime, "constrain", partial(Runtime.constrain, runtime))  # which cannot
+        refused = [found.chat(response_format={"type": "json_object"}, stream=stream) for stream in (False, True)]
+        assert "of model 'llama-rope-dynamic' change" in said.json()["cacheclip"]["fallback"]
+        assert [each.status_code for each in refused] == [400, 400]
+        for each in (said, *refused):
+            assert "llama-rope-dynamic" in each.text
+            assert not any(str(path) in each.text for path in (*models.values(), tmp_path))
 
 
 def test_of_another_content_type(served: Served) -> None:
