@@ -146,7 +146,11 @@ class TestReadmeRuns:
         diff = block("diff", "CacheClipLLM")
         exec(after(diff), names)
         assert isinstance(names["index"], VectorStoreIndex) and len(diff.splitlines()) == 4
-        assert names["CacheClipTransform"].from_llm(names["llm"]).store == names["llm"].store == os.path.abspath("my-store")
+        assert (
+            names["CacheClipTransform"].from_llm(names["llm"]).store
+            == names["llm"].store
+            == os.path.abspath("my-store")
+        )
 
     def test_langchain_block(self) -> None:
         from langchain_core.embeddings import DeterministicFakeEmbedding
