@@ -62,7 +62,7 @@ def measure(url: str, folder: Path, settings: LibrarySettings, workers: int) -> 
         report = shared.ingest_shared([str(folder)], config, settings, engine="ray", workers=workers)
     finally:
         shared._together, shared.Commit.__call__ = together, commit  # type: ignore[method-assign]
-    assert report.computed == report.texts == report.documents, report
+    assert report.computed == report.texts == report.documents and not report.failed, report
     seconds = time.perf_counter() - began
     first, last = batches[0][0], batches[-1][0]
     rate = sum(rows for _, rows in batches[1:]) / (last - first)
@@ -75,7 +75,7 @@ def measure(url: str, folder: Path, settings: LibrarySettings, workers: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=64)
-    parser.add_argument("--characters", type=int, default=800, help="of each text")
+    parser.add_argument("--characters", type=int, default=500, help="of each text")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)

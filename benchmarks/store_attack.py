@@ -1720,6 +1720,8 @@ def ray_cluster(engine: str) -> Iterator[psutil.Process | None]:
     if engine != "ray":
         yield None
         return
+    import ray
+
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
@@ -1745,6 +1747,7 @@ def ray_cluster(engine: str) -> Iterator[psutil.Process | None]:
                     time.sleep(0.1)
                 yield cluster
             finally:
+                ray.shutdown()  # of a driver in this process, which Ray would end
                 for each in (*cluster.children(recursive=True), cluster):
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.kill()

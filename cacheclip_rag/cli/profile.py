@@ -35,6 +35,8 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     title = f"Predicted seconds to the first token, {config.primary} on {found.identity['processors'][0]}"
     titles = ("prompt tokens", "chunks", "plain prefill", "ratio 0.1", "ratio 0.2", "ratio 0.4")
     reading = [
-        f"Reading from {medium}: {1e-6 / line.second:,.0f} MB/s." for medium, line in found.media.items() if line.second
+        f"Reading from {medium}: {1e3 * (line.constant or line.first):,.1f} ms, then {1e-6 / line.second:,.0f} MB/s."
+        for medium, line in found.media.items()
+        if line.second
     ]
     print_tables({title: (titles, rows)}, *reading, f"Saved as {found.path}.")

@@ -45,6 +45,8 @@ KV_OF_TEXTS = ("all", "hot")
 _SETTINGS_FILE = "settings.json"
 _DOCUMENTS_AT_ONCE = 8
 """Documents of a batch: what a killed worker costs."""
+_PAUSES_S = (11.0, 60.0)
+"""After which a batch is tried again that storage failed: by then it is asked again."""
 _COMMIT_ROWS, _COMMIT_S = 4096, 10.0
 """A commit has so many rows, or comes so long after the last one."""
 
@@ -97,11 +99,21 @@ class Encode:
     def __call__(self, table: pa.Table) -> pa.Table:
         table = self._passages(table) if "path" in table.column_names else table
         if self._kv == "all":
-            return encode_table(table, self.engine)
+            return self._encoded(table)
         texts = [SharedText(r["text"], r["document"], r["document"], r.get("version") or "") for r in table.to_pylist()]
         rows = rows_of(self._config.namespace, texts)
         pa = need("pyarrow")
         return rows.append_column("computed", pa.array([0] * rows.num_rows, pa.int64()))
+
+    def _encoded(self, table: pa.Table) -> pa.Table:
+        """Tried again if storage fails for a while: an error would end the job."""
+        for pause_s in _PAUSES_S:
+            try:
+                return encode_table(table, self.engine)
+            except StoreError as error:
+                logger.warning("a batch is tried again in %.0f s: %s", pause_s, error)
+                time.sleep(pause_s)
+        return encode_table(table, self.engine)
 
     def _passages(self, table: pa.Table) -> pa.Table:
         splitter = Splitter(self.engine.primary.tokenizer, *self._sizes)

@@ -19,7 +19,7 @@ import pytest
 import typer.testing
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, rag_prompt
@@ -94,6 +94,27 @@ class TestStages:
             "a": sorted(CHUNKS[2:]),
             "b": [CHUNKS[1]],
         }
+        encode.engine.close()
+
+    def test_a_batch_that_storage_fails_runs_again(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The pauses are longer than that of the breaker. A storage that stays away is an error."""
+        monkeypatch.setattr(shared, "_PAUSES_S", (0.0, 0.0))
+        encode, create, failures = Encode(config), ObjectBackend.create, [2]
+
+        def failing(self: ObjectBackend, name: str, data: bytes) -> bool:
+            failures[0] -= 1
+            if failures[0] >= 0:
+                raise OSError("503")
+            return create(self, name, data)
+
+        monkeypatch.setattr(ObjectBackend, "create", failing)
+        given = table(*((f"d{n}", text, "1") for n, text in enumerate(CHUNKS)))
+        assert Commit(str(config.store))(encode(given))["new"].to_pylist() == [4] and "503" in caplog.text
+        failures[0] = 3
+        with pytest.raises(StoreError, match="503"):
+            encode(table(("other", "A text that was not there before. " * 3, "1")))
         encode.engine.close()
 
     def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -355,6 +356,8 @@ class Relay:
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("http://").partition(":")
         self._to, self.is_silent, self.hides = (host, int(port)), False, b""
+        self.upload_s = 0.0
+        """Seconds for each MB that a client sends."""
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._open: list[socket.socket] = []
@@ -369,11 +372,12 @@ class Relay:
                 server = socket.create_connection(self._to)
                 self._open += [client, server]
                 for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+                    threading.Thread(target=self._pass, args=(*pair, pair[0] is client), daemon=True).start()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, is_upload: bool) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                time.sleep(is_upload * self.upload_s * len(data) / 1e6)
                 if not self.is_silent:
                     target.sendall(data.replace(self.hides, self.hides[::-1]) if self.hides else data)
 
@@ -410,6 +414,15 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     again = one.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
     assert (answer.text, again.text) == (expected, expected) and answer.stats.hits == again.stats.hits == 0
     assert relay.connections == asked
+
+
+def test_a_long_upload_is_no_outage(relay: Relay, store_url: str) -> None:
+    """It may take longer than the wait for an answer."""
+    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(6_000_000)
+    relay.upload_s = 0.25
+    backend.put("0" * 64, data)
+    relay.upload_s = 0.0
+    assert backend.get_many(["0" * 64]) == {"0" * 64: data} and not backend.breaker.is_open
 
 
 def test_storage_that_ignores_conditions_is_refused(relay: Relay, store_url: str) -> None:

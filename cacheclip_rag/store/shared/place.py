@@ -27,7 +27,7 @@ LAYOUT = 1
 _CONNECT_S, _SILENT_S = 0.3, 0.4
 """Longest wait for a connection, and for the next bytes of an answer. A request is tried twice."""
 _REQUEST_S = 30.0
-"""Longest request of which bytes go on arriving."""
+"""Longest request of which bytes go on arriving, and longest upload."""
 
 
 def need(module: str, extra: str = "shared") -> ModuleType:
@@ -54,6 +54,14 @@ class SharedPlace:
     @cached_property
     def objects(self) -> Any:
         """The client. Made without a request."""
+        return self._client(_SILENT_S)
+
+    @cached_property
+    def uploads(self) -> Any:
+        """The client for large objects, which is patient: no byte of an answer comes before all is sent."""
+        return self._client(_REQUEST_S)
+
+    def _client(self, silent_s: float) -> Any:
         backoff = {"init_backoff": timedelta(milliseconds=20), "max_backoff": timedelta(milliseconds=50), "base": 2}
         limits: dict[str, Any] = {
             "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=3), "backoff": backoff}
@@ -63,7 +71,7 @@ class SharedPlace:
         else:
             client: dict[str, Any] = {
                 "connect_timeout": timedelta(seconds=_CONNECT_S),
-                "read_timeout": timedelta(seconds=_SILENT_S),
+                "read_timeout": timedelta(seconds=silent_s),
                 "timeout": timedelta(seconds=_REQUEST_S),
             }
             limits["client_options"] = client | ({"allow_http": True} if _is_plain_http() else {})
