@@ -57,9 +57,9 @@ test-oldest:
 test-llamacpp: $(VENV)/.llamacpp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llamacpp
 
-# The engine on a GPU against the processor. It wants a build of torch with CUDA, and fails without a GPU.
+# The engine on a GPU, with a build of torch for CUDA, against the processor.
 test-gpu: setup
-	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest tests/test_gpu.py
+	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest tests/models/test_devices.py
 
 # Tests inside vLLM; an environment of its own, because vLLM wants versions of its own. VLLM=vllm on an accelerator.
 # The package index has torchvision for CUDA only. Beside the CPU's torch it breaks every import of transformers' models,

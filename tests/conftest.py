@@ -41,8 +41,6 @@ hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL"
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 # make test-llamacpp
 collect_ignore += [] if importlib.util.find_spec("llama_cpp") else ["llamacpp"]
-# make test-gpu
-collect_ignore += [] if os.environ["CUDA_VISIBLE_DEVICES"] else ["test_gpu.py"]
 
 # The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
 gc.disable()
@@ -119,7 +117,7 @@ def pytest_collection_finish() -> None:
 FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
 """Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
 windows in some with two rotary tables, and sinks."""
-EXACTNESS = ("test_exactness.py", "test_matrix.py", "test_gpu.py")
+EXACTNESS = ("test_exactness.py", "test_matrix.py")
 
 
 def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:

@@ -22,7 +22,7 @@ from cacheclip_rag.models.load import load_model, unload_models
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
 from cacheclip_rag.runtime.transformers.model import ModelRuntime, device_of
-from tests.conftest import CHUNKS, TINY_MODELS, rag_prompt
+from tests.conftest import CHUNKS, SENTENCES, TINY_MODELS, rag_prompt
 from tests.fusion.cases import EXACT, KINDS, gap, reference_logits
 from tests.models.pretend import Pretended, move, pretended
 
@@ -244,6 +244,24 @@ class TestAccelerator:
         found = self.prefilled(engine, method)
         assert found.stats.cached_prefix_tokens > 16
         assert gap(found.logits.cpu(), reference_logits(engine.config.primary, found.layout.ids)) < 10 * EXACT
+
+    @pytest.mark.parametrize("codec", ["float32", "int8"])
+    @pytest.mark.parametrize("method", ["cacheclip", "direct"])
+    def test_long_prompts(self, make: Callable[..., CacheClipEngine], method: str, codec: str) -> None:
+        """Most keys are multiplied apart, without a mask; payloads of many chunks are put side by side there."""
+        texts = [" ".join(SENTENCES[(start + step) % 8] for step in range(6)) for start in range(8)]
+        found = []
+        for device in ({}, {"device": "cpu"}):
+            engine = make(codec=codec, **device)
+            engine.precompute(texts)
+            found.append(engine.prefill(rag_prompt(texts), PARAMS, method=engine.make_method(method)))
+        assert len(found[0].layout.ids) > 1.5 * attention._UNMASKED and found[0].stats.hits == len(texts)
+        assert gap(found[0].logits.cpu(), found[1].logits) < 10 * EXACT
+
+    @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_parts_merge(self, device: str, dtype: torch.dtype, head_dim: int) -> None:
+        assert attention.parts_merge(torch.device(device), dtype, head_dim)
 
     def test_answers(self, make: Callable[..., CacheClipEngine]) -> None:
         """Decoding goes on from the fused cache, token by token as on the CPU."""
