@@ -292,10 +292,10 @@ def _xml_call(text: str, tools: Parameters) -> _Found | None:
     if head is None or "</function>" not in text:
         return None
     schema, end = tools.get(head[1]) or {}, head.end()
-    properties = schema.get("properties") or {}
+    properties = schema.get("properties")
     arguments: dict[str, Any] = {}
     while (found := _PARAMETER.match(text, end)) is not None:
-        arguments[found[1]] = _typed(found[2], _types(properties.get(found[1]), schema))
+        arguments[found[1]] = _typed(found[2], _types(_inside(properties, found[1]), schema))
         end = found.end()
     call = _call_of({"name": head[1], "arguments": arguments}, None)
     return ([call], end + len("</function>")) if call and text.startswith("</function>", end) else None
@@ -324,19 +324,33 @@ def _typed(text: str, types: frozenset[str]) -> Any:
     return value if types.intersection(_JSON_TYPES.get(type(value), ())) else text
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozenset[str]:
-    """JSON types other than text that a schema allows."""
-    if not isinstance(schema, Mapping) or not depth:
-        return frozenset()
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {*filter(lambda each: isinstance(each, str), named or ())}
-    for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]:
-        found.update(_JSON_TYPES.get(type(value), ()))
-    others = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, ())]
-    reference = str(schema.get("$ref", "")).split("/")
-    if reference[0] == "#" and len(reference) == 3:
-        others.append((root.get(reference[1]) or {}).get(reference[2]))
-    return frozenset(found.union(*(_types(each, root, depth - 1) for each in others)))
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types other than text that a schema allows. What is no schema allows nothing: clients send null for what
+    they leave out."""
+    found: set[str] = set()
+    waiting, seen = [schema], set()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:  # references may go round
+            continue
+        seen.add(id(each))
+        found.update(name for name in [each.get("type"), *_listed(each, "type")] if isinstance(name, str))
+        for value in [*_listed(each, "enum"), *([each["const"]] if "const" in each else ())]:
+            found.update(_JSON_TYPES.get(type(value), ()))
+        waiting += [other for key in ("anyOf", "oneOf", "allOf") for other in _listed(each, key)]
+        reference = str(each.get("$ref")).split("/")
+        if reference[0] == "#" and len(reference) == 3:
+            waiting.append(_inside(_inside(root, reference[1]), reference[2]))
+    return frozenset(found)
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _inside(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _value_at(text: str, begin: int) -> tuple[Any, int]:

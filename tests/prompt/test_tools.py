@@ -430,11 +430,17 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
 }
 
 
-def read(pieces: Iterable[str]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    reader = CallReader(TOOLS)
+def read(
+    pieces: Iterable[str], tools: dict[str, dict[str, Any]] = TOOLS
+) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    reader = CallReader(tools)
     found = [*[reader.push(piece) for piece in pieces], reader.close()]
     calls: list[ToolCall] = [call for _, calls in found for call in calls]
     return "".join(text for text, _ in found), [(call.name, call.arguments) for call in calls]
+
+
+ONE = "<function=f><parameter=a>1</parameter></function>"
+SCHEMA_KEYS = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "properties", "a")
 
 
 class TestReader:
@@ -455,6 +461,29 @@ class TestReader:
         answer = "".join(parts)
         text, calls = read(parts)
         assert calls or text == answer
+
+    @settings(max_examples=400, deadline=None)
+    @given(
+        st.recursive(
+            st.none() | st.integers(0, 2) | st.sampled_from(["a", "integer", "string", "#/$defs/a", "#/properties/a"]),
+            lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(SCHEMA_KEYS), inner),
+        )
+    )
+    def test_whatever_a_schema_is(self, given: Any) -> None:
+        """Typed clients send null for what they leave out."""
+        for schema in (given if isinstance(given, dict) else {}, {"properties": given}, {"properties": {"a": given}}):
+            text, [(_, arguments)] = read([ONE], {"f": schema})
+            assert not text and arguments["a"] in ("1", 1)
+
+    @pytest.mark.parametrize("key", ["enum", "anyOf", "oneOf", "allOf", "const", "$ref"])
+    def test_null_in_a_schema_is_as_nothing(self, key: str) -> None:
+        schema = {"$defs": None, "properties": {"a": {"type": ["integer"], key: None}}}
+        assert read([ONE], {"f": schema}) == ("", [("f", {"a": 1})])
+
+    def test_references_that_go_round(self) -> None:
+        many = {"anyOf": [{"$ref": "#/$defs/a"}] * 50 + [{"type": "integer"}]}
+        schema = {"$defs": {"a": many}, "properties": {"a": many}}
+        assert read([ONE], {"f": schema}) == ("", [("f", {"a": 1})])
 
     def test_ordinary_text_is_not_held_back(self) -> None:
         reader = CallReader({"f": {}})
