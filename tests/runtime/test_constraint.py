@@ -30,9 +30,9 @@ def test_without_an_end_of_turn_it_is_refused() -> None:
         Grammars(TOKENIZER, [], "tiny").constraint(json.dumps(LIST))
 
 
-def taken(grammars: Grammars, text: str) -> str:
+def taken(grammars: Grammars, text: str, schema: dict[str, Any] = LIST) -> str:
     """The beginning of a text that the schema allows, token by token."""
-    constraint = grammars.constraint(json.dumps(LIST))
+    constraint = grammars.constraint(json.dumps(schema))
     found: list[int] = []
     for token in TOKENIZER(text)["input_ids"]:
         if not torch.isfinite(constraint.allowed(torch.zeros(len(TOKENIZER)))[token]):
@@ -40,6 +40,22 @@ def taken(grammars: Grammars, text: str) -> str:
         constraint.accept(token)
         found.append(token)
     return str(TOKENIZER.decode(found))
+
+
+KEYS = (
+    *("enum", "anyOf", "oneOf", "allOf", "$ref", "format", "pattern", "minLength", "maximum", "items", "properties"),
+    *("required", "title", "description", "default", "examples", "additionalProperties", "$defs", "nullable"),
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_null_in_a_schema_is_as_nothing(grammars: Grammars, key: str) -> None:
+    """Typed clients send it for what they leave out."""
+    odd = {"type": "string", key: None}
+    for schema in (odd, {"allOf": [odd]}, {"anyOf": [odd, {"type": "null"}]}):
+        whole = {key: None, "type": "object", "properties": {"a": schema, "b": {"const": None}}, "required": ["a", "b"]}
+        assert taken(grammars, '{"a": "x", "b": null}', whole) == '{"a": "x", "b": null}'
+        assert taken(grammars, '{"a": "x", "b": 1}', whole) == '{"a": "x", "b":'
 
 
 @pytest.mark.parametrize("indent", [None, 0, 1, 2, 4, "\t"])

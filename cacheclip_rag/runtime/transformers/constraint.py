@@ -74,7 +74,7 @@ def _compiled(vocabulary: Any, json_schema: str) -> tuple[Any, str]:
     from llguidance import LLMatcher
 
     try:
-        grammar = LLMatcher.grammar_from_json_schema(closed(json.loads(json_schema)), defaults=_WRITING)
+        grammar = LLMatcher.grammar_from_json_schema(closed(stated(json.loads(json_schema))), defaults=_WRITING)
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # references that only lead to themselves show here
@@ -108,12 +108,25 @@ def _parts_of(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The schemas that a schema names, each with its place; those that others refer to first."""
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
         named = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        if key in _NOT_CLOSED - {"allOf"}:
+        if key in _OF_VALUES:
             continue
         if isinstance(value, dict) and key not in _OF_SCHEMAS:
             yield key, value
         else:
             yield from ((f"{key}/{name}", each) for name, each in named if isinstance(each, dict))
+
+
+def stated(schema: Any) -> Any:
+    """The schema without its keys that are null, which is how typed clients leave them out."""
+    if isinstance(schema, list):
+        return [stated(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: each if key in _OF_VALUES else stated(each)
+        for key, each in schema.items()
+        if each is not None or key in _OF_VALUES - {"enum", "examples"}
+    }
 
 
 def closed(schema: Any) -> Any:
@@ -128,7 +141,8 @@ def closed(schema: Any) -> Any:
     return found
 
 
-_NOT_CLOSED = frozenset({"allOf", "enum", "const", "default", "examples"})
+_OF_VALUES = frozenset({"enum", "const", "default", "examples"})
+_NOT_CLOSED = _OF_VALUES | {"allOf"}
 """Parts of one object, of which each may name properties of its own; and values that are no schemas."""
 _SHARED = ("$defs", "definitions")
 _OF_SCHEMAS = frozenset({"properties", "patternProperties", "dependentSchemas", *_SHARED})
