@@ -13,6 +13,8 @@ from .errors import ConfigurationError
 FINISH_MODES = ("none", "idle", "verify", "revise")
 """What becomes of an approximate answer: left as it is (with ``idle``, its exact KV is completed afterwards), verified
 by full prefill, or corrected by it."""
+LEAST_PENALTY = 0.01
+"""A penalty for repetition far below would overflow float32 logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,10 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         check_whole_number("top_k", self.top_k)
         penalty = self.repetition_penalty
-        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not 0.0 < penalty <= 10.0:
-            raise ConfigurationError(f"repetition_penalty must be above 0 (1: none) and at most 10, got {penalty!r}.")
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not LEAST_PENALTY <= penalty <= 10:
+            raise ConfigurationError(
+                f"repetition_penalty must be between {LEAST_PENALTY} and 10 (1: none), got {penalty!r}."
+            )
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
         if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):

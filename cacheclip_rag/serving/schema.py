@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..base.errors import CacheClipError, ConfigurationError
+from ..base.sampling import LEAST_PENALTY
 from ..frontend.forced_tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
@@ -296,7 +297,7 @@ class Body(_ContentPart):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: WholeNumber = Field(default=None, ge=-1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=LEAST_PENALTY, le=10)
     seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
     n: WholeNumber = Field(default=None, ge=1, le=MOST_ANSWERS)
     """Answers to each prompt."""

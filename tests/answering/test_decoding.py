@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.answering.sampler import Sampler
+from cacheclip_rag.answering.sampler import Sampler, room_for
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
@@ -40,6 +42,10 @@ def streamed(runtime: ModelRuntime, ids: list[int], stop: list[str] | None = Non
     return pieces, stream
 
 
+NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+EDGES = (0, 1, -1, 2**31, 2**70, 10**400, 5e-324, 1e-300, 1e-40, 1e-5, 1 - 1e-16, 9.9, 100.0, 1e38, 1e308, float("inf"))
+
+
 class TestSamplingParams:
     @pytest.mark.parametrize(
         ("option", "value"),
@@ -56,6 +62,8 @@ class TestSamplingParams:
             ("top_k", -2),
             ("top_k", 1.5),
             ("repetition_penalty", 0.0),
+            ("repetition_penalty", 5e-324),
+            ("repetition_penalty", 10**400),
             ("repetition_penalty", float("nan")),
             ("stop", "a string"),
             ("stop", ["a list"]),
@@ -73,9 +81,34 @@ class TestSamplingParams:
         with pytest.raises(ConfigurationError, match=option):
             SamplingParams(**{option: value})
 
-    def test_edges_are_allowed(self) -> None:
-        SamplingParams(max_tokens=1, temperature=0, top_p=1e-9, stop=())
-        SamplingParams(temperature=100.0, top_p=1.0, seed=0)
+    @settings(max_examples=300, deadline=None)
+    @given(st.fixed_dictionaries({}, optional=dict.fromkeys(NUMBERS, st.sampled_from(EDGES) | st.floats())))
+    @example({"repetition_penalty": 1e-300, "temperature": 1})
+    @example({"repetition_penalty": LEAST_PENALTY, "temperature": GREEDY_BELOW})
+    def test_what_is_accepted_computes(self, options: dict[str, Any]) -> None:
+        """Every number and every pair of them, also with large logits and tokens that must not come."""
+        given = {}
+        for name, value in options.items():
+            with suppress(ConfigurationError):
+                SamplingParams(**{name: value})
+                given[name] = value
+        params = SamplingParams(**given, seed=7)
+        for logits in (torch.tensor([3e4, -3e4, 2.0, 0.0]), torch.tensor([-3e4, float("-inf"), -2e4, float("-inf")])):
+            sampler = Sampler(params, CPU, prompt_ids=torch.tensor([0, 1, 2]))
+            assert {sampler.pick(logits) for _ in range(3)} <= set(range(4))
+        assert room_for(params) >= 1
+
+    @pytest.mark.parametrize(
+        "edges",
+        [
+            {"max_tokens": 1, "temperature": 0, "top_p": 5e-324, "stop": ()},
+            {"temperature": 100.0, "top_p": 1.0, "seed": 0},
+            {"temperature": 5e-324, "repetition_penalty": LEAST_PENALTY, "top_k": 2**70, "seed": -(2**63)},
+            {"repetition_penalty": 10},
+        ],
+    )
+    def test_edges_are_allowed(self, edges: dict[str, Any]) -> None:
+        SamplingParams(**edges)
 
     def test_hashable_and_frozen(self) -> None:
         assert hash(SamplingParams()) == hash(SamplingParams())

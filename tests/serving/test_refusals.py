@@ -86,6 +86,7 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "penalty": (chat(frequency_penalty=0.5), "frequency_penalty", "not supported"),
     "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
     "reasoning": (chat(reasoning_effort="extreme"), "reasoning_effort", "Leave it out"),
+    "tiny penalty": (chat(repetition_penalty=1e-300), "repetition_penalty", "greater than or equal"),
     "top_k": (chat(top_k=-2), "top_k", "greater than or equal"),
     "Ollama's limit": (chat(num_predict=5), "num_predict", "give max_tokens"),
     "Ollama's options": (chat(options={"num_ctx": 8, "temperature": 0}), "options.temperature", "beside the messages"),
