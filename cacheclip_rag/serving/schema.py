@@ -193,9 +193,11 @@ class _Message(_ContentPart):
         return {name if name in _COUNTED_IN_MESSAGES | _REFUSED_IN_MESSAGES else "other" for name in found}
 
     def for_engine(self, place: str, *, is_old: bool = False) -> Message:
-        """The message in the engine's format; ``is_old``: whether a user's message follows."""
+        """The message in the engine's format; ``is_old``: whether it comes back in every later request, as all but a
+        user's new message and the beginning of the answer do."""
         extra = {name: value for name, value in (self.model_extra or {}).items() if value}
-        is_old = is_old and self.role not in ("system", "developer")
+        is_instruction = self.role in ("system", "developer")
+        is_old = is_old and not is_instruction
         refused = _CONTINUED if self.role == "assistant" else _REFUSED_IN_MESSAGES
         for name in () if is_old else refused.intersection(extra):
             raise unsupported(f"{place}.{name}", f"a message has no {name!r} on this server. Leave it out.")
@@ -207,7 +209,7 @@ class _Message(_ContentPart):
         if self.role in ("tool", "function"):
             named = {key: as_name(value) for key in ("tool_call_id", "name") if (value := _stated(getattr(self, key)))}
             return {"role": "tool", "content": content or "", **named}
-        if content is None and not is_old:
+        if content is None and not is_old and not is_instruction:
             raise RequestError(f"{place}.content: a text is missing.", param=f"{place}.content")
         return {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
 
@@ -423,7 +425,11 @@ class ChatBody(Body):
     @property
     def prompts(self) -> Sequence[str | list[Message]]:
         last = max((n for n, message in enumerate(self.messages) if message.role == "user"), default=0)
-        return [[each.for_engine(f"messages[{n}]", is_old=n < last) for n, each in enumerate(self.messages)]]
+        old = [
+            n < last or each.role in ("tool", "function") or (each.role == "assistant" and n + 1 < len(self.messages))
+            for n, each in enumerate(self.messages)
+        ]
+        return [[each.for_engine(f"messages[{n}]", is_old=old[n]) for n, each in enumerate(self.messages)]]
 
     @property
     def one_call(self) -> bool:

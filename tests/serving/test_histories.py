@@ -215,12 +215,22 @@ class TestAnswers:
     )
     @pytest.mark.parametrize("role", ["user", "tool"])
     def test_of_another_model(self, role: str, fields: dict[str, Any], expected: str) -> None:
-        """What was read by another model before is no error in later turns, only in this one."""
+        """What was read by another model before is no error in later turns; of a user, it is one in this turn. A tool's
+        result is sent again until the user's next question."""
         message = {"role": role, **fields}
         assert read(message) == [{"role": role, "content": expected}]
         if role == "user":
             with pytest.raises(RequestError):
                 parse(ChatBody, {"messages": [message]})
+            return
+        for later in ([], [{"role": "assistant", "content": "x", "prefix": True}, message]):
+            [found] = parse(ChatBody, {"messages": [USER, message, *later]}).prompts
+            assert found[1] == found[-1] == {"role": role, "content": expected}
+
+    @pytest.mark.parametrize("role", ["system", "developer"])
+    @pytest.mark.parametrize("fields", [{"content": None}, {"content": []}, {"content": ""}, {}])
+    def test_of_instructions_that_say_nothing(self, role: str, fields: dict[str, Any]) -> None:
+        assert read({"role": role, **fields}) == [{"role": "system", "content": ""}]
 
     def test_parts_that_are_cached(self) -> None:
         parts = [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in "ab"]
@@ -329,10 +339,10 @@ def test_half_a_character_in_an_old_turn(served: Served, old: dict[str, Any]) ->
 @pytest.mark.parametrize("role", ["system", "developer"])
 @pytest.mark.parametrize(
     "fields",
-    [{"content": HALF}, {"content": None}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}],
+    [{"content": HALF}, {"content": 3}, {"content": [{"type": []}]}, {"content": "x", "files": [1]}],
 )
 def test_instructions_hold_in_every_turn(served: Served, role: str, fields: dict[str, Any]) -> None:
-    """So nothing of them is left out."""
+    """So nothing of them is left out; null says nothing."""
     body = json.dumps({"messages": [{"role": role, **fields}, USER], "max_tokens": 2})
     response = served.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
