@@ -34,6 +34,11 @@ REASONING_MARKERS = (
     ("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM 3
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<thinking>", "</thinking>"),
+    ("<reasoning>", "</reasoning>"),
+    ("◁think▷", "◁/think▷"),  # Kimi VL
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
     ("<|channel|>analysis<|message|>", "<|end|>"),  # GPT-OSS, whose answers are messages, each in a channel
     ("<|channel|>commentary<|message|>", "<|end|>"),  # what it says before calls
 )
@@ -41,11 +46,13 @@ REASONING_MARKERS = (
 
 CHANNEL_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 """Special tokens of models that answer in channels."""
+_CHANNELS = ("<|channel|>", "<|channel>")
+"""Special tokens that begin reasoning, with a word after them: GPT-OSS's, and Gemma 4's."""
 
 
 def markers_among(special: Mapping[int, str]) -> dict[int, str]:
     """Those of a tokenizer's special tokens that mark calls, reasoning or channels, by their ids."""
-    known = {*CALL_MARKERS, *(marker for pair in REASONING_MARKERS for marker in pair)} - {"<|end|>"}
+    known = {*CALL_MARKERS, *_CHANNELS[1:], *(marker for pair in REASONING_MARKERS for marker in pair)} - {"<|end|>"}
     if "<|channel|>" in special.values():  # in other tokenizers, some of their names mean something else
         known.update(CHANNEL_MARKERS)
     return {token: text for token, text in special.items() if text in known}
@@ -53,7 +60,7 @@ def markers_among(special: Mapping[int, str]) -> dict[int, str]:
 
 def mark_reasoning(markers: Mapping[int, str]) -> bool:
     """Whether some of the markers are for reasoning."""
-    return not {"<|channel|>", *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
+    return not {*_CHANNELS, *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
 
 
 Message = dict[str, Any]

@@ -68,6 +68,25 @@ class TestReader:
         marked = [each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said)]
         assert read(marked[0], size) == (marked[1], marked[2])
 
+    @pytest.mark.parametrize(
+        "answer",
+        [
+            "<think>\nO\n</think>\n\n",  # Qwen 3
+            "[THINK]O[/THINK]",  # Magistral
+            "<seed:think>O</seed:think>",
+            "<thought>\nO\n</thought>\n\n",  # EXAONE Deep
+            "<thinking>\nO\n</thinking>\n",
+            "<reasoning>\nO\n</reasoning>\n",
+            "◁think▷O◁/think▷",  # Kimi VL
+            "<|channel>thought\nO\n<channel|>",  # Gemma 4
+            "<|channel|>analysis<|message|>O<|end|><|start|>assistant<|channel|>final<|message|>",  # GPT-OSS
+        ],
+    )
+    def test_of_published_models(self, answer: str) -> None:
+        said = answer.replace("O", f"So. {CALL}") + "Twelve."
+        assert read(said, 4) == (f"So. {CALL}", "Twelve.")
+        assert calls_in(said, 4) == (said, [])
+
     @PAIRS
     @SIZES
     @pytest.mark.parametrize("end", ["O", "x\nO\n"])
@@ -162,6 +181,8 @@ class TestChannels:
         tokens = dict(enumerate(["<|end|>", "<|channel|>", "<|message|>", "<|im_end|>", "<think>"]))
         assert [*markers_among(tokens)] == [0, 1, 2, 4]
         assert [*markers_among({0: "<|end|>", 3: "<|im_end|>", 4: "<think>"})] == [4]
+        assert [*markers_among(dict(enumerate(["<|channel>", "<channel|>", "<|turn>", "<thought>"])))] == [0, 1, 3]
+        assert mark_reasoning({0: "<|channel>"})
         assert (
             mark_reasoning({1: "<|channel|>"}) and mark_reasoning({1: "[THINK]"}) and not mark_reasoning({0: "<|end|>"})
         )
