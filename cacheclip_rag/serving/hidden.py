@@ -4,11 +4,14 @@ first token shows them too, and so does the text of an answer that was to be rev
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..base.errors import CacheClipError
+from ..config import EngineConfig
 from ..fusion.answer import Event, FusionStats
 
 SEEN = ("prompt_tokens", "ttft_s", "queued_s", "generated_tokens", "decode_s")
@@ -27,21 +30,28 @@ def without_hits(events: Iterator[Event], *, method: str, nominal_ratio: float, 
         yield replace(event, answer=replace(event.answer, stats=stats, trace=None))
 
 
+def names_of(config: EngineConfig) -> dict[str, str]:
+    """Paths of the server's folders, the longest first, each with what users read in its place."""
+    paths = [str(each) for each in (config.store, config.primary, config.auxiliary) if each]
+    return {each: Path(each).name for each in sorted(paths, key=len, reverse=True) if os.path.isabs(each)}
+
+
 def without_paths(events: Callable[[], Iterator[Event]], names: Mapping[str, str]) -> Iterator[Event]:
     """The events, whose statistics and errors say ``names`` in place of the server's paths."""
     try:
         for event in events():
             answer = event.answer
             if answer is not None and answer.stats.fallback:
-                stats = replace(answer.stats, fallback=_renamed(answer.stats.fallback, names))
+                stats = replace(answer.stats, fallback=renamed(answer.stats.fallback, names))
                 event = replace(event, answer=replace(answer, stats=stats))
             yield event
     except CacheClipError as error:
-        error.args = tuple(_renamed(each, names) if isinstance(each, str) else each for each in error.args)
+        error.args = tuple(renamed(each, names) if isinstance(each, str) else each for each in error.args)
         raise
 
 
-def _renamed(text: str, names: Mapping[str, str]) -> str:
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with ``names`` in place of the server's paths."""
     for path, name in names.items():
         text = text.replace(path, name)
     return text

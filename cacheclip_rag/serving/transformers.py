@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 
 from ..answering.options import CallOptions
 from ..answering.sampler import room_for
@@ -26,7 +24,7 @@ from ..prompt.segments import Segment, given_texts
 from ..runtime.base import Message
 from ..store import open_chunk_store
 from .backend import ModelCard, ServedQuestion, ServingBackend
-from .hidden import without_hits, without_paths
+from .hidden import names_of, without_hits, without_paths
 
 _SHARE_FOR_KV = 0.5
 """Share of the memory that is free at the start for the KV of running answers. The rest is for activations, the prefix
@@ -43,9 +41,7 @@ class TransformersBackend(ServingBackend):
         """The settings' namespace is that of the server's own tenant. ``hide_hits``: answers do not tell which chunks
         were stored (:mod:`.hidden`)."""
         self._config, self._hide_hits = config, hide_hits
-        paths = [str(each) for each in (config.store, config.primary, config.auxiliary) if each]
-        self._names = {each: Path(each).name for each in sorted(paths, key=len, reverse=True) if os.path.isabs(each)}
-        """What answers say of the server's paths."""
+        self._names = names_of(config)
         self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._engines: dict[str, CacheClipEngine] = {}
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ from ..guards.metrics import Metrics
 from ..methods.base import Method
 from ..runtime.transformers.planning import PlanningRuntime
 from ..serving.counters import exposition
-from ..serving.errors import RequestError
+from ..serving.errors import RequestError, error_of
 from ..serving.field import CacheClipField
+from ..serving.hidden import names_of, renamed
 from ..serving.queue import Queue, QueueFull
 from ..store import open_chunk_store
 from .once import WarnOnce
@@ -64,6 +66,7 @@ class Planning:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         config = settings.config
+        self._names = names_of(config)
         assert config.store is not None, "a planner needs a store folder"
         self._store = open_chunk_store(config.store, config.max_bytes, config.memory_bytes, config.codec)
         self._planners: dict[str, Planner] = {}
@@ -158,11 +161,14 @@ class Planning:
             with waiting_at_most(ANSWER_WAIT_S), caller.asking():
                 planner = self.planner(tenant)
                 planned = self._planned(planner, asked, field, _method(planner, field))
+                planned = _without_paths(planned, self._names)
             reason = planned.reason
-        except (RequestError, CallerLeft):
+        except CallerLeft:
             raise
-        except PromptTooLongError as error:
-            raise RequestError(str(error), code="context_length_exceeded") from error
+        except (RequestError, PromptTooLongError) as error:
+            refused = error_of(error)
+            refused.message = renamed(refused.message, self._names)
+            raise refused from None
         except NotPlanned as error:
             reason = str(error)
         except ConfigurationError as error:  # of messages or tools
@@ -231,6 +237,11 @@ def _check_null(runtime: PlanningRuntime, asked: PlannablePrompt, shown: str) ->
         messages[number] = {**messages[number], "content": []}
     if runtime.render_chat(messages, tools=asked.tools, variables=asked.variables) != shown:
         raise NotPlanned("no content")
+
+
+def _without_paths(planned: PlannedPrompt, names: Mapping[str, str]) -> PlannedPrompt:
+    reason, fallback = (each and renamed(each, names) for each in (planned.reason, planned.stats.fallback))
+    return replace(planned, reason=reason, stats=replace(planned.stats, fallback=fallback))
 
 
 def _method(planner: Planner, field: CacheClipField) -> Method:

@@ -389,6 +389,27 @@ class TestAsItIs:
         assert caplog.text.count("because planning failed: RuntimeError: the disk is gone") == 1
         assert metric(served, 'plain_total{reason="planning failed"}') == before + 2
 
+    def test_nothing_tells_where_files_are(
+        self, served: Served, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime = served.middleware.planning.planner("default").primary
+        monkeypatch.setattr(runtime, "reuse_tokens", 100)
+        name = Path(config.primary).name
+        whole, streamed = served.ask().json()["cacheclip"], served.events()[-1]["cacheclip"]
+        for own in (whole, streamed):
+            assert own["outcome"] == "plain" and f"of model {name!r} change" in own["reason"] == own["fallback"]
+
+        def fail(*args: Any, **options: Any) -> Any:
+            raise PromptTooLongError(f"too long for {config.primary!r}")
+
+        monkeypatch.setattr(Planner, "plan", fail)
+        refused = served.ask()
+        assert refused.status_code == 400 and f"too long for {name!r}" in refused.json()["error"]["message"]
+        metrics = served.client.get("/metrics").text
+        assert f"of model {name!r} change" in metrics
+        for text in (json.dumps([whole, streamed]), refused.text, metrics):
+            assert not any(str(path) in text for path in (config.primary, config.auxiliary, config.store))
+
     def test_what_no_certificate_covers(self, config: EngineConfig) -> None:
         settings = ServerSettings(replace(config, method="full", require_certificate=True), "tiny", seal=SEAL)
         with running(settings) as served:
