@@ -34,6 +34,12 @@ _LATE_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[^\s`~]*+\s*$")
 _CODE = re.compile(r"(?<!`)(`++).*?(?<!`)\1(?!`)")
 """Code in backticks within a line."""
 _TICKS = re.compile(r"`+")
+_TAG = re.compile(r"<(pre|code)\b[^<>]*>|Here(?: is|'s) my thought process:", re.IGNORECASE)
+"""HTML's code, of which the closing tag has the same name; and Granite's reasoning, which others may write as text."""
+_INDENTED = re.compile(r" {4}| {0,3}\t")
+"""The beginning of a line of Markdown's indented code."""
+_ITEM = re.compile(r"\s*(?:[*+-]|\d{1,9}[.)])\s")
+"""That of an item of a list, whose other paragraphs are indented, too."""
 _WRAPPINGS = ("```json", "```", "<tools>")
 """What models without markers of their own may put before such a call."""
 _BETWEEN = re.compile(r"(?:```(?:json)?|</?tools>|</?tool_call>|[\s;,])*")
@@ -148,7 +154,8 @@ def _may_be_calls(text: str) -> bool:
 
 
 class _Shown:
-    """Whether text stands where calls are only shown: in a block of code, in backticks, in reasoning."""
+    """Whether text stands where calls are only shown: in a block of code, in backticks or HTML's code, in
+    reasoning."""
 
     def __init__(self) -> None:
         self._line = ""
@@ -176,7 +183,7 @@ class _Shown:
     @property
     def holds_no_calls(self) -> bool:
         """Whether a call that comes next is certainly none."""
-        return bool(self._now.end)
+        return bool(self._now.end) or self._now.is_indented
 
     @property
     def is_code(self) -> bool:
@@ -208,18 +215,37 @@ class _Open:
     """What ends reasoning that began in the middle of a line, if it is reasoning; empty outside."""
     text: str = ""
     """The last line without its code in backticks."""
+    has_begun: bool = False
+    """Whether there is more than white space."""
+    after_blank: bool = False
+    """Whether it is blank, and text stands before it."""
+    is_indented: bool = False
+    """Whether it is indented code."""
+    in_list: bool = False
+    """Whether it belongs to a list."""
 
 
 def _open_after(line: str, before: _Open) -> _Open:
     """What a line leaves open, after what the lines before it did."""
+    is_blank, is_deep = not line.strip(), _INDENTED.match(line) is not None
+    in_list = bool(_ITEM.match(line)) or (before.in_list and (is_blank or line[:1].isspace()))
+    is_indented = is_deep and (before.after_blank or before.is_indented) and not in_list
+    now = replace(
+        before,
+        text="",
+        has_begun=before.has_begun or not is_blank,
+        after_blank=is_blank and before.has_begun,
+        is_indented=is_indented,
+        in_list=in_list,
+    )
     end, perhaps = before.end, before.perhaps
     if end.startswith(("`", "~")):
         bare = line.strip(" \t\r>")
         closes = len(bare) >= len(end) and not bare.strip(end[0])
-        return _Open("" if closes else end, perhaps)
+        return replace(now, end="" if closes else end)
     fence = None if end else _FENCE.match(line)
     if fence is not None:
-        return _Open(fence[1], perhaps)
+        return replace(now, end=fence[1])
     for closing in filter(None, (end, perhaps)):
         _, found, rest = line.partition(closing)
         if found:
@@ -227,15 +253,17 @@ def _open_after(line: str, before: _Open) -> _Open:
     text = "" if end else _CODE.sub(" ", line)
     while not end:
         places = [(at, *pair) for pair in REASONING_MARKERS if (at := text.find(pair[0])) >= 0]
+        if tag := _TAG.search(text):
+            places.append((tag.start(), tag[0], f"</{tag[1]}>" if tag[1] else "my response:"))
         if not places:
             break
         at, opening, closing = min(places)
         _, found, rest = text[at:].partition(closing)
-        if not found and text[:at].strip():
+        if not found and (text[:at].strip() or _TAG.match(opening)):
             perhaps, text = closing, text[:at] + text[at + len(opening) :]
             break
         end, text = ("", rest) if found else (closing, "")
-    return _Open(end, perhaps, text)
+    return replace(now, end=end, perhaps=perhaps, text=text)
 
 
 def _calls_after(opening: str, text: str, last: bool, tools: Parameters) -> _Found | None:

@@ -243,6 +243,15 @@ class TestCalls:
             f"`the call is {CODER}` it is",
             f"Write `{CODER}` for a call.",
             f"The tag <think> opens it:\n```\n{CALL}\n```\n",
+            f"The format is <pre>{CALL}</pre> here.",
+            f"<pre>\n{CALL}\n</pre>\nis the format.",
+            f"Here is my thought process: I could {CALL}\n\nHere is my response: no",
+            f'So: <PRE><code class="xml">{CODER}</code></PRE> and <code>{CALL}</code> too.',
+            f"Use <code>x</code> or\n<code>\n{CALL}\n</code>\n",
+            f"Calls look so:\n\n    {CALL}\n\nUse them.\n",
+            f"Calls look so:\n\n\t{CALL}\n\n    {CALL}\nUse them.\n",
+            "Calls look so:\n\n    " + CODER.replace("\n", "\n    ") + "\n\nUse them.\n",
+            f"1. a\n\nCalls look so:\n \n     x\n    {CALL}\nUse them.\n",
         ],
     )
     def test_that_are_only_shown_are_none(self, shown: str, size: int) -> None:
@@ -264,13 +273,27 @@ class TestCalls:
             f"It`s the mast.\n{CALL}",
             f"Three ``` open code.\n{CALL}",
             f"Use `x`{CALL}",
+            f"Use <code>x</code>{CALL}",
+            f"The tag <code> opens it.\n{CALL}",
+            f"Here is my thought process: I look.\n{CALL}",
+            f"<pre>x</pre>\n{CALL}",
+            f"I look:\n    {CALL}",
+            f"I look:\n\n   {CALL}",
+            f"\n\n    {CALL}",
+            f"1. I look:\n\n    {CALL}",
+            f"- I look:\n- a\n\n\t{CALL}",
+            f"So:\n\n    x\n{CALL}",
         ],
     )
     def test_after_what_is_shown(self, said: str, size: int) -> None:
         assert calls_in(said, size) == (said.removesuffix(CALL), ["f"])
 
     @settings(max_examples=300, deadline=None)
-    @given(st.lists(st.sampled_from(["`", "``", "```", "~~~", "\n", " ", "a", "* ", CALL, CODER, *TAGS])))
+    @given(
+        st.lists(
+            st.sampled_from(["`", "```", "~~~", "\n", " ", "    ", "a", "* ", "<pre>", "</pre>", CALL, CODER, *TAGS])
+        )
+    )
     def test_pieces_change_nothing(self, parts: list[str]) -> None:
         text = "".join(parts)
         assert calls_in(text, 1) == calls_in(text, 7) == calls_in(text, len(text) or 1)
