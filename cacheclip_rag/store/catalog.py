@@ -161,7 +161,7 @@ class Catalog:
         for start in range(0, len(keys), _MOST_ARGUMENTS):
             some = keys[start : start + _MOST_ARGUMENTS]
             marks = ", ".join("?" * len(some))
-            sql = f"SELECT {_ENTRY} FROM entries WHERE key IN ({marks}) AND namespace = ?"
+            sql = f"SELECT {_ENTRY} FROM entries WHERE key IN ({marks}) AND +namespace = ?"
             found |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
         return found
 
