@@ -462,7 +462,7 @@ class TestReader:
         text, calls = read(parts)
         assert calls or text == answer
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(
         st.recursive(
             st.none() | st.integers(0, 2) | st.sampled_from(["a", "integer", "string", "#/$defs/a", "#/properties/a"]),
