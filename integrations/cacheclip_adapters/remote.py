@@ -202,7 +202,7 @@ class RemoteEngine:
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ServerError(
                 f"the server at {self.base_url} sent what a cacheclip server does not send: {str(what)[:80]}. If it is "
-                "one, wait until its model is loaded; for another, use the client of OpenAI."
+                "one, wait until its model is loaded; for another server, use the client of OpenAI."
             ) from error
 
 
