@@ -66,7 +66,9 @@ _DATA = re.compile(
 )
 """Pictures and other files that stand in a text."""
 _DRAWING = re.compile(r"(data:image/svg\+xml[^\s,\"'()<>]{0,60},\s*)?<svg\b.*?</svg>", re.DOTALL | re.IGNORECASE)
-_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{32,100}\n[> \t]*){7,}[A-Za-z0-9+/]*={0,2}|[A-Za-z0-9+/]{1000,}={0,2}")
+_BASE64 = re.compile(
+    r"(?:[A-Za-z0-9+/]{32,100}\n[> \t]*){7,}(?:([A-Za-z0-9+/]+={0,2})(?![\w+/= ]))?|[A-Za-z0-9+/]{1000,}={0,2}"
+)
 """Files that stand in a text without a word on what they are: mail, notebooks, keys."""
 _SURE_WIDTH = 60
 """Lines of letters and digits that are shorter are a file only if all are equally long."""
@@ -210,11 +212,12 @@ def cleaned(text: str) -> DocumentText:
         found = match[0]
         if not (re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found)):
             return found
-        widths = [len(line) for line in re.findall("[A-Za-z0-9+/]+", found)[:-1]]
+        widths = [len(line) for line in re.findall("[A-Za-z0-9+/]+", found)[:-2]]  # the last ones are shorter
         if widths and min(widths) < _SURE_WIDTH and max(widths) > min(widths):
             return found
-        left_out.setdefault("base64", []).append(len(found))
-        return ""
+        word = match[1] if match[1] and not re.search("[0-9+/=]|.[A-Z]", match[1]) else ""  # of the text behind it
+        left_out.setdefault("base64", []).append(len(found) - len(word))
+        return word
 
     def without_uuencoded(match: re.Match[str]) -> str:
         left_out.setdefault("uuencode", []).append(len(match[0]))

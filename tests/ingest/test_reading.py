@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,12 @@ class TestDataInText:
     )
     def test_nothing_else_is(self, text: str) -> None:
         assert (cleaned(text), cleaned(text).notes) == (text, ())
+
+    @pytest.mark.parametrize("after", ["more", "The valve.", "Valve", "A", ""])
+    def test_words_behind_it_stay(self, after: str) -> None:
+        for count, width in product((3000, 3030, 3029), (40, 60, 76)):
+            text = "\n".join(["text", *re.findall(f".{{1,{width}}}", letters(count)), after])
+            assert cleaned(text).split() == ["text", *after.split()]
 
     def test_long_runs_stay_and_are_noted(self) -> None:
         text = "let=a+1;" * 2000
