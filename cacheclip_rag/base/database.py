@@ -63,6 +63,8 @@ def set_aside(folder: Path, name: str) -> str:
                 found = root.status(f"{name}{ending}")
                 if found is not None and stat.S_ISREG(found.st_mode):
                     _read_through(root.open(f"{name}{ending}", os.O_RDONLY))
+            if _names_another(folder / f"{name}-journal"):
+                root.unlink(f"{name}-journal")
         except (OSError, MemoryError) as error:
             raise StoreError(
                 f"{folder / name} cannot be read ({error}), so it may be whole. Nothing was moved. Mend the disk, or "
@@ -90,6 +92,17 @@ def _read_through(descriptor: int) -> None:
         os.close(descriptor)
 
 
+def _names_another(journal: Path) -> bool:
+    """Whether a rollback journal ends with the name of a journal of several databases, as none of ours does: SQLite
+    deletes the file of that name, wherever it is. Source: https://www.sqlite.org/fileformat2.html, section 3."""
+    if not is_file(journal):
+        return False
+    with journal.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_JOURNAL)))
+        return file.read() == _JOURNAL
+
+
+_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 _FILES = ("", "-wal", "-shm", "-journal")
 """Endings of the files of a database."""
 
@@ -323,6 +336,11 @@ class Database:
                     f"expected a file, got a link or something else: {each}. Remove it, or run cacheclip store repair "
                     f"--store {path.parent}"
                 )
+        if _names_another(journal := path.with_name(f"{path.name}-journal")):
+            raise StoreError(
+                f"expected a journal of {path.name} alone, got one of several databases: {journal}. Run cacheclip "
+                f"store repair --store {path.parent}"
+            )
 
     def _connection_to(self, name: str, *, uri: bool = False) -> sqlite3.Connection:
         """A connection to a file that something else may have written to."""

@@ -7,7 +7,9 @@ are kept by triggers, so that no statement reads all entries.
 
 from __future__ import annotations
 
+import math
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -159,7 +161,7 @@ class Catalog:
         for start in range(0, len(keys), _MOST_ARGUMENTS):
             some = keys[start : start + _MOST_ARGUMENTS]
             marks = ", ".join("?" * len(some))
-            sql = f"SELECT {_ENTRY} FROM entries WHERE key IN ({marks}) AND namespace = ?"
+            sql = f"SELECT {_ENTRY} FROM entries WHERE key IN ({marks}) AND +namespace = ?"
             found |= {row[0]: Entry(*row) for row in self.database.query(sql, (*some, namespace))}
         return found
 
@@ -293,14 +295,16 @@ class Catalog:
         total, limit = self.total(), self.limit
         return (limit is not None and total.bytes > limit) or bool(self.database.query(f"{_ABOVE_QUOTA} LIMIT 1"))
 
-    def shrink(self, evict: Callable[[list[str]], None]) -> int:
-        """Evict until all limits hold, for instance after a limit was lowered; returns the number of entries."""
+    def shrink(self, evict: Callable[[list[str]], None], most_s: float = math.inf) -> int:
+        """Evict until all limits hold, for instance after a limit was lowered, or for ``most_s`` seconds; returns the
+        number of entries."""
+        until = time.monotonic() + most_s
         count = 0
         largest = "SELECT namespace FROM totals WHERE namespace != ? ORDER BY bytes DESC LIMIT 1"
         above = [*self.database.query(_ABOVE_QUOTA), *self.database.query(largest, (EVERYONE,))]
         for (namespace,) in above:
             fits = False
-            while not fits:
+            while not fits and time.monotonic() < until:
                 with self.database.transaction() as run:  # in batches, because others wait
                     fits, evicted = make_room(run, namespace, "", 0, evict, most=BATCH)
                 count += evicted
@@ -335,15 +339,18 @@ class Catalog:
         writers: Collection[str],
         measure: Callable[[str], Entry | None],
         evict: Callable[[list[str]], None],
+        until: float = math.inf,
     ) -> int:
-        """End the writes of killed processes; returns how many there were. A write for which ``measure`` raises
-        OSError, MemoryError or FrameError stays announced."""
+        """End the writes of killed processes, until ``until`` by :func:`time.monotonic`; returns how many there were. A
+        write for which ``measure`` raises OSError, MemoryError or FrameError stays announced."""
         count, last = 0, -1
         sql = "SELECT id, key, writer FROM writes WHERE id > ? ORDER BY id LIMIT ?"
         while rows := self.database.query(sql, (last, 4 * BATCH)):
             last = _next(last, rows[-1][0])
             ended = [(number, key) for number, key, writer in rows if writer in writers]
             for first in range(0, len(ended), BATCH):
+                if time.monotonic() > until:
+                    return count
                 with self.database.transaction() as run:
                     for number, key in ended[first : first + BATCH]:
                         count += _settle(run, number, key, measure, evict)
@@ -351,8 +358,6 @@ class Catalog:
 
     def drop(self, namespace: str, evict: Callable[[list[str]], None]) -> int:
         """Remove everything that the catalog knows of a tenant; returns the number of entries."""
-        tables = ("texts", "contents", "sources", "quotas")
-        self.database.execute_many((f"DELETE FROM {table} WHERE namespace = ?", (namespace,)) for table in tables)
         # writes that are going on count until their payloads are deleted
         mark = "UPDATE writes SET key = ? || key WHERE namespace = ? AND substr(key, 1, 1) != ?"
         self.database.execute(mark, (_DROPPED, namespace, _DROPPED))
@@ -364,9 +369,11 @@ class Catalog:
                 evict([key for key in keys if is_key(key)])
                 for key in keys:
                     run("DELETE FROM entries WHERE key = ?", (key,))
-            if not keys:
-                return count
-            count += len(keys)
+                count += len(keys)
+                if len(keys) < BATCH:  # with the last entries: none may be without its text
+                    for table in ("texts", "contents", "sources", "quotas"):
+                        run(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+                    return count
 
     # -- care ---------------------------------------------------------------------------------------------------
 

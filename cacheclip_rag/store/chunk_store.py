@@ -161,9 +161,9 @@ class ChunkStore:
         if limit is not None:
             self.set_limit(limit)
 
-    def shrink(self) -> int:
-        """Evict until all limits hold; returns the number of entries."""
-        count = self.catalog.shrink(self._evict)
+    def shrink(self, most_s: float = math.inf) -> int:
+        """Evict until all limits hold, or for ``most_s`` seconds; returns the number of entries."""
+        count = self.catalog.shrink(self._evict, most_s)
         self.tiers.count_evictions(count)
         return count
 
@@ -171,7 +171,7 @@ class ChunkStore:
         """Hold the limits if a process was killed before it had."""
         try:
             if self.catalog.is_above_limits:
-                self.shrink()
+                self.shrink(_SWEEP_S)
         except StoreError as error:
             logger.debug("the store's limits are not applied yet: %s", error)
 
@@ -284,7 +284,7 @@ class ChunkStore:
         try:
             self.complete()
             for writer in self._writer.dead():
-                count += self._settle_all({writer})
+                count += self._settle_all({writer}, until)
                 swept.add(writer)
                 if time.monotonic() > until:
                     break
@@ -294,7 +294,7 @@ class ChunkStore:
             unknown = writing - self.living_writers()  # after ``writing``: a writer registers before it writes
             unknown = {writer for writer in unknown if Writer.is_name(str(writer))}
             if unknown and time.monotonic() < until:
-                count += self._settle_all(unknown)
+                count += self._settle_all(unknown, until)
             swept |= unknown
             if isinstance(last, DiskBackend):
                 last.sweep(swept)
@@ -352,8 +352,8 @@ class ChunkStore:
         except (OSError, MemoryError, StoreError) as error:
             logger.warning("the store's catalog could not be made anew: %s", error)
 
-    def _settle_all(self, writers: set[str]) -> int:
-        return self.catalog.settle(writers, self._settle, self._evict)
+    def _settle_all(self, writers: set[str], until: float = math.inf) -> int:
+        return self.catalog.settle(writers, self._settle, self._evict, until)
 
     def living_writers(self) -> set[str]:
         """Processes that may be writing now, and those whose end nobody has noticed yet."""

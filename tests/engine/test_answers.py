@@ -13,6 +13,7 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.settings import vary
+from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
 
@@ -205,3 +206,22 @@ class TestSeeds:
         is_taken = warm.stats.cached_prefix_tokens + warm.stats.continued_tokens > 0 == cold.stats.cached_prefix_tokens
         assert is_taken is (method not in {"full", "direct", "ape", "block", "cacheclip-gated"})
         torch.testing.assert_close(warm.logits, cold.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_question_goes_through_no_tenants_rows(engine: CacheClipEngine) -> None:
+    """Each statement finds what it reads by a key, as many chunks as there are: a store may hold a million."""
+    engine.precompute(SENTENCES)
+    connection = engine.store.catalog.database._open()
+    asked: list[str] = []
+    connection.set_trace_callback(asked.append)
+    prompt = "\n\n".join(SENTENCES) + "\n\nWhat is the magic number?"
+    for each in (prompt, prompt[40:-60], f"Other words before. {prompt}"):
+        assert engine.generate(each, SamplingParams(max_tokens=1)).stats.hits >= len(SENTENCES) - 2
+        engine.store.flush()
+    connection.set_trace_callback(None)
+    statements = [sql for sql in asked if sql.split(None, 1)[0] in ("SELECT", "UPDATE", "DELETE")]
+    plans = {row[3] for sql in statements for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}")}
+    assert any("key=?" in plan for plan in plans)
+    tables = ("entries", "texts", "contents", "anchors", "sources", "writes")
+    slow = [p for p in plans if p.startswith("SCAN") and p.split()[1] in tables or p.endswith("(namespace=?)")]
+    assert not [plan for plan in slow if "quotas" not in plan], slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
+import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.folder import open_folder
 from cacheclip_rag.ingest.library import Library, check_library, repair_library
@@ -131,6 +134,38 @@ class TestLinks:
         link.symlink_to(victim)
         use_everything(folder)
         assert contents(outside) == before
+
+    @pytest.mark.parametrize("name", ["catalog.sqlite3", "library.sqlite3"])
+    @pytest.mark.parametrize("ending", ["", ".damaged"])
+    def test_named_in_a_journal(self, folder: Path, outside: Path, name: str, ending: str) -> None:
+        """SQLite rolls such a journal back when it opens the database, and deletes the file that it names."""
+        Library(folder).documents()
+        with suppress(StoreError):
+            repair_library(folder)
+        database = folder / name
+        if not database.exists():
+            sqlite3.connect(database).execute("CREATE TABLE t (x)").connection.close()
+        with sqlite3.connect(database) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.close()
+        for each in ("-wal", "-shm"):
+            database.with_name(name + each).unlink(missing_ok=True)
+        if ending:
+            shutil.copy(database, folder / f"{name}{ending}")
+        pages, victim = database.stat().st_size // 4096, str(outside / "notes.txt").encode()
+        numbers = struct.pack(">IIIII", 0, 1, pages, 512, 4096)
+        magic = bytes.fromhex("d9d505f920a163d7")
+        tail = struct.pack(">I", (1 << 30) // 4096 + 1) + victim + struct.pack(">II", len(victim), sum(victim)) + magic
+        (folder / f"{name}{ending}-journal").write_bytes((magic + numbers).ljust(512, b"\0") + tail)
+        before = contents(outside)
+        if not ending:
+            with pytest.raises(StoreError, match="journal"):
+                Database(database, "", 1).query("SELECT 1")
+        use_everything(folder)
+        assert contents(outside) == before
+        if (name, ending) == ("catalog.sqlite3", ""):
+            repair(folder)
+            assert ChunkStore.open(folder).stats().entries >= 0
 
     @pytest.mark.parametrize("place", [f"writers/{'0' * 32}", f"tmp/{'0' * 32}-abcd", "tmp/x", "writers/x"])
     def test_in_place_of_a_file(self, folder: Path, outside: Path, place: str) -> None:
@@ -287,6 +322,25 @@ class TestCatalogs:
         assert len(asked) < 100 and is_intact(TenantStore(store, "t"), 1)
         store.close()
         assert repair(folder).entries == 2 and clear(folder) == 2
+
+    def test_opening_ends_what_was_left_for_a_while_only(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tenants above their quotas, and writes of a killed process: the rest waits for the next opening."""
+        numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000) INSERT INTO"
+        change(
+            folder,
+            f"{numbers} quotas SELECT 'q' || i, 5 FROM n;",
+            f"{numbers} entries SELECT printf('%064x', i), 'q' || i, NULL, 4096, 1, 'float32', i FROM n;",
+            f"{numbers} writes SELECT i, printf('%064x', i + 5000), 't', 0, '{'0' * 32}' FROM n;",
+        )
+        count = "SELECT (SELECT COUNT(*) FROM entries), (SELECT COUNT(*) FROM writes)"
+        left = []
+        for seconds in (0.0, 600.0):
+            monkeypatch.setattr("cacheclip_rag.store.chunk_store._SWEEP_S", seconds)
+            store = ChunkStore.open(folder)
+            left += store.catalog.database.query(count)
+            store.close()
+        (entries, writes), last = left
+        assert entries > 1000 and writes > 1000 and last == (2, 0)
 
     @pytest.mark.parametrize("size", [10**7, 3 * 10**7])
     def test_texts_that_grow_without_end(self, folder: Path, size: int) -> None:

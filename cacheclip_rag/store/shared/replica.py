@@ -36,6 +36,7 @@ CREATE TABLE IF NOT EXISTS payloads (
     num_tokens INTEGER NOT NULL, written REAL NOT NULL, last_use INTEGER NOT NULL, PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS payloads_by_text ON payloads (namespace, digest);
+CREATE INDEX IF NOT EXISTS payloads_by_use ON payloads (last_use);
 CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, namespace TEXT NOT NULL, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS rows (
     file INTEGER NOT NULL, digest BLOB NOT NULL, source TEXT NOT NULL, document TEXT NOT NULL,
@@ -264,7 +265,7 @@ class SharedCatalog(Catalog):
         found: dict[str, dict[str, Entry]] = {}
         for start in range(0, len(keys), 500):
             some = keys[start : start + 500]
-            sql = f"SELECT {_PAYLOAD} FROM payloads WHERE key IN ({', '.join('?' * len(some))}) AND namespace = ?"
+            sql = f"SELECT {_PAYLOAD} FROM payloads WHERE key IN ({', '.join('?' * len(some))}) AND +namespace = ?"
             for row in self.database.query(sql, (*some, namespace)):
                 found.setdefault(row[0], {})[row[5]] = Entry(*row)
         return found

@@ -152,7 +152,7 @@ class SharedStore(ChunkStore):
     def apply_limit(self) -> None:
         """There is none."""
 
-    def shrink(self) -> int:
+    def shrink(self, most_s: float = 0.0) -> int:
         return 0
 
     def drop_tenant(self, namespace: str) -> int:
