@@ -8,7 +8,7 @@ Places in the catalog only say which texts to look at: where a place is not that
 are made again.
 
 The catalog holds the texts (compressed) and their anchors: 1 for about 20 bytes of prose, and 1 for 5 to 10 bytes of
-numbers, tables or Chinese.
+numbers, tables or Chinese; and 1 more for about 100 characters, by which texts are counted that were rewritten.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from .common_parts import (
     smallest,
 )
 from .folding import Column
+from .skeleton import loose_anchors, skeleton
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,10 @@ _LEAST_SHARED = 3
 """Anchors that a text shares with a stretch of the prompt in which it may stand with short insertions."""
 _SHORT = 8
 """Bytes of a run that such a text and the stretch have in common."""
-_MOST_ALTERED = 1 << 6
-"""Most such texts that are looked at per search."""
+_MOST_ALTERED = _MOST_REWRITTEN = 1 << 6
+"""Most such texts that are looked at per search, and most rewritten ones."""
+_LEAST_LOST = 128
+"""Characters of a prompt of which nothing was found, from which on texts are looked for that were rewritten."""
 _BATCH = 256
 """Texts that are added in one transaction: other processes wait meanwhile."""
 
@@ -133,7 +136,7 @@ class ExcerptIndex:
 
     def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
         """``again``: write the anchors of texts that are there, too."""
-        found = [(text, *_few_of_each(*Compared(text).anchors)) for text in texts]
+        found = [(text, *_few_of_each(*_all_anchors(text))) for text in texts]
         found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
         for first in range(0, len(found), _BATCH):
             with self._database.transaction() as run:
@@ -161,7 +164,7 @@ class ExcerptIndex:
             with self._database.transaction() as run:
                 found = run(_OF_CONTENT, (self._namespace, text_digest(text))).fetchall()
                 for content in found:
-                    anchors = (Compared(text).anchors[0] ^ self._salt).tolist()
+                    anchors = (_all_anchors(text)[0] ^ self._salt).tolist()
                     run(
                         "DELETE FROM anchors WHERE content = ? AND anchor IN (SELECT value FROM json_each(?))",
                         (*content, json.dumps(anchors)),
@@ -193,7 +196,8 @@ class ExcerptIndex:
         stored = [part for part in parts if part.number >= -len(also)]
         of_stored = cover(compared, stored, whole)
         if len(stored) == len(parts) and not given_whole:
-            return comparison.with_altered(of_stored, -len(also))
+            of_stored = comparison.with_altered(of_stored, -len(also))
+            return self._with_rewritten(of_stored, prompt) if comparison.longest_free >= _LEAST_LOST else of_stored
         whole_ones = [compared.range_of(match.start, match.stop) for match in of_stored if match.of is None]
         pieces = [compared.range_of(start, stop) for start, stop in pieces_in(of_stored)]
 
@@ -211,7 +215,44 @@ class ExcerptIndex:
         whole_ones += [compared.range_of(match.start, match.stop) for match in alone]
         others = [part for part in parts if part.number < -len(also) and not is_covered(part.start, part.stop)]
         found = cover(compared, [*stored, *others], [*whole, *alone]) if others or alone else of_stored
-        return comparison.with_altered(found, -len(also))
+        found = comparison.with_altered(found, -len(also))
+        return self._with_rewritten(found, prompt) if comparison.longest_free >= _LEAST_LOST else found
+
+    def _with_rewritten(self, found: list[TextMatch], prompt: str) -> list[TextMatch]:
+        """What was found, and stored texts of which half or more stands elsewhere with other letters, or other marks
+        around its words (:mod:`~cacheclip_rag.finding.skeleton`). They are told to be counted."""
+        edges = [0, *(edge for match in found for edge in (match.start, match.stop)), len(prompt)]
+        more, known, left, room = list[TextMatch](), {match.of for match in found}, _MOST_REWRITTEN, _MOST_UNPACKED
+        for begin, end in zip(edges[::2], edges[1::2], strict=True):
+            if end - begin < _LEAST_LOST or left <= 0:
+                continue
+            codes, places = skeleton(prompt[begin:end])
+            anchors, at = loose_anchors(codes)
+            if not len(anchors):
+                continue
+            numbers, counts = np.unique(_pairs(anchors, at, self._places(anchors)).contents, return_counts=True)
+            numbers = numbers[np.argsort(-counts, kind="stable")][:left]
+            left -= len(numbers)
+            written, stretch = self._contents({*numbers.tolist()}), _short_runs(codes)
+            free = np.ones(len(stretch), dtype=bool)
+            for number in numbers.tolist():
+                text = _unpacked(written.get(number), min(_LONGEST_TEXT, room)) if number in written else ""
+                room -= len(text)
+                there = _short_runs(skeleton(text)[0])
+                fits = np.flatnonzero(free & np.isin(stretch, there))
+                if text in known or not len(fits):
+                    continue
+                taken, middle = np.flatnonzero(~free), fits[len(fits) // 2]
+                first, last = taken[taken < middle].max(initial=-1), taken[taken > middle].min(initial=len(free))
+                fits = fits[(fits > first) & (fits < last)]
+                if 2 * np.isin(there, stretch[fits]).sum() < len(there):
+                    continue
+                known.add(text)
+                first, last = fits[0], fits[-1] + _SHORT
+                free[max(0, first - _SHORT + 1) : last] = False
+                # behind its end: tokens that happen to be alike were computed behind other words
+                more.append(TextMatch(begin + int(places[first]), begin + int(places[last - 1]) + 1, text, len(text)))
+        return sorted([*found, *more], key=lambda match: match.start)
 
     def _parts(
         self, comparison: _TextComparison, compared: Compared, given: Mapping[int, Compared], num_stored: int
@@ -300,6 +341,8 @@ class _TextComparison:
         """Anchors that were found, as :func:`_pairs` gives them."""
         self._unpacked_room = _MOST_UNPACKED
         self._room = _MOST_COMPARED + _PER_BYTE * len(compared)
+        self.longest_free = 0
+        """Most neighbouring bytes of which nothing was found; 0 if there was no room to look at all of them."""
         self.longest = np.zeros(len(compared), dtype=np.int64)
         """For each byte, the length of the longest part or whole text that has it."""
         for start, stop in self._edges:
@@ -371,6 +414,8 @@ class _TextComparison:
         free = np.ones(len(ours), dtype=bool)
         for match in found:
             free[slice(*ours.range_of(match.start, match.stop))] = False
+        if self._room >= 0:
+            self.longest_free = int(np.diff(np.flatnonzero(~free), prepend=-1, append=len(ours)).max()) - 1
         if not self._shared:
             return found
         here, contents, shifts = map(np.concatenate, zip(*self._shared, strict=True))
@@ -437,6 +482,13 @@ class _TextComparison:
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 _NOWHERE = _AnchorPlaces(*np.empty((3, 0), dtype=np.int64))
+
+
+def _all_anchors(text: str) -> tuple[Column, Column]:
+    """Anchors of a text, and those by which it is found if it was rewritten, with their places."""
+    anchors, places = Compared(text).anchors
+    loose, others = loose_anchors(skeleton(text)[0]) if len(anchors) else (anchors, places)
+    return np.concatenate([anchors, loose]), np.concatenate([places, others])
 
 
 def _short_runs(column: Column) -> Column:

@@ -1,9 +1,9 @@
 """The one form in which texts are compared: what a reader sees, however it is written, without white space.
 
 Letters with their accents apart, escapes of JSON and markup, ligatures and full-width letters become the letters that
-they show. White space, quotation marks, backslashes, ``>`` and characters that nobody sees are left out. So a text that
-was quoted, escaped, wrapped or written by another system has the same form. The form is for finding only: KV is reused
-where the prompt's own tokens are those of the stored text.
+they show, and typographic signs those of typewriters. White space, quotation marks, backslashes, ``>`` and characters
+that nobody sees are left out. So a text that was quoted, escaped, wrapped or written by another system has the same
+form. The form is for finding only: KV is reused where the prompt's own tokens are those of the stored text.
 
 Catalogs hold places in this form. A text whose form changes with a version of the package is still found
 (:mod:`~cacheclip_rag.finding.excerpts`), and ``cacheclip store repair`` writes its places anew.
@@ -40,10 +40,12 @@ _TAGS = 0xE0
 
 _ESCAPES = re.compile(
     r"\\+(?:u([dD][89abAB][0-9a-fA-F]{2})\\+u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
-    r"|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2}))"
+    r"|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2})|[ux]\{0{0,8}((?:10|[0-9a-fA-F])?[0-9a-fA-F]{1,4})\})"
     r"|&(?:amp;)*(#?[0-9A-Za-z]{1,31};)"
 )
 """Escapes of JSON and other code, and of HTML and XML, also where they are escaped once more."""
+_TYPED = np.array([*map(ord, "------\u2016\u2017''''\"\"\"\"")], dtype=np.uint32)
+"""What stands for U+2010 to U+201F: dashes and quotation marks."""
 _LINE_ENDS = np.array([*map(ord, "nrt")], dtype=np.uint32)
 """After a backslash, these are left out: they stand for the end of a line, or a tabulator."""
 _SHOWN_ALIKE = frozenset({"<compat>", "<wide>", "<narrow>", "<initial>", "<medial>", "<final>", "<isolated>"})
@@ -64,7 +66,7 @@ def fold(text: str) -> tuple[Column, Column, Column]:
         text, spans = _rewritten(text, _ESCAPES, _unescaped, None)
     if not (is_ascii := text.isascii()):
         text, spans = _composed(text, spans)
-    codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else code_points(text)
+    codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else _typed(code_points(text))
     kept = ~_LEFT_OUT[codes if is_ascii else np.minimum(codes, len(_LEFT_OUT) - 1)]
     if "\\" in text:
         escaped = np.flatnonzero(codes[:-1] == ord("\\")) + 1
@@ -77,6 +79,15 @@ def fold(text: str) -> tuple[Column, Column, Column]:
         written = found.tobytes().decode("utf-32-le", "surrogatepass").encode("utf-8", "surrogatepass")
         found = np.frombuffer(written, dtype=np.uint8)
     return (found, places, places + 1) if spans is None else (found, spans[0][places], spans[1][places])
+
+
+def _typed(codes: Column) -> Column:
+    signs = codes >> 4 == 0x201
+    if not signs.any():
+        return codes
+    codes = codes.copy()
+    codes[signs] = _TYPED[codes[signs] & 0xF]
+    return codes
 
 
 def _rewritten(
@@ -123,7 +134,7 @@ def _composed(text: str, spans: Column | None) -> tuple[str, Column | None]:
 @cache
 def _shown() -> tuple[dict[str, str], re.Pattern[str], re.Pattern[str]]:
     """What characters show that is written with others, a pattern for these, and one for letters with marks."""
-    shown, marks = {"\u2010": "-", "\u2011": "-"}, {*map(chr, range(0x1161, 0x1200))}  # of Hangul
+    shown, marks = dict[str, str](), {*map(chr, range(0x1161, 0x1200))}  # of Hangul
     for character in map(chr, range(0xA0, 1 << 16)):
         kind, _, parts = unicodedata.decomposition(character).partition(" ")
         if kind in _SHOWN_ALIKE:

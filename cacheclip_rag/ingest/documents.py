@@ -15,7 +15,16 @@ from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
 from .pdf import PYPDF, pdf_text
-from .text import HTML_SUFFIXES, SAVE_AS_TEXT, DocumentText, cleaned, decoded, encoding_of_page, html_text
+from .text import (
+    HTML_SUFFIXES,
+    SAVE_AS_TEXT,
+    DocumentText,
+    cleaned,
+    decoded,
+    encoding_of_page,
+    html_text,
+    notes_on_markdown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +190,8 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
         found = html_text(found)
         notes += found.notes
     found = cleaned(found)
+    if suffix in MARKDOWN_SUFFIXES:
+        notes += notes_on_markdown(found)
     if all(unicodedata.category(character) in _UNSEEN for character in found):
         error = DocumentError if suffix in HTML_SUFFIXES or notes else EmptyFileError
         raise error(" ".join([f"{path} is empty.", *notes, *found.notes]))

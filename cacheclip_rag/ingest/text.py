@@ -65,8 +65,21 @@ _DATA = re.compile(
     r"(?:\s+[A-Za-z0-9+/=]{60,}(?=[\s)\"']))*"
 )
 """Pictures and other files that stand in a text."""
-_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{60,100}\r?\n[ \t]*){7,}[A-Za-z0-9+/]*={0,2}|[A-Za-z0-9+/]{1000,}={0,2}")
+_DRAWING = re.compile(r"(data:image/svg\+xml[^\s,\"'()<>]{0,60},\s*)?<svg\b.*?</svg>", re.DOTALL | re.IGNORECASE)
+_BASE64 = re.compile(
+    r"(?:[A-Za-z0-9+/]{32,100}\n[> \t]*){7,}(?:([A-Za-z0-9+/]+={0,2})(?![\w+/= ]))?|[A-Za-z0-9+/]{1000,}={0,2}"
+)
 """Files that stand in a text without a word on what they are: mail, notebooks, keys."""
+_SURE_WIDTH = 60
+"""Lines of letters and digits that are shorter are a file only if all are equally long."""
+_UUENCODED = re.compile(r"^begin [0-7]{3,4} [^\n]*\n(?:[!-`][ -`]{0,62}\n)+(?: ?\n)?end$", re.MULTILINE)
+_DUMPED = re.compile(
+    r"^[> \t]*(?:[0-9A-Fa-f]{4,16}[:h]?(?:[ \t-]+[0-9A-Fa-f]{2,8}){8,}.*|[0-9A-Fa-f]{32,100}$)", re.MULTILINE
+)
+"""A line of a file as hexadecimal digits, with or without its place."""
+_CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+_PICTURE = re.compile(r"!\[[^\[\]\n]*\][(\[](?!data:)|<(?:img|svg)\b(?![^<>]*\bdata:)", re.IGNORECASE)
+_EMBEDDED = re.compile(r"<(?:audio|canvas|embed|iframe|object|video)\b", re.IGNORECASE)
 _LONG_RUN = 1000
 """Least length of a run of ASCII without spaces that is worth a note."""
 
@@ -157,6 +170,11 @@ def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecod
     wrong = f"{path} is not {encoding.upper()} (byte {error.start}: {error.reason})."
     if encoding != "utf-8":
         return f"{wrong} It says so itself, so it is damaged: save it again as UTF-8."
+    if b"\0" in data:
+        return (
+            f"{wrong} It has zero bytes, so it may be UTF-16 without a byte-order mark: convert it to UTF-8 with "
+            "iconv -f UTF-16LE (or UTF-16BE) -t UTF-8."
+        )
     try:
         data.decode("ascii" if _NOT_WESTERN.search(data) else "cp1252")
     except UnicodeDecodeError:
@@ -179,6 +197,12 @@ def cleaned(text: str) -> DocumentText:
         notes.append(f"{damaged} characters are damaged or have no known letter, and stand as '\ufffd'.")
     left_out: dict[str, list[int]] = {}
 
+    def without_drawing(match: re.Match[str]) -> str:
+        if match[1] is None and len(match[0]) < _LONG_RUN:
+            return match[0]
+        left_out.setdefault("image/svg+xml", []).append(len(match[0]))
+        return "data:image/svg+xml" if match[1] else ""
+
     def without_data(match: re.Match[str]) -> str:
         kind = match[1] or "text"
         left_out.setdefault(kind, []).append(len(match[0]))
@@ -188,10 +212,20 @@ def cleaned(text: str) -> DocumentText:
         found = match[0]
         if not (re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found)):
             return found
-        left_out.setdefault("base64", []).append(len(found))
+        widths = [len(line) for line in re.findall("[A-Za-z0-9+/]+", found)[:-2]]  # the last ones are shorter
+        if widths and min(widths) < _SURE_WIDTH and max(widths) > min(widths):
+            return found
+        word = match[1] if match[1] and not re.search("[0-9+/=]|.[A-Z]", match[1]) else ""  # of the text behind it
+        left_out.setdefault("base64", []).append(len(found) - len(word))
+        return word
+
+    def without_uuencoded(match: re.Match[str]) -> str:
+        left_out.setdefault("uuencode", []).append(len(match[0]))
         return ""
 
-    text = _BASE64.sub(without_base64, _DATA.sub(without_data, text))
+    end = text.lower().rfind("</svg>") + len("</svg>")  # behind it, a drawing has no end
+    text = _DRAWING.sub(without_drawing, text[:end]) + text[end:]
+    text = _UUENCODED.sub(without_uuencoded, _BASE64.sub(without_base64, _DATA.sub(without_data, text)))
     for kind, sizes in left_out.items():
         what = f"{len(sizes)} picture(s)" if kind.startswith("image/") else f"{len(sizes)} file(s)"
         notes.append(f"{what} inside the text were left out ({kind}, {sum(sizes)} characters).")
@@ -201,7 +235,30 @@ def cleaned(text: str) -> DocumentText:
             f"{len(runs)} run(s) of {_LONG_RUN} or more characters without a space, {sum(runs)} characters in all: "
             "probably no text for people. They take about a token for three characters."
         )
+    dumped = [line[0] for line in _DUMPED.finditer(text)]
+    if sum(map(len, dumped)) >= _LONG_RUN and 2 * sum(bool(re.search("[A-Fa-f]", line)) for line in dumped) > len(
+        dumped
+    ):
+        notes.append(
+            f"{len(dumped)} line(s) of hexadecimal digits, {sum(map(len, dumped))} characters in all: probably no text "
+            "for people. They take about a token for two characters."
+        )
     return DocumentText(text, notes)
+
+
+def notes_on_markdown(text: str) -> list[str]:
+    """What readers of Markdown see and its text lacks."""
+    shown = _CODE.sub("", text)
+    return _notes_on_media(len(_PICTURE.findall(shown)), len(_EMBEDDED.findall(shown)))
+
+
+def _notes_on_media(pictures: int, others: int) -> list[str]:
+    notes = []
+    if pictures:
+        notes.append(f"{pictures} picture(s) are not read; the text has what the page says in their place.")
+    if others:
+        notes.append(f"{others} embedded page(s), recording(s) or drawing(s) are not read.")
+    return notes
 
 
 class _Page(HTMLParser):
@@ -236,7 +293,7 @@ class _Page(HTMLParser):
         style = re.sub(r"\s", "", given.get("style", "")).lower()
         hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
         hidden = hidden or given.get("aria-hidden") == "true"
-        self.others += tag in self._OTHERS and not (hidden or self._unseen)
+        self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
         if tag not in self._VOID:
             above = self._open[-1][0] if self._open else ""
             if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
@@ -300,11 +357,7 @@ def html_text(source: str) -> DocumentText:
     page.close()
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", "".join(page.pieces))))
     text = text.strip().replace("\0", " ")  # of code, whose spaces stay
-    notes = []
-    if page.pictures:
-        notes.append(f"{page.pictures} picture(s) are not read; the text has what the page says in their place.")
-    if page.others:
-        notes.append(f"{page.others} embedded page(s), recording(s) or drawing(s) are not read.")
+    notes = _notes_on_media(page.pictures, page.others)
     if page.hidden:
         notes.append(f"{page.hidden} hidden part(s) were left out.")
     if not text and page.title:

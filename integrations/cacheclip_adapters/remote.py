@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
 """As the server's own."""
+_LONGEST_S = 1_000_000.0
+"""Far above any wait, and within what a socket takes."""
 _names: dict[str, str] = {}
 """Served names, by the addresses of servers that have answered."""
 _UNKNOWN_ID = -1
@@ -68,6 +70,16 @@ class RemoteEngine:
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigurationError(
                 f"base_url must be the address of a server, such as http://127.0.0.1:8000/v1, got {self.base_url!r}."
+            )
+        if (key := self.api_key) and not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise ConfigurationError(
+                "api_key must be printable ASCII without spaces at its ends, because it is sent in a header; got other "
+                "characters. Copy it again from the server's."
+            )
+        if self.timeout_s is not None and not 0 < self.timeout_s <= _LONGEST_S:
+            raise ConfigurationError(
+                f"timeout must be between 0 and {_LONGEST_S:,.0f} seconds, got {self.timeout_s}. Leave it out for "
+                f"{_TIMEOUT_S:.0f}."
             )
 
     @property
@@ -116,10 +128,10 @@ class RemoteEngine:
         return self._events(body)
 
     def _events(self, body: Mapping[str, Any]) -> Iterator[Event]:
-        reading = _StreamReading()
+        reading, content = _StreamReading(), _as_json(body)
         with (
             self._errors(),
-            _client().stream("POST", self._path("/chat/completions"), json=body, **self._options()) as found,
+            _client().stream("POST", self._path("/chat/completions"), content=content, **self._options()) as found,
         ):
             if found.status_code != 200:
                 found.read()
@@ -132,24 +144,18 @@ class RemoteEngine:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     break
-                chunk = self._chunk(data)
-                _names[self.base_url] = chunk.get("model") or self.name
-                event = reading.read(chunk)
+                with self._reading(data):
+                    chunk = json.loads(data)
+                    _names[self.base_url] = str(chunk.get("model") or self.name)
+                    event = reading.read(chunk)
                 if event is not None:
                     yield event
-        calls = reading.calls()
+        with self._reading("no statistics of cacheclip"):
+            calls = reading.calls()
+            answer = reading.answer(calls)
         if calls:
             yield Event("", tool_calls=calls)
-        yield Event("", reading.answer(self.base_url, calls))
-
-    def _chunk(self, data: bytes) -> dict[str, Any]:
-        try:
-            chunk = json.loads(data)
-        except ValueError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            raise ServerError(f"the server at {self.base_url} sent what is no JSON object: {data[:80]!r}.")
-        return chunk
+        yield Event("", answer)
 
     def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_message, prompt)]
@@ -162,7 +168,8 @@ class RemoteEngine:
             found = _client().get(self._path(path), **self._options())
         if found.status_code != 200:
             raise _refusal(found)
-        return found.json()
+        with self._reading(found.content):
+            return found.json()
 
     def _path(self, path: str) -> str:
         return self.base_url.rstrip("/") + path
@@ -171,6 +178,7 @@ class RemoteEngine:
         import httpx
 
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers["content-type"] = "application/json"
         return {"headers": headers, "timeout": httpx.Timeout(30.0, read=self.timeout_s or _TIMEOUT_S, pool=None)}
 
     @contextmanager
@@ -180,10 +188,21 @@ class RemoteEngine:
 
         try:
             yield
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: no name of a host
             raise ServerError(
                 f"the server at {self.base_url} cannot be reached, or broke off: {error or type(error).__name__}. "
                 "Start it with: cacheclip serve"
+            ) from error
+
+    @contextmanager
+    def _reading(self, what: object) -> Iterator[None]:
+        """Whatever goes wrong with what a server has sent as an error of this library: frameworks swallow others."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ServerError(
+                f"the server at {self.base_url} sent what a cacheclip server does not send: {str(what)[:80]}. If it is "
+                "one, wait until its model is loaded; for another server, use the client of OpenAI."
             ) from error
 
 
@@ -222,15 +241,9 @@ class _StreamReading:
         found = [self._calls[index].whole() for index in sorted(self._calls)]
         return tuple(call for call in found if call is not None)
 
-    def answer(self, base_url: str, calls: tuple[ToolCall, ...]) -> Answer:
+    def answer(self, calls: tuple[ToolCall, ...]) -> Answer:
         known = {each.name for each in fields(FusionStats)}
-        try:
-            stats = FusionStats(**{name: value for name, value in (self._stats or {}).items() if name in known})
-        except TypeError as error:
-            raise ServerError(
-                f"the server at {base_url} sent no statistics of cacheclip, so it is another server. Use the client "
-                "of OpenAI for it."
-            ) from error
+        stats = FusionStats(**{name: value for name, value in (self._stats or {}).items() if name in known})
         ids = (_UNKNOWN_ID,) * int(self._usage.get("completion_tokens") or 0)
         reason = "length" if self._reason == "length" else "stop"
         return Answer("".join(self._texts), ids, reason, stats, tool_calls=calls, reasoning="".join(self._reasoning))
@@ -310,15 +323,25 @@ def _sampling(params: SamplingParams, *, has_tools: bool) -> dict[str, Any]:
     return stated
 
 
+def _as_json(body: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"a request must be JSON: texts without halves of characters, numbers, lists and dicts; {error}."
+        ) from error
+
+
 def _refusal(response: httpx.Response) -> CacheClipError:
     try:
         found = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        found = {"message": f"status {response.status_code}"}
-    return _error(response.status_code, found if isinstance(found, Mapping) else {"message": str(found)})
+    except (LookupError, RecursionError, TypeError, ValueError):
+        found = f"status {response.status_code}"
+    return _error(response.status_code, found)
 
 
-def _error(status: int, found: Mapping[str, Any]) -> CacheClipError:
+def _error(status: int, found: Any) -> CacheClipError:
+    found = found if isinstance(found, Mapping) else {"message": found}
     message = f"the server says: {found.get('message')}"
     if found.get("code") == "context_length_exceeded":
         return PromptTooLongError(message)
@@ -329,15 +352,17 @@ def _error(status: int, found: Mapping[str, Any]) -> CacheClipError:
 
 @lru_cache(64)
 def _served(engine: RemoteEngine) -> ServedModel:
-    cards = engine._get("/models")["data"]
-    card = next((each for each in cards if engine.model in (None, each["id"])), None)
-    own = None if card is None else card.get("cacheclip")
-    if card is None:
-        raise ConfigurationError(f"the server at {engine.base_url} has no model {engine.model!r}.")
-    if not isinstance(own, Mapping):
-        raise ServerError(f"the server at {engine.base_url} is no cacheclip server, or is still loading its model.")
-    _names[engine.base_url] = card["id"]
-    return ServedModel(card["id"], card["max_model_len"], own["uses_tools"], own["can_constrain"])
+    found = engine._get("/models")
+    with engine._reading(found):
+        card = next((each for each in found["data"] if engine.model in (None, each["id"])), None)
+        if card is None:
+            raise ConfigurationError(f"the server at {engine.base_url} has no model {engine.model!r}.")
+        own = card["cacheclip"]
+        served = ServedModel(
+            str(card["id"]), int(card["max_model_len"]), bool(own["uses_tools"]), bool(own["can_constrain"])
+        )
+    _names[engine.base_url] = served.name
+    return served
 
 
 _clients: dict[int, httpx.Client] = {}

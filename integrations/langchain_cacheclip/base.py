@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_adapters import ServedFields, warn_skipped
@@ -121,18 +124,32 @@ def origin(document: Document) -> tuple[str, str]:
     return document.id or "", str(document.metadata.get("source") or "")
 
 
+logger = logging.getLogger(__name__)
+
 _CHANGING = re.compile(
     "a?(add|append|bulk|clear|delete|drop|ingest|insert|merge|put|remove|replace|reset|update|upsert)(_|$)"
 )
 """Beginnings of names of methods that change documents."""
+_READING = re.compile(
+    "_|a?(as|close|connect|count|create|describe|embed|exists|export|fetch|find|from|get|has|info|is|iter|len|list|"
+    "lookup|max|mget|peek|persist|ping|query|read|save|scroll|search|select|similarity|stats|yield)(_|$)"
+)
+"""Beginnings of names of methods that do not, or that are private."""
 
 
 def unchanging(store: Any, name: str) -> Any:
     """An attribute of a wrapped store. A method that changes documents, by its name, raises ConfigurationError when it
-    is called: the chunk caches would not follow."""
+    is called: the chunk caches would not follow. Of one whose name does not tell, the first call logs what to do."""
     found = getattr(store, name)
-    if not callable(found) or not _CHANGING.match(name):
+    if not callable(found) or _READING.match(name) or not (_CHANGING.match(name) or inspect.ismethod(found)):
         return found
+
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        _warn_of(type(store).__name__, name)
+        return found(*args, **kwargs)
+
+    if not _CHANGING.match(name):
+        return passed
 
     def refused(*_: Any, **__: Any) -> Any:
         raise ConfigurationError(
@@ -142,6 +159,16 @@ def unchanging(store: Any, name: str) -> Any:
         )
 
     return refused
+
+
+@cache
+def _warn_of(kind: str, name: str) -> None:
+    logger.warning(
+        "%s.%s was called, and its name does not tell whether it changes documents. If it does, their chunk caches do "
+        "not follow: then call llm.engine.precompute(texts) and llm.engine.release(sources=ids).",
+        kind,
+        name,
+    )
 
 
 def passed_on(attribute: str, name: str) -> tuple[Any, Any]:

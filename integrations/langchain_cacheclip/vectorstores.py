@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _UPDATES = ("update_document", "update_documents")
 _EMPTYING = ("delete_collection", "reset_collection")
+_DELETING = re.compile("(empty|erase|evict|expire|prune|purge|truncate|vacuum|wipe)(_|$)")
+"""Beginnings of names of methods after which the wrapped store tells what is left."""
 _AT_ONCE = 500
 """Documents that a store is asked for in one call."""
 
@@ -55,13 +59,15 @@ class CacheClipVectorStore(VectorStore):
     def __getattr__(self, name: str) -> Any:
         """Other attributes of the wrapped store, such as ``save_local``, but for methods that change documents. Those
         of Chroma and others that are followed: ``update_document``, ``update_documents``, ``delete_collection``,
-        ``reset_collection``."""
+        ``reset_collection``, and those such as ``truncate`` and ``purge``."""
         if name.startswith("__") or "store" not in self.__dict__:
             raise AttributeError(name)
         if name in _UPDATES:
             return partial(self._update, getattr(self.store, name))
         if name in _EMPTYING:
             return partial(self._empty, getattr(self.store, name))
+        if _DELETING.match(name) and inspect.ismethod(found := getattr(self.store, name)):
+            return partial(self._empty, found, ask=True)
         return unchanging(self.store, name)
 
     @property  # type: ignore[misc]
@@ -129,15 +135,17 @@ class CacheClipVectorStore(VectorStore):
         return plan
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents and release their chunk caches. Without ``ids``, the wrapped store decides what to delete,
-        and nothing is released."""
+        """Delete documents and release their chunk caches. Without ``ids``, or with other arguments, the wrapped store
+        decides what to delete: it is asked what it holds before and afterwards."""
+        held = self._held() if _is_open(ids, kwargs) else []
         done = self.store.delete(ids, **kwargs)
-        self._release(ids)
+        self._release(ids, held)
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
+        held = await asyncio.to_thread(self._held) if _is_open(ids, kwargs) else []
         done = await self.store.adelete(ids, **kwargs)
-        await asyncio.to_thread(self._release, ids)
+        await asyncio.to_thread(self._release, ids, held)
         return done
 
     def _update(
@@ -149,15 +157,16 @@ class CacheClipVectorStore(VectorStore):
         self.llm._settle(named)
         return done
 
-    def _empty(self, empty: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _empty(self, empty: Callable[..., Any], *args: Any, ask: bool = False, **kwargs: Any) -> Any:
+        """``ask``: ask the store what is left, else nothing is."""
         held = self._held()
         done = empty(*args, **kwargs)
-        self._release(held)
+        self._release(*((None, held) if ask else (held, [])))
         return done
 
-    def _held(self) -> list[str]:
-        """Ids of the documents in the wrapped store, of those that have chunk caches."""
-        known, held = self.llm.engine.library.sources(), list[str]()
+    def _held(self, known: list[str] | None = None) -> list[str]:
+        """Ids of the documents in the wrapped store, of ``known`` or of all that have chunk caches."""
+        known, held = self.llm.engine.library.sources() if known is None else known, list[str]()
         try:
             for start in range(0, len(known), _AT_ONCE):
                 found = self.store.get_by_ids(known[start : start + _AT_ONCE])
@@ -175,9 +184,11 @@ class CacheClipVectorStore(VectorStore):
         self.llm._settle(_with_ids(documents, ids))
         return ids
 
-    def _release(self, ids: list[str] | None) -> None:
-        if ids:
-            self.llm.engine.release(sources=ids)
+    def _release(self, ids: list[str] | None, held: list[str]) -> None:
+        """Release these, and those of ``held`` that the wrapped store does not hold any more."""
+        gone = [*(ids or ()), *{*held}.difference(self._held(held))]
+        if gone:
+            self.llm.engine.release(sources=gone)
 
     # -- searches -----------------------------------------------------------------------------------------------
 
@@ -217,6 +228,11 @@ class CacheClipVectorStore(VectorStore):
         made = cls(store if store is not None else InMemoryVectorStore(embedding), llm)
         made.add_texts(texts, metadatas, ids=ids, **kwargs)
         return made
+
+
+def _is_open(ids: list[str] | None, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a deletion may take other documents than ``ids``."""
+    return ids is None or any(kwargs.values())
 
 
 def _documents(texts: list[str], metadatas: list[dict[str, Any]] | None, ids: list[str] | None) -> list[Document]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +38,73 @@ GREEK = (
 )
 
 
+MARKED = (
+    "The **boiler** of the *northern* hall has **four** valves, of which **two** are `closed` in **winter**. The "
+    "*keeper* reads the **pressure** at `six` in the **morning** and writes it into the **red** book. If the "
+    "**needle** stands **above** the *third* mark, the **outer** valve is **opened** by a **quarter** turn. The "
+    "**pump** of the *eastern* wing was **replaced** in `1987`, and its **bearing** needs **grease** every **month**."
+)
+GERMAN = (
+    "Die Öfen der größeren Häuser müssen jährlich überprüft werden. Für die Prüfung ist die zuständige Behörde mit "
+    "geeigneten Geräten ausgerüstet. Übermäßige Rückstände führen zu Störungen, die für die Bewohner gefährlich "
+    "wären. Künftig würden höhere Gebühren fällig. Für ältere Gebäude gelten möglicherweise größere Beträge."
+)
+GREEK = (
+    "Οι λέβητες των μεγάλων κτιρίων πρέπει να ελέγχονται κάθε χρόνο. Η αρμόδια αρχή "
+    "έχει τα κατάλληλα όργανα για την εξέταση, και η πίεση μετράται κάθε πρωί στις έξι. Αν η "
+    "βελόνα περάσει το τρίτο σημάδι, ανοίγεται η εξωτερική βαλβίδα."
+)
+
+
+FRENCH = (
+    "Le château fut bâti près de la rivière par un maître maçon très âgé, déjà célèbre à l'époque où la forêt brûla. "
+    "L'évêque y reçut le général français, qui préféra être logé côté cour. Après l'été, la façade fut réparée."
+)
+
+
+def without_marks(text: str) -> str:
+    return "".join(each for each in unicodedata.normalize("NFD", text) if not unicodedata.combining(each))
+
+
+REWRITTEN: dict[str, tuple[str, str]] = {
+    # name: a stored text, and how the prompt has it
+    "marks removed": (MARKED, re.sub("[*`]", "", MARKED)),
+    "marks added": (re.sub("[*`]", "", MARKED), MARKED),
+    "other marks": (MARKED, MARKED.replace("**", "__").replace("*", "_")),
+    "tags": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"<b class='x'>\1</b>", MARKED)),
+    "a tag for each space": (GREEK, GREEK.replace(" ", "<br/>")),
+    "accents of LaTeX": (
+        FRENCH,
+        FRENCH.translate(
+            str.maketrans({"é": r"\'e", "è": r"\`e", "ê": r"\^e", "û": r"\^u", "â": r"\^a", "ç": r"\c{c}"})
+        ),
+    ),
+    "links": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"[\1](https://x.org/a/\1)", MARKED)),
+    "capitals": (GERMAN, GERMAN.upper()),
+    "umlauts stripped": (GERMAN, without_marks(GERMAN)),
+    "umlauts restored": (without_marks(GERMAN), GERMAN),
+    "two letters for one": (GERMAN, GERMAN.translate(str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss"}))),
+    "question marks": (GERMAN, GERMAN.encode("ascii", "replace").decode()),
+    "lost in decoding": (GERMAN, GERMAN.encode("cp1252").decode("utf-8", "replace")),
+    "decoded wrongly": (GERMAN, GERMAN.encode().decode("latin-1")),
+    "accents of Greek": (GREEK, without_marks(GREEK)),
+}
+
+
 class TestMisses:
+    @pytest.mark.parametrize("name", REWRITTEN)
+    def test_a_rewritten_text_counts_as_missed(self, engine: CacheClipEngine, chunks: list[str], name: str) -> None:
+        text, shown = REWRITTEN[name]
+        others = [
+            each for each in (MARKED, GERMAN, GREEK, FRENCH) if without_marks(each)[:3] != without_marks(text)[:3]
+        ]
+        engine.precompute([text, chunks[0], *others])
+        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
+        assert (stats.hits, stats.misses, stats.missed_tokens) == (1, 1, len(engine.primary.tokenize(text)))
+        engine.release([text])
+        stats = engine.generate(rag([chunks[0], shown]), SHORT).stats
+        assert (stats.hits, stats.misses) == (1, 0), "nothing of the text is left"
+
     def test_no_stored_chunk_is_plain_prefill_and_says_so(self, engine: CacheClipEngine, chunks: list[str]) -> None:
         answer = engine.generate(rag(chunks), SHORT, documents=chunks)
         check_sums(answer)

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pypdf.generic import (
 import cacheclip_rag.ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import EmptyFileError, read_document
-from cacheclip_rag.ingest.text import DocumentText, cleaned
+from cacheclip_rag.ingest.text import DocumentText, cleaned, notes_on_markdown
 from tests.ingest.pdf import pdf
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"
@@ -115,12 +116,14 @@ class TestEncodings:
             ("\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "cp1256"),
             ("\ud55c\uad6d\uc5b4", "cp949"),
             ("\u0e44\u0e17\u0e22", "cp874"),
+            *(("\u039a\u03b1\u03bb\u03b7\u03bc\u03ad\u03c1\u03b1 " * 50, each) for each in ("utf-16-le", "utf-16-be")),
         ],
     )
     def test_no_advice_where_windows_1252_cannot_be(self, tmp_path: Path, said: str, encoding: str) -> None:
         """Whoever follows it would store signs that stand for nothing, without another word."""
-        with pytest.raises(DocumentError, match="Find its encoding") as error:
-            read(tmp_path, "a.txt", said.encode(encoding) + b" text")
+        wide = encoding.startswith("utf-16")
+        with pytest.raises(DocumentError, match="UTF-16 without" if wide else "Find its encoding") as error:
+            read(tmp_path, "a.txt", (said + " text").encode(encoding) if wide else said.encode(encoding) + b" text")
         assert "1252" not in str(error.value)
 
     @pytest.mark.parametrize("text", ["\u200b\u200b", "\u2060 \u00ad\n\x0c", "\ufeff\ufeff \u202e"])
@@ -149,6 +152,7 @@ def letters(count: int, seed: int = 0) -> str:
     return base64.b64encode(random.Random(seed).randbytes(count)).decode()
 
 
+SVG = "<svg xmlns='http://www.w3.org/2000/svg'>" + "<path d='M 1 2 L 3 4'/>\n" * 60 + "</svg>"
 DATA: dict[str, tuple[str, str, str]] = {
     "picture in Markdown": (
         f"![photo](data:image/png;base64,{letters(40_000)})",
@@ -161,6 +165,16 @@ DATA: dict[str, tuple[str, str, str]] = {
     "with a character set": (f"(data:text/css;charset=utf-8;base64,{letters(300)})", "(data:text/css)", "file"),
     "in a notebook": (f'"image/png": "{letters(4000)}"', '"image/png": ""', "file"),
     "in mail": ("\n".join(re.findall(".{1,76}", letters(4000))), "", "file"),
+    "in short lines": ("\n".join(re.findall(".{1,40}", letters(4000))), "", "file"),
+    "quoted": ("> " + "\n> ".join(re.findall(".{1,76}", letters(4000))), "> ", "file"),
+    "uuencoded": (codecs.encode(letters(900).encode(), "uu").decode().rstrip(), "", "file"),
+    "drawing with spaces": (f"![x](data:image/svg+xml;utf8,{SVG})", "![x](data:image/svg+xml)", "picture"),
+    "short drawing": (
+        "<img src='data:image/svg+xml,<svg id=\"a\"> </svg>'>",
+        "<img src='data:image/svg+xml'>",
+        "picture",
+    ),
+    "drawing as it is": (SVG, "", "picture"),
 }
 
 
@@ -179,21 +193,65 @@ class TestDataInText:
             "\n".join(["ACGTTGCAAC" * 7] * 40),
             "\u6e2f\u306e\u706f\u53f0\u306f" * 900,
             "0123456789abcdef" * 4,
+            "\n".join(f"OneNameOfAFunction{'OfMany' * n}WithNumber{n}" for n in range(3, 12)),
+            "\n".join(" ".join(str(1000 + n * k) for k in range(1, 12)) for n in range(90)),
+            "Write <svg width='3'><path d='M1 2'/></svg> for a line.",
+            "begin 644 words\nend",
             "https://example.org/" + "a-long-path/" * 30,
         ],
     )
     def test_nothing_else_is(self, text: str) -> None:
         assert (cleaned(text), cleaned(text).notes) == (text, ())
 
+    @pytest.mark.parametrize("after", ["more", "The valve.", "Valve", "A", ""])
+    def test_words_behind_it_stay(self, after: str) -> None:
+        for count, width in product((3000, 3030, 3029), (40, 60, 76)):
+            text = "\n".join(["text", *re.findall(f".{{1,{width}}}", letters(count)), after])
+            assert cleaned(text).split() == ["text", *after.split()]
+
     def test_long_runs_stay_and_are_noted(self) -> None:
         text = "let=a+1;" * 2000
         assert cleaned(text) == text and "16000 characters" in cleaned(text).notes[0]
 
     @pytest.mark.parametrize(
-        "text", ["data:" * 40_000, "data:," + "a;" * 90_000, "A" * 99 + "\n" + "Ab1" * 60_000, "A" * 999 + " "]
+        "line",
+        [
+            "{place:08x}  {0} {1}  |....|",
+            "{place:06X}: {0}-{1}",
+            "> {place:04x} {0} {1}",
+            "{2}",
+        ],
+    )
+    def test_hexadecimal_lines_stay_and_are_noted(self, line: str) -> None:
+        data = random.Random(1).randbytes(1600)
+        rows = [data[at : at + 16] for at in range(0, 1600, 16)]
+        shown = [line.format(row[:8].hex(" "), row[8:].hex(" "), row.hex(), place=n) for n, row in enumerate(rows)]
+        text = "\n".join(["The valve.", *shown])
+        assert cleaned(text) == text and "100 line(s) of hexadecimal digits" in cleaned(text).notes[0]
+
+    @pytest.mark.parametrize(
+        ("shown", "said"),
+        [
+            *((each, "1 picture(s)") for each in ("![x](a.png)", "![][1]", "<img src=a>", "<svg id='a'></svg>")),
+            *((f"<{each} src=a>", "1 embedded") for each in ("audio", "video", "iframe", "embed", "object", "canvas")),
+            *((each, "") for each in ("`![](a.png)`", "```\n![](a)\n```", "[x](a.png)", "~~~\n<img src=a>\n~~~")),
+        ],
+    )
+    def test_what_markdown_shows(self, tmp_path: Path, shown: str, said: str) -> None:
+        found = read(tmp_path, "a.md", f"The boiler.\n\n{shown}\n\nIts valve.")
+        assert (shown in found, len(found.notes)) == (True, bool(said)) and said in " ".join(found.notes)
+        assert not read(tmp_path, "a.txt", f"The boiler. {shown}").notes, "of a text, readers see the same"
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            *("data:" * 40_000, "data:," + "a;" * 90_000, "A" * 99 + "\n" + "Ab1" * 60_000, "A" * 999 + " "),
+            *("<svg " * 40_000, "<svg " * 40_000 + "</svg>", "begin 644 a\n" * 9_000, "ab " * 60_000, "![" * 90_000),
+            *("<img " * 40_000, "begin 644 a\n" + "M\n" * 60_000, "`" * 90_001, "```\n" * 40_001, "> " * 90_000),
+        ],
     )
     def test_hostile_texts_take_no_time(self, text: str) -> None:
-        cleaned(text * 20)
+        notes_on_markdown(cleaned(text * 20))
 
 
 def with_parts(data: bytes, change: Callable[[PdfWriter], None]) -> bytes:
@@ -466,6 +524,7 @@ class TestHtml:
             "<video src=a controls>no</video>",
             "<audio src=a>no</audio>",
             "<canvas>no</canvas>",
+            "<svg width='9'><path d='M1 2'/></svg>",
             "<object data='a'><embed src='a'>no</object>",
         ],
     )

@@ -194,7 +194,25 @@ class Chromatic(InMemoryVectorStore):
     def delete_collection(self) -> None:
         self.store.clear()
 
-    reset_collection = delete_collection
+    reset_collection = truncate = wipe_documents = delete_collection
+
+    def purge(self, *ids: str) -> None:
+        InMemoryVectorStore.delete(self, [*ids])
+
+    def delete(self, ids: Any = None, delete_all: bool = False, filter: Any = None) -> None:
+        if delete_all:
+            self.delete_collection()
+        else:
+            self.purge(*(ids or ()), *(filter or ()))
+
+    async def adelete(self, ids: Any = None, **kwargs: Any) -> None:
+        self.delete(ids, **kwargs)
+
+    def compact(self) -> int:
+        return len(self.store)
+
+    async def arewind(self) -> int:
+        return len(self.store)
 
     def upsert(self, *_: Any) -> None:
         raise AssertionError("reached")
@@ -224,7 +242,7 @@ class TestOtherMethods:
         assert stored(llm, documents) == [False, False, True, True]
         assert store.get_by_ids(["a"])[0].page_content == documents[3].page_content
 
-    @pytest.mark.parametrize("name", ["delete_collection", "reset_collection"])
+    @pytest.mark.parametrize("name", ["delete_collection", "reset_collection", "truncate", "wipe_documents"])
     def test_emptied(
         self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document], name: str
     ) -> None:
@@ -234,12 +252,50 @@ class TestOtherMethods:
         assert stored(llm, documents) == [False, True, True, False], "another store of the tenant keeps its own"
         assert store.peek() == 0
 
+    @pytest.mark.parametrize("way", ["delete", "adelete"])
+    @pytest.mark.parametrize(
+        ("given", "left"),
+        [
+            ({"delete_all": True}, []),
+            ({"filter": ["a"]}, ["b"]),
+            ({"ids": ["b"], "filter": ["a"]}, []),
+            ({"ids": ["b"], "filter": None}, ["a"]),
+            ({"ids": []}, ["a", "b"]),
+            ({}, ["a", "b"]),
+        ],
+        ids=str,
+    )
+    def test_deleted_by_other_arguments(
+        self,
+        store: CacheClipVectorStore,
+        llm: ChatCacheClip,
+        documents: list[Document],
+        way: str,
+        given: dict[str, Any],
+        left: list[str],
+    ) -> None:
+        asyncio.run(store.adelete(**given)) if way == "adelete" else store.delete(**given)
+        assert stored(llm, documents[:2]) == ["a" in left, "b" in left] and [*store.store.store] == left
+
+    def test_deleted_in_part(self, store: CacheClipVectorStore, llm: ChatCacheClip, documents: list[Document]) -> None:
+        store.purge("a")
+        assert stored(llm, documents[:2]) == [False, True]
+
+    def test_a_name_that_does_not_tell_is_said_once(
+        self, store: CacheClipVectorStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert [store.compact(), store.compact(), asyncio.run(store.arewind()), store.peek(), len(caplog.records)] == [
+            *(2, 2, 2, 2, 2)
+        ]
+        assert "Chromatic.compact" in caplog.text and "engine.release(sources=ids)" in caplog.text
+
+    @pytest.mark.parametrize("way", ["delete_collection", "truncate", "delete"])
     def test_a_store_that_does_not_tell(
-        self, llm: ChatCacheClip, documents: list[Document], caplog: pytest.LogCaptureFixture
+        self, llm: ChatCacheClip, documents: list[Document], caplog: pytest.LogCaptureFixture, way: str
     ) -> None:
         store = CacheClipVectorStore(Silent(DeterministicFakeEmbedding(size=8)), llm)
         store.add_documents(documents[:1], ids=["a"])
-        store.delete_collection()
+        getattr(store, way)(**({"delete_all": True} if way == "delete" else {}))
         assert stored(llm, documents[:1]) == [True] and "release(sources=ids)" in caplog.text
 
     @pytest.mark.parametrize("name", ["upsert", "aupsert", "merge_from", "add_images", "drop_tables"])

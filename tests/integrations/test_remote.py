@@ -18,10 +18,12 @@ from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.messages import AIMessage, HumanMessage, trim_messages
 from llama_index.core.llms import ChatMessage
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import FusionStats, SamplingParams
-from cacheclip_rag.base.errors import ServerError
+from cacheclip_rag.base.errors import ConfigurationError, ServerError
 from cacheclip_rag.serving.replies import server_sent
 
 STATS = {each.name: "full" if each.type == "str" else 3 for each in fields(FusionStats) if each.default is MISSING}
@@ -54,6 +56,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.size = 1000
+        own = {"uses_tools": False, "can_constrain": False}
+        self.cards = json.dumps({"data": [{"id": "m", "max_model_len": 4096, "cacheclip": own}]}).encode()
         self.say("Twelve metres.")
 
     @property
@@ -79,12 +83,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        own = {"uses_tools": False, "can_constrain": False}
-        body = json.dumps({"data": [{"id": "m", "max_model_len": 4096, "cacheclip": own}]}).encode()
         self.send_response(200)
-        self.send_header("content-length", str(len(body)))
+        self.send_header("content-length", str(len(self.server.cards)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(self.server.cards)
 
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -197,10 +199,70 @@ def test_characters_that_end_lines(server: Server, size: int, ends: bytes) -> No
     assert answer is not None and (answer.text, answer.reasoning) == (said, said)
 
 
-def test_what_is_no_json_is_an_error_of_the_server(server: Server) -> None:
-    server.says = b"data: <html>\n\n"
-    with pytest.raises(ServerError, match="no JSON object: b'<html>'"):
-        list(RemoteEngine(server.url).stream("Hello"))
+def fails_with_ours(call: Any, kind: type[Exception]) -> None:
+    """With no ValueError or TypeError: LlamaIndex's Refine would go on without the context."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert not isinstance(caught.value, (ValueError, TypeError))
+
+
+def refine(llm: CacheClipLLM) -> Any:
+    nodes = [NodeWithScore(node=TextNode(text="The harbour has 17 berths."), score=1.0)]
+    return get_response_synthesizer(llm=llm, response_mode="compact").synthesize("How many?", nodes)
+
+
+CARDS = [
+    *(b"<html>login</html>", b"\xff\xfe", b"", b"[]", b"5", b"{}", b'{"data": 5}', b'{"data": [null]}'),
+    *(b'{"data": [{"a": 1}]}', b'{"data": [{"id": "m"}]}', b'{"data": [{"id": "m", "cacheclip": {}}]}'),
+    b'{"data": [{"id": "m", "max_model_len": null, "cacheclip": {"uses_tools": 1, "can_constrain": 1}}]}',
+    b"[" * 100_000,
+]
+CHUNKS = [
+    *("<html>", "[]", '{"choices": 5}', '{"choices": [null]}', '{"choices": [{"delta": "x"}]}', '{"error": "boom"}'),
+    *('{"choices": [{"delta": {"content": 5}}]}', '{"choices": [{"delta": {"tool_calls": [null]}}]}'),
+    '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": {"a": 1}}}]}}]}',
+    *('{"choices": [], "usage": "x", "cacheclip": 5}', '{"choices": [], "cacheclip": {"method": 1}}', '{"model": {}}'),
+    *(json.dumps({"usage": {"completion_tokens": n}, "cacheclip": STATS}) for n in ("x", float("inf"))),
+]
+SETTINGS: list[dict[str, Any]] = [
+    *({"api_key": key} for key in ("schlüssel", "ключ", "a\nb", "key\n", "\ud800")),
+    *({"timeout": seconds} for seconds in (-5, 0, float("nan"), float("inf"), 1e300)),
+    *(
+        {"base_url": url}
+        for url in ("http://xn--/v1", f"http://{'a' * 300}/v1", "http://[::1", "http://", "http://a b")
+    ),
+]
+
+
+class TestErrors:
+    """Whatever a server sends and whatever the settings are, an error is one of ours."""
+
+    @pytest.mark.parametrize("cards", CARDS, ids=lambda sent: str(sent[:60]))
+    def test_what_the_server_says_of_itself(self, server: Server, cards: bytes) -> None:
+        server.cards = cards
+        llm = CacheClipLLM(base_url=server.url)
+        fails_with_ours(lambda: llm.metadata, ServerError)
+        fails_with_ours(lambda: refine(llm), ServerError)
+        assert "max_input_tokens" not in (ChatCacheClip(base_url=server.url).profile or {})  # known by a first answer
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_what_it_streams(self, server: Server, chunk: str) -> None:
+        server.says = f"data: {chunk}\n\n".encode()
+        fails_with_ours(lambda: [*RemoteEngine(server.url).stream("Hello")], ServerError)
+        fails_with_ours(lambda: refine(CacheClipLLM(base_url=server.url)), ServerError)
+
+    @pytest.mark.parametrize("given", SETTINGS, ids=lambda given: ascii(given)[:40])
+    def test_settings(self, server: Server, given: dict[str, Any]) -> None:
+        given = {"base_url": server.url, **given}
+        kind = ServerError if given["base_url"] != server.url else ConfigurationError
+        fails_with_ours(lambda: refine(CacheClipLLM(**given)), kind)
+        fails_with_ours(lambda: ChatCacheClip(**given).invoke("How many?"), kind)
+
+    @pytest.mark.parametrize("given", ["a\ud800b", {"x": {1}}, {"x": b"y"}, {"x": float("nan")}], ids=ascii)
+    def test_what_is_no_json(self, server: Server, given: Any) -> None:
+        options = {} if isinstance(given, str) else {"chat_template_kwargs": given}
+        prompt = given if isinstance(given, str) else "Hello"
+        fails_with_ours(lambda: [*RemoteEngine(server.url).stream(prompt, **options)], ConfigurationError)
 
 
 class TestReasoning:

@@ -258,5 +258,5 @@ def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cacheclip_adapters.remote._client", lambda: client)
         with pytest.raises(ServerError, match="another server"):
             TextModel(base_url="http://other/v1").invoke("What?")
-        with pytest.raises(ServerError, match="no cacheclip server"):
+        with pytest.raises(ServerError, match="what a cacheclip server does not send"):
             _ = CacheClipLLM(base_url="http://other/v1").metadata

@@ -45,6 +45,12 @@ FORMS: dict[str, Callable[[str], str]] = {
     "JSON in JSON": lambda text: json.dumps(json.dumps(text))[3:-3],
     "decomposed, then JSON": lambda text: json.dumps(unicodedata.normalize("NFD", text))[1:-1],
     "Python's ascii": lambda text: ascii(text)[1:-1],
+    "escapes with braces": lambda text: "".join(c if c.isascii() else f"\\u{{{ord(c):x}}}" for c in text),
+    "escapes of Perl": lambda text: "".join(c if c.isascii() else f"\\x{{{ord(c):04X}}}" for c in text),
+    "typographic signs": lambda text: text.translate(str.maketrans("\"'-", "\u201c\u2019\u2013")).replace(
+        "...", "\u2026"
+    ),
+    "typed signs": lambda text: text.translate(str.maketrans("\u2019\u2018\u201c\u201e\u2014", "''\"\"-")),
     "HTML": html.escape,
     "HTML twice": lambda text: html.escape(html.escape(text)),
     "XML with decimal references": lambda text: html.escape(text).encode("ascii", "xmlcharrefreplace").decode(),
@@ -122,7 +128,17 @@ NOTHING = [
     "&" * 90,
     "&amp;" * 40,
 ]
-NOTHING += ["\\u12", "\\ud83d", "\\ud83d\\u0041", "\\U00110000", "\\" * 90]
+NOTHING += [
+    "\\u{}",
+    "\\x{110000}",
+    "\\u{d83d}",
+    "\\u{" * 90,
+    "\\u12",
+    "\\ud83d",
+    "\\ud83d\\u0041",
+    "\\U00110000",
+    "\\" * 90,
+]
 
 
 @pytest.mark.parametrize("text", NOTHING)
