@@ -39,7 +39,7 @@ class EngineConfig:
     """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
     primary: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model that answers: hub id, local folder (a string or a ``Path``), or ``packaged:NAME``."""
+    """Model that answers: hub id, local folder (a string or a ``Path``), GGUF file, or ``packaged:NAME``."""
     auxiliary: str | None = "HuggingFaceTB/SmolLM2-135M-Instruct"
     """Small model that scores tokens; None for methods that need none."""
     store: str | PathLike[str] | None = None

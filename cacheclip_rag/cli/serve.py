@@ -35,7 +35,9 @@ class Door:
 def serve(
     context: typer.Context,
     settings: CommandSettings,
-    backend: Annotated[str, typer.Option(help="What runs the primary: transformers or vllm.")] = "transformers",
+    backend: Annotated[
+        str, typer.Option(help="What runs the primary: transformers (llama.cpp for a GGUF file) or vllm.")
+    ] = "transformers",
     host: Annotated[str, typer.Option(help="Address to listen at; other than local ones need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     hot: Annotated[

@@ -95,7 +95,7 @@ def _header(path: Path) -> list[dict[str, Any]]:
 
 def free_bytes(device: str) -> int | None:
     kind = device.partition(":")[0]
-    if kind == "cuda":
+    if kind == "cuda" and torch.cuda.is_available():  # llama.cpp may know a GPU that torch does not
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     if kind != "cpu":
         return None

@@ -60,7 +60,7 @@ class EngineFields(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     primary: Annotated[str, BeforeValidator(path_as_text)] = _ENGINE.primary
-    """Model that answers: hub id, local folder, or ``packaged:NAME``. Also ``model`` or ``model_name``."""
+    """Model that answers: hub id, local folder, GGUF file, or ``packaged:NAME``. Also ``model`` or ``model_name``."""
     auxiliary: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.auxiliary
     """Small model that scores tokens; None for methods that need none. Also ``auxiliary_model_name``."""
     store: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.store  # type: ignore[assignment]
