@@ -163,6 +163,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def served_name(primary: str) -> str:
-    """The name under which a model is served if none is given: its own, or the last part of its folder's path."""
-    folder = Path(primary).expanduser()
-    return folder.resolve().name if folder.is_dir() else primary
+    """The name under which a model is served if none is given: its own, or the last part of its path."""
+    path = Path(primary).expanduser()
+    return path.resolve().name if path.exists() else primary

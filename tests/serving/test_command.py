@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.serving.server import served_name
 from cacheclip_rag.serving.transformers import TransformersBackend
 
 
@@ -87,3 +88,9 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store")])
     assert isinstance(done.exception, MissingExtraError) and "[serve]" in str(done.exception)
     assert isinstance(done.exception, CacheClipError)
+
+
+def test_no_path_of_the_server_is_a_models_name(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    names = [tiny_models["llama"], str(tmp_path / "model.gguf"), "Qwen/Qwen2.5-0.5B-Instruct", "packaged:smollm2-135m"]
+    assert [served_name(each) for each in names] == ["llama", "model.gguf", *names[2:]]
