@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from store_attack import ray_cluster, s3_server, store_command, text_of
+from store_attack import ray_cluster, storage, store_command, text_of
 
 from cacheclip_rag.ingest import LibrarySettings, shared
 from cacheclip_rag.testing import build_model, tiny_spec
@@ -83,7 +83,7 @@ def main() -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     counts, rng = [int(each) for each in args.workers.split(",")], random.Random(1)
     found: dict[int, list[dict[str, float]]] = {count: [] for count in counts}
-    with tempfile.TemporaryDirectory() as root, s3_server(Path(root) / "home"), ray_cluster("ray"):
+    with tempfile.TemporaryDirectory() as root, storage(Path(root) / "home"), ray_cluster("ray"):
         primary = str(build_model(Path(root) / "model", tiny_spec("llama", **SIZES)))
         settings = LibrarySettings(primary=primary, auxiliary=None, dtype="float32")
         folder = Path(root) / "documents"

@@ -68,7 +68,7 @@ from cacheclip_rag.store import (
     verify,
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
-from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, tiny_spec
+from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, s3_server, tiny_spec
 from cacheclip_rag.timing import processor_name
 
 SHAPE = (24, 2, 2, 512, 64)
@@ -1573,15 +1573,6 @@ def _last_lines() -> str:
 
 # -- a store that machines share --------------------------------------------------------------------------------------
 
-_SERVER = """
-import logging, sys
-from moto.server import ThreadedMotoServer
-logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(*server.get_host_and_port(), sep=":", flush=True)
-sys.stdin.read()
-"""
 COMMIT_S = 0.2
 """Between two commits of a job, so that some kills hit one."""
 PAUSE_S = 10.5
@@ -1589,12 +1580,9 @@ PAUSE_S = 10.5
 
 
 @contextlib.contextmanager
-def s3_server(home: Path) -> Iterator[subprocess.Popen[str]]:
+def storage(home: Path) -> Iterator[subprocess.Popen[str]]:
     """An S3 server, which this process and those that it starts use, each machine with a home of its own."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
-        address = f"http://{server.stdout.readline().strip()}"
+    with s3_server() as (address, server):
         values = {
             "AWS_ALLOW_HTTP": "true",
             "AWS_ENDPOINT_URL": address,
@@ -1603,11 +1591,7 @@ def s3_server(home: Path) -> Iterator[subprocess.Popen[str]]:
         }
         os.environ.update({**values, "AWS_REGION": "us-east-1", "CACHECLIP_HOME": str(home)})
         urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
-        try:
-            yield server
-        finally:
-            server.send_signal(signal.SIGCONT)
-            server.kill()
+        yield server
 
 
 def store_command(*arguments: str) -> dict[str, Any]:
@@ -1765,7 +1749,7 @@ def attack_shared(args: argparse.Namespace, folder: Path) -> Result:
     storage is slow, silent or gone, no answer is wrong, and none takes a second more."""
     result = Result(inspect.getdoc(attack_shared) or "")
     rng = random.Random(args.seed)
-    with s3_server(folder / "home") as server:
+    with storage(folder / "home") as server:
         _kill_jobs(args, folder, rng, result)
         if args.seconds and not result.broken:
             _ask_without_storage(args, folder, server, rng, result)

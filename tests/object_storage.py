@@ -1,5 +1,4 @@
-"""An S3 server and a Valkey server, for the tests of shared stores. Processes of their own: vLLM looks at every module
-of its process, and some of the S3 server's may not be looked at."""
+"""An S3 server and a Valkey server, for the tests of shared stores."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,16 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheclip_rag.testing import s3_server
+
 _NEEDED = ("obstore", "deltalake", "pyarrow", "moto")
-_SERVER = """
-import logging, sys
-from moto.server import ThreadedMotoServer
-logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(*server.get_host_and_port(), sep=":", flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +25,8 @@ def s3_address() -> Iterator[str]:
     for name in _NEEDED:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[shared]' --group test")
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdin is not None and server.stdout is not None
-        yield f"http://{server.stdout.readline().strip()}"
-        server.stdin.close()  # it ends
+    with s3_server() as (address, _):
+        yield address
 
 
 def set_environment(patch: pytest.MonkeyPatch, address: str, home: Path) -> None:

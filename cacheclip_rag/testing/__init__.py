@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .backends import BackendConformance
     from .fake import FakeRuntime
     from .methods import MethodConformance
+    from .object_storage import s3_server
     from .runtimes import RuntimeConformance
     from .throttled import ThrottledBackend
     from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, make_tokenizer, tiny_spec
@@ -30,6 +31,7 @@ __all__ = [
     "build_auxiliary",
     "build_model",
     "make_tokenizer",
+    "s3_server",
     "tiny_spec",
 ]
 
@@ -48,6 +50,7 @@ __getattr__ = late_names(
         "build_auxiliary": "tiny",
         "build_model": "tiny",
         "make_tokenizer": "tiny",
+        "s3_server": "object_storage",
         "tiny_spec": "tiny",
     },
 )
