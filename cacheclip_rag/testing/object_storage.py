@@ -4,9 +4,10 @@ process, and some of moto's may not be looked at."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ..base.python import python_command, python_environment
 
 _SERVER = """
 import logging, sys
@@ -23,7 +24,8 @@ sys.stdin.read()
 def s3_server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Address and process of a server without buckets. It takes any key. Needs ``moto[server]``."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=pipe, stdout=pipe, text=True) as server:
+    command, environment = python_command("-c", _SERVER), python_environment()
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
         assert server.stdout is not None
         try:
             yield f"http://{server.stdout.readline().strip()}", server

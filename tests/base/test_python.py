@@ -16,7 +16,7 @@ from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.vllm.options import absolute_paths
 
 REPOSITORY = Path(__file__).parents[2]
-STARTS = {"models/packaged/pull.py", "vllm/launch.py"}
+STARTS = {"models/packaged/pull.py", "testing/object_storage.py", "vllm/launch.py"}
 """Files that start a process, with :mod:`cacheclip_rag.base.python`."""
 MARK = "import pathlib, os; pathlib.Path({mark!r}).write_text(__file__)\n"
 
