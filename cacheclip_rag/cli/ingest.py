@@ -95,9 +95,7 @@ def ingest(
     limit = made.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     embedder = Embedder(chosen.embedding, config.device)
     if dry_run:
-        found = plan_ingestion(
-            paths, library=library, engine=made, settings=chosen, embedder=embedder, max_bytes=limit
-        )
+        found = plan_ingestion(paths, library=library, engine=made, settings=chosen, embedder=embedder, max_bytes=limit)
         _print_plan(found, as_json)
         if strict and (found.failed or found.notes):
             raise typer.Exit(1)

@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
+from cacheclip_rag.base.errors import (
+    ConfigurationError,
+    DocumentError,
+    DownloadError,
+    StoreError,
+    UnknownModelError,
+)
 from cacheclip_rag.ingest import job
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
@@ -25,6 +31,7 @@ from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.plan import IngestPlan
 from cacheclip_rag.ingest.splitting import Splitter
+from cacheclip_rag.models import load
 
 
 class LetterEmbedder(Embedder):
@@ -255,7 +262,12 @@ def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_computed(
     computed: list[Any] = []
     runtime = type(workshop.engine.primary)
     monkeypatch.setattr(runtime, "encode_many", lambda *given: computed.append(given))
-    nowhere = str(workshop.corpus / "nowhere")
+    nowhere = "nobody/nowhere"
+
+    def without_network(name: str) -> Path:
+        raise DownloadError(f"{name} cannot be fetched")
+
+    monkeypatch.setattr(load, "_from_hub", without_network)
     embedder = Embedder(nowhere) if lacks == "embedding" else LetterEmbedder("letters")
     engine = CacheClipEngine(
         primary=workshop.settings.primary,
@@ -264,7 +276,7 @@ def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_computed(
     )
     run: Any = plan_ingestion if dry else ingest
     common = {"library": workshop.library, "engine": engine, "settings": workshop.settings}
-    with pytest.raises(UnknownModelError, match="nowhere"):
+    with pytest.raises(DownloadError, match=nowhere):
         run([workshop.corpus], embedder=embedder, **common)
     assert not computed
 
