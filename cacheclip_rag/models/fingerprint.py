@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import struct
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -35,7 +36,12 @@ FileState = tuple[str, int, int, int, int]
 
 def file_states(folder: Path) -> list[FileState]:
     """Path, inode, size, time of change and of modification (ns) of the files behind the fingerprint."""
-    stats = ((file, file.stat()) for file in (folder / "config.json", *_weight_files(folder)))
+    return states_of((folder / "config.json", *_weight_files(folder)))
+
+
+def states_of(files: Iterable[Path]) -> list[FileState]:
+    """The same of some files."""
+    stats = ((file, file.stat()) for file in files)
     return [(os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats]
 
 
@@ -65,9 +71,14 @@ def gguf_parts(file: Path) -> list[Path]:
     return [file, *(other for name in names if (other := file.with_name(name)) != file and other.is_file())]
 
 
-def gguf_digest(file: Path) -> str:
+def is_part(file: Path) -> bool:
+    """Whether a GGUF file has the name of a part of a model."""
+    return _PART.search(file.name) is not None
+
+
+def gguf_digest(parts: Sequence[Path]) -> str:
     """SHA-256 of a GGUF file; of one that is split, of the digests of its parts."""
-    digests = [file_digest(part) for part in gguf_parts(file)]
+    digests = [file_digest(part) for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.tiny_gguf import write_gguf
@@ -66,6 +67,28 @@ def test_a_context_of_no_positions_is_refused(files: dict[str, Path], tmp_path: 
     file = write_gguf(tmp_path, "qwen2", files["qwen2"].parent / "model", context=context)
     with pytest.raises(UnsupportedModelError, match=r"trained for -?\d+ positions"):
         engine_of(file).generate(PROMPT)
+
+
+def test_a_file_that_changes_while_it_is_loaded(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, digest = tmp_path / "model.gguf", load.gguf_digest
+    file.write_bytes(files["qwen2"].read_bytes())
+
+    def exchanged(parts: list[Path]) -> str:
+        found = digest(parts)
+        (tmp_path / "other").write_bytes(files["llama"].read_bytes())
+        (tmp_path / "other").replace(file)
+        return found
+
+    monkeypatch.setattr(load, "gguf_digest", exchanged)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        engine_of(file).generate(PROMPT)
+
+
+def test_a_link_is_the_model_it_leads_to(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(files["qwen2"])
+    assert engine_of(tmp_path / "link.gguf").primary is engine_of(files["qwen2"]).primary
 
 
 class TestSplit:
