@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnsupportedModelError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import load
@@ -259,6 +259,21 @@ class TestContext:
         for _ in range(100):
             runtime.prefill(ids, len(ids))
         assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
+
+    def test_a_context_that_memory_has_no_room_for_is_refused(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And what goes on goes on."""
+        runtime = make().primary
+        ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
+        state, _ = runtime.prefill(ids, len(ids))
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "_free_bytes", lambda: 3000 * context.bytes_per_token)
+            runtime.prefill(ids, 2000)
+            with pytest.raises(ModelError, match=r"context of 6144 tokens.*GiB are free.*fewer at a time"):
+                runtime.prefill(ids, 5000)
+            runtime.decode_step(state, 5)
+        runtime.prefill(ids, 5000)
 
     def test_it_takes_as_many_threads_as_torch(self, make: MakeEngine) -> None:
         runtime, before = make().primary, torch.get_num_threads()
