@@ -10,6 +10,7 @@ import shutil
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import pytest
 import torch
@@ -79,6 +80,7 @@ REWRITTEN: dict[str, tuple[str, str]] = {
             str.maketrans({"é": r"\'e", "è": r"\`e", "ê": r"\^e", "û": r"\^u", "â": r"\^a", "ç": r"\c{c}"})
         ),
     ),
+    "a form of a URL": (FRENCH, quote_plus(FRENCH)),
     "links": (re.sub("[*`]", "", MARKED), re.sub(r"\*\*(.*?)\*\*", r"[\1](https://x.org/a/\1)", MARKED)),
     "capitals": (GERMAN, GERMAN.upper()),
     "umlauts stripped": (GERMAN, without_marks(GERMAN)),
