@@ -60,7 +60,7 @@ class TestLook:
         long = replace(sample, question=tail)
         seen = look(caches, long)
         kv = [runtime.encode(caches.tokenize(chunk).ids, caches.prefix_kv) for chunk in sample.chunks]
-        heads = HeadSet.of_last_layer("x", runtime.num_layers, seen.scores.shape[1])
+        heads = HeadSet("x", tuple((1, head) for head in range(4)), torch.full((4,), 0.25))
         engines = score_chunks(runtime, caches.prefix_kv, kv, ids[-MAX_QUESTION_TOKENS:], heads=heads)
         torch.testing.assert_close(torch.cat(engines), seen.scores[-1].mean(0), atol=1e-6, rtol=1e-4)
 
