@@ -27,8 +27,12 @@ from .chunks.texts import ChunkTexts
 from .config import EngineConfig
 from .fusion.answer import Answer, Event
 from .guards.base import Observer
+from .guards.certificate import CertificateGuard
 from .guards.metrics import Metrics
-from .guards.standard import standard_observers
+from .guards.misses import MissWarning
+from .guards.promise import PromiseWatch
+from .guards.shadow import ShadowChecker
+from .guards.tracing import Tracing, is_traced
 from .methods.base import Method
 from .plan.plan import Plan
 from .prompt.messages import Documents, Prompt, check_template_kwargs
@@ -84,7 +88,14 @@ class CacheClipEngine:
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics(self.parts.tier_stats)
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
-        self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
+        watch = PromiseWatch(self.metrics)
+        self.observers: list[Observer] = [
+            CertificateGuard(self.config, watch),
+            MissWarning(),
+            self.metrics,
+            *([Tracing(self.config.primary)] if is_traced() else []),
+            ShadowChecker(lambda: self.primary, self.metrics, watch, rate=self.config.shadow_rate),
+        ]
         """Observers of every plan and every answer. Append your own."""
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
