@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in (ROOT / "docs/pages").rglob("*.md")}
 WRITTEN = {"README.md": README, **PAGES}
 VARIANTS = ROOT / "benchmarks/variants.toml"
-COMMAND = re.compile(r"(?<![\w./])cacheclip ((?:models |store )?[a-z][a-z-]*)((?: (?:\\\n)?[^\s`|#]+)*)")
+COMMAND = re.compile(r"(?<![\w./])cacheclip ((?:models |store )?[a-z][a-z-]*)((?: (?:\\\n *)?[^\s`|#]+)*)")
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +180,13 @@ class TestPages:
         for name, text in WRITTEN.items():
             for command, arguments in COMMAND.findall(text):
                 yield name, command, arguments
+
+    @pytest.mark.parametrize("page", PAGES)
+    def test_code_fits_its_box(self, page: str) -> None:
+        """80 characters: a longer line has a scroll bar."""
+        code = re.findall(r"^( *)```\w+.*?\n(.*?)^ *```", PAGES[page], re.DOTALL | re.MULTILINE)
+        lines = [line.removeprefix(indent) for indent, text in code for line in text.splitlines()]
+        assert [line for line in lines if len(line) > 80] == []
 
     def test_commands_and_options_exist(self) -> None:
         from cacheclip_rag.cli import app
