@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,28 @@ class TestMachines:
         assert shared(other).poll() == (0, 0) and other.library.sources() == []
         table.commit(rows_of("default", []), Removal(names={"x"}))
         assert hits(machine()) == len(CHUNKS)
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_committers_at_the_same_time_add_a_text_once(
+        self, store_url: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each has read the table before the other one commits."""
+        tables = [TextTable(SharedPlace(store_url), "default") for _ in range(3)]
+        rows = rows_of("default", [SharedText(text, "a", "a") for text in CHUNKS])
+        assert not is_there or tables[0].commit(rows_of("default", [SharedText("Another text.")])) == 1
+        both, indexed, waited = threading.Barrier(3), TextTable._indexed, set[int]()
+
+        def together(self: TextTable) -> Any:
+            found = indexed(self)
+            if id(self) not in waited:
+                waited.add(id(self))
+                both.wait(60)
+            return found
+
+        monkeypatch.setattr(TextTable, "_indexed", together)
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(lambda table: table.commit(rows), tables)) == len(CHUNKS)
+        assert sorted(tables[0].rows(["text"])["text"].to_pylist()) == sorted([*CHUNKS, *is_there * ["Another text."]])
 
     def test_tenants_have_folders_of_their_own(self, machine: Machine, store_url: str) -> None:
         one, other = machine(namespace="one"), machine(namespace="other")
