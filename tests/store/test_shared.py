@@ -153,6 +153,8 @@ class TestMachines:
         one.precompute(CHUNKS)
         shared(other).poll()
         shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        assert hits(other) == len(CHUNKS) - 1 and not other.is_stored(CHUNKS[1]), "stored at the second use"
+        other.prefixes.clear()
         answer = other.stream(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
         next(answer)
         if released == "before the commit":
@@ -439,10 +441,11 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     assert relay.connections == asked
 
 
-def test_a_long_upload_is_no_outage(relay: Relay, store_url: str) -> None:
+@pytest.mark.parametrize("num_bytes", [1000, 6_000_000])
+def test_a_long_upload_is_no_outage(relay: Relay, store_url: str, num_bytes: int) -> None:
     """It may take longer than the wait for an answer."""
-    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(6_000_000)
-    relay.upload_s = 0.25
+    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(num_bytes)
+    relay.upload_s = 1.5e6 / (num_bytes + 1000)
     backend.put("0" * 64, data)
     relay.upload_s = 0.0
     assert backend.get_many(["0" * 64]) == {"0" * 64: data} and not backend.breaker.is_open
