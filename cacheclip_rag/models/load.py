@@ -51,6 +51,8 @@ _NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
 """Numbers of a config, with the least and the most that models have."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
+_OF_GGUF = "The setting device chooses another device; dtype and codec are for the auxiliary model alone."
+
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Device maps: accelerate spreads the layers over all devices."""
 
@@ -232,13 +234,22 @@ def concrete(config: EngineConfig) -> EngineConfig:
     """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
     checkpoint. A model that is not on this machine is fetched if its dtype matters. Raises the errors of
     :func:`resolve`, and ModelError for a damaged checkpoint."""
-    if "auto" not in (config.device, config.dtype):
+    is_file = is_gguf(config.primary)
+    if "auto" not in (config.device, config.dtype) and not is_file:
         return config
-    device = choose_device(config.device)
+    device, auxiliary_device = choose_device(config.device), config.auxiliary_device
     dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
-    form = "llama.cpp" if is_gguf(config.primary) else dtype
-    _say_once(f"{config.primary} runs on {device} in {form}. To choose others: device and dtype.")
-    return replace(config, device=device, dtype=dtype)
+    if is_file:
+        if config.device == "auto" and device != "cpu" and not _llama_has_gpu():
+            device, auxiliary_device = "cpu", auxiliary_device or device
+        elif device != "cpu":
+            _check_llama_device(device)
+            auxiliary_device = auxiliary_device or (device if _has_device(device) else "cpu")
+        own = "its weights have the types of the file, its KV is float16"
+        _say_once(f"{config.primary} runs in llama.cpp on {device}: {own}. {_OF_GGUF}")
+    else:
+        _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
+    return replace(config, device=device, auxiliary_device=auxiliary_device, dtype=dtype)
 
 
 def choose_device(device: str) -> str:
@@ -309,12 +320,11 @@ def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:
 def _load_gguf(name: str, device: str) -> Runtime:
     """A GGUF file in llama.cpp. Its KV has a type of its own, whatever the dtype."""
     from ..fusion.in_order import fuse_in_order
-    from ..runtime.llamacpp.library import library
     from ..runtime.llamacpp.model import LlamaRuntime
     from ..runtime.llamacpp.weights import GgufWeights
     from .memory import check_room
 
-    library()  # before a long download
+    _check_llama_device(device)  # before a long download
     file = resolve(name)
     key = (str(file), "gguf", device)
     with _registry_lock:
@@ -325,6 +335,38 @@ def _load_gguf(name: str, device: str) -> Runtime:
                 GgufWeights(file, name, device=device), digest=digest, name=name, fuse=fuse_in_order
             )
         return _registry[key]
+
+
+def _llama_has_gpu() -> bool:
+    from ..runtime.llamacpp.library import library
+
+    return bool(library().llama_supports_gpu_offload())
+
+
+def _has_device(device: str) -> bool:
+    """Whether this torch can put a model there."""
+    try:
+        check_device(device)
+    except (ConfigurationError, MissingExtraError):
+        return False
+    return True
+
+
+def _check_llama_device(device: str) -> None:
+    """Raise ConfigurationError unless llama.cpp can put a model there."""
+    import torch
+
+    has_gpu = _llama_has_gpu()  # also finds out whether the library is there
+    try:
+        is_device = device in DEVICE_MAPS or bool(torch.device(device))
+    except RuntimeError:
+        is_device = False
+    if device != "cpu" and not (is_device and has_gpu):
+        why = "the llama-cpp-python here was built without a GPU" if is_device else "it is no name of a device"
+        raise ConfigurationError(
+            f"device must be one that llama.cpp can use for a GGUF file, got {device!r}: {why}. Use 'cpu' (and "
+            "auxiliary_device for the auxiliary model), or build llama-cpp-python for your GPU."
+        )
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:

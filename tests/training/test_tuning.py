@@ -51,14 +51,14 @@ class TestTargets:
     def test_short_samples_are_asked_about_too(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
         chunks = ("The lamp of the harbour is red.", "It was lit.")
-        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),), ("lamp",))
+        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),))
         found = attended_and_stale(engine, sample)
         assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
         assert not engine.is_stored(chunks[0])
 
     def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
-        for sample in synthetic_samples("train", 2, chunk_words=25):
+        for sample in synthetic_samples(2, chunk_words=25):
             target = attended_and_stale(engine, sample)
             assert target is not None and float(target.sum()) == pytest.approx(1.0, abs=1e-5)
             assert len(target) == sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks)

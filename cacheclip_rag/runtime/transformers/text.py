@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_panic
-from ..base import Runtime, TokenizedText, mark_reasoning, markers_among
+from ..base import Runtime, TokenizedText, ends_of_reasoning, mark_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
@@ -166,6 +166,7 @@ class TextModel(ChatText):
         """Tokenizer of text that users and documents wrote."""
         self.control_ids = sorted(control)
         self.marks_reasoning: bool = mark_reasoning(self._call_markers)
+        self.reasoning_ends = ends_of_reasoning(getattr(tokenizer, "chat_template", None), self._call_markers)
 
     @property
     def model(self) -> Any:
