@@ -157,7 +157,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 def attack_read(args: argparse.Namespace, folder: Path) -> Result:
     """A checked read of a chunk from warm disk takes at most 1.5 times a plain read of its bytes; or, where that is
-    more, at most 0.3 ms more than the plain read and the checksums of its layers: the catalog is asked, folders are opened
+    more, at most 0.3 ms more than the read and the checksums of its layers: the catalog is asked, folders are opened
     and a header is parsed, whatever the size. int8 takes at most 0.53 of the bytes of bfloat16, and at most 1.5 times
     its time to the assembled cache."""
     result = Result(inspect.getdoc(attack_read) or "")
