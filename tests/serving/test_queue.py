@@ -91,13 +91,12 @@ class TestQueue:
         monkeypatch.setattr(Answering, "plan", lambda *args: slow(*args))
         monkeypatch.setattr(runtime, "decode_step", clock.slowly(runtime.decode_step, 0.5))
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
-        with ThreadPoolExecutor(2) as pool:
-            with prompts_of(narrow).prompt():
-                first = pool.submit(narrow.chat, n=2)
-                until(lambda: queue.running == 1 and len(prompts_of(narrow)._prompts) == 2)
-                second = pool.submit(narrow.chat, "How?", stream=stream)
-                until(lambda: queue.waiting == 1)
-                clock.sleep(32.0)
+        with ThreadPoolExecutor(2) as pool, prompts_of(narrow).prompt():
+            first = pool.submit(narrow.chat, n=2)
+            until(lambda: queue.running == 1 and len(prompts_of(narrow)._prompts) == 2)
+            second = pool.submit(narrow.chat, "How?", stream=stream)
+            until(lambda: queue.waiting == 1)
+            clock.sleep(32.0)
         times = ("queued_s", "ttft_s", "decode_s")
         own = [[choice["cacheclip"][each] for each in times] for choice in first.result().json()["choices"]]
         answer_s = 2.0 + 3 * 0.5
