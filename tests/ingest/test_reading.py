@@ -537,7 +537,10 @@ class TestHtml:
     @pytest.mark.parametrize(
         ("page", "said"),
         [
-            *[(f"<{tag}>a</{tag}><{tag}>b</{tag}>c", "a\n\nb\n\nc") for tag in sorted(_Page._BLOCKS - {"hr", "dialog"})],
+            *[
+                (f"<{tag}>a</{tag}><{tag}>b</{tag}>c", "a\n\nb\n\nc")
+                for tag in sorted(_Page._BLOCKS - {"hr", "dialog"})
+            ],
             ("a<hr>b", "a\n\nb"),
             ("<dialog open>a</dialog>b<dialog>c</dialog>", "a\n\nb"),
             *[(f"<{tag}>a</{tag}><{tag}>b</{tag}>c", "a b c") for tag in ("button", "textarea")],
