@@ -85,8 +85,8 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
 class Encode:
     """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
-    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the first answer that uses one
-    stores its KV."""
+    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the second answer of a server that
+    uses one stores its KV."""
 
     def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
         check_choice("kv", kv, KV_OF_TEXTS)
@@ -188,7 +188,7 @@ def ingest_shared(
 
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
-        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the first one.
+        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the second one.
 
     Raises:
         ConfigurationError: the store was made with other settings.

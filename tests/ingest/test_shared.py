@@ -161,7 +161,7 @@ class TestJob:
         assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
         assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
 
-    def test_kv_of_hot_texts_is_stored_by_the_first_answer(
+    def test_kv_of_hot_texts_is_stored_at_the_second_use(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
     ) -> None:
         """The others have a row only. A second job changes nothing; KV that is there stays."""
@@ -173,8 +173,8 @@ class TestJob:
         store = engine.store.chunk_store
         store.poll()  # type: ignore[attr-defined]
         used = texts_of(config)[str(documents / "0.txt")]
-        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(2)]
-        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (len(used), 0)]
+        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(3)]
+        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (0, len(used)), (len(used), 0)]
         store.commit()
         engine.close()
         rows = TextTable(SharedPlace(str(config.store)), "default").rows(["text", "kv"]).to_pylist()

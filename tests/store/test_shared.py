@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,8 @@ class TestMachines:
         one.precompute(CHUNKS)
         shared(other).poll()
         shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        assert hits(other) == len(CHUNKS) - 1 and not other.is_stored(CHUNKS[1]), "stored at the second use"
+        other.prefixes.clear()
         answer = other.stream(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
         next(answer)
         if released == "before the commit":
@@ -189,6 +192,28 @@ class TestMachines:
         assert shared(other).poll() == (0, 0) and other.library.sources() == []
         table.commit(rows_of("default", []), Removal(names={"x"}))
         assert hits(machine()) == len(CHUNKS)
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_committers_at_the_same_time_add_a_text_once(
+        self, store_url: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each has read the table before the other one commits."""
+        tables = [TextTable(SharedPlace(store_url), "default") for _ in range(3)]
+        rows = rows_of("default", [SharedText(text, "a", "a") for text in CHUNKS])
+        assert not is_there or tables[0].commit(rows_of("default", [SharedText("Another text.")])) == 1
+        both, indexed, waited = threading.Barrier(3), TextTable._indexed, set[int]()
+
+        def together(self: TextTable) -> Any:
+            found = indexed(self)
+            if id(self) not in waited:
+                waited.add(id(self))
+                both.wait(60)
+            return found
+
+        monkeypatch.setattr(TextTable, "_indexed", together)
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(lambda table: table.commit(rows), tables)) == len(CHUNKS)
+        assert sorted(tables[0].rows(["text"])["text"].to_pylist()) == sorted([*CHUNKS, *is_there * ["Another text."]])
 
     def test_tenants_have_folders_of_their_own(self, machine: Machine, store_url: str) -> None:
         one, other = machine(namespace="one"), machine(namespace="other")
@@ -416,10 +441,11 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     assert relay.connections == asked
 
 
-def test_a_long_upload_is_no_outage(relay: Relay, store_url: str) -> None:
+@pytest.mark.parametrize("num_bytes", [1000, 6_000_000])
+def test_a_long_upload_is_no_outage(relay: Relay, store_url: str, num_bytes: int) -> None:
     """It may take longer than the wait for an answer."""
-    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(6_000_000)
-    relay.upload_s = 0.25
+    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(num_bytes)
+    relay.upload_s = 1.5e6 / (num_bytes + 1000)
     backend.put("0" * 64, data)
     relay.upload_s = 0.0
     assert backend.get_many(["0" * 64]) == {"0" * 64: data} and not backend.breaker.is_open

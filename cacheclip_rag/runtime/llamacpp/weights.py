@@ -31,6 +31,9 @@ class GgufWeights:
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
         params.n_gpu_layers = 0 if device == "cpu" else 1 << 20
+        _, _, number = device.partition(":")
+        if number:  # one GPU of several
+            params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, int(number)
         self.name = name
         self.pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:

@@ -26,8 +26,6 @@ _PAUSE_S = 10.0
 """For which nothing is asked after a request failed."""
 _MOST_NAMES = 1 << 18
 _PIECE_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 18
-"""Larger objects are written with patience."""
 _NO_OUTAGE = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "NotSupportedError")
 
 
@@ -115,10 +113,10 @@ class ObjectBackend(Backend):
 
     def _ask(self, request: str, *arguments: Any, whole: bool = False, **options: Any) -> Any:
         call = getattr(self._client, request)
-        is_large = request == "put" and len(arguments[1]) > _SMALL_BYTES
+        client = self.place.uploads if request == "put" else self.place.objects
 
         def run() -> Any:
-            found = call(self.place.uploads if is_large else self.place.objects, *arguments, **options)
+            found = call(client, *arguments, **options)
             return [each for page in found for each in page] if whole else found
 
         return self.breaker.call(run)

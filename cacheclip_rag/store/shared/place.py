@@ -58,7 +58,7 @@ class SharedPlace:
 
     @cached_property
     def uploads(self) -> Any:
-        """The client for large objects, which is patient: no byte of an answer comes before all is sent."""
+        """The client for writes, which is patient: no byte of an answer comes before all is sent, and nobody waits."""
         return self._client(_REQUEST_S)
 
     def _client(self, silent_s: float) -> Any:

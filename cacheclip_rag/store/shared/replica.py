@@ -349,6 +349,10 @@ class SharedCatalog(Catalog):
         sql = "SELECT DISTINCT key FROM payloads WHERE namespace = ? AND digest = ?"
         return [key for (key,) in self.database.query(sql, (namespace, digest))]
 
+    def lacks_kv(self, namespace: str, digest: bytes) -> bool:
+        """Whether a text has a row that names no KV."""
+        return bool(self.database.query(_ROWS_OF_TEXT, (namespace, digest))) and not self.keys_of(namespace, digest)
+
     def has_texts(self, namespace: str) -> bool:
         return bool(
             self.database.query("SELECT 1 FROM payloads WHERE namespace = ? AND digest >= x'' LIMIT 1", (namespace,))

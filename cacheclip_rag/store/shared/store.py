@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...base.errors import ConfigurationError, StoreError
+from ...base.keys import text_digest
 from ..chunk_store import ChunkStore
 from ..codecs import Frame
 from ..memory import MemoryBackend
@@ -28,6 +29,7 @@ GRACE_S = 3600.0
 """For which a payload without a row stays."""
 _FIRST_S = 0.6
 """Longest wait of a first question for the texts."""
+_MOST_USED = 1 << 20
 STORE_FILE = "store.json"
 
 
@@ -54,6 +56,8 @@ class SharedStore(ChunkStore):
         self.codec = codec
         self.commits = True
         """False: what is stored waits for :meth:`take_rows`, because another process commits."""
+        self._used: set[tuple[str, bytes]] = set()
+        """Texts without KV that an answer used."""
         self._woken = threading.Event()
         self._polled = threading.Event()
         self._stop = threading.Event()
@@ -148,6 +152,16 @@ class SharedStore(ChunkStore):
             ) from error
         self.catalog.record(entry_of_frame(Frame.parse(data, key)))
         return True
+
+    def wants(self, namespace: str, text: str) -> bool:
+        """A text that was ingested without KV, or lost it to a quota, pays for it from the second use on."""
+        digest = text_digest(text)
+        if (namespace, digest) in self._used or not self.shared.lacks_kv(namespace, digest):
+            return True
+        if len(self._used) >= _MOST_USED:
+            self._used.clear()
+        self._used.add((namespace, digest))
+        return False
 
     def apply_limit(self) -> None:
         """There is none."""

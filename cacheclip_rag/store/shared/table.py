@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,8 @@ from .place import SharedPlace, need, tenant_folder
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_RETRIES = 6
+_CONFLICTS_S = 30.0
+"""For which a commit is tried again that others come before."""
 _PLACES = TextRow._fields[1:]
 _IDENTITY = ["digest", "source", "document", "version"]
 _CONFIGURATION = {
@@ -182,16 +184,7 @@ class TextTable:
             StoreError: storage does not answer, or others go on committing.
         """
         removed = removed or Removal()
-        for attempt in range(_RETRIES):
-            try:
-                return self._tried(lambda: self._commit(rows, removed))
-            except StoreError as error:
-                is_conflict = type(error.__cause__).__name__ in ("CommitFailedError", "TableNotFoundError")
-                if not is_conflict or attempt == _RETRIES - 1:
-                    raise
-                self._table = None
-                time.sleep(0.05 * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        return self._in_turn(lambda: self._commit(rows, removed))
 
     def _commit(self, rows: pa.Table, removed: Removal) -> int:
         new = rows.to_pylist()
@@ -219,14 +212,14 @@ class TextTable:
         if {id(row) for row in before} == {id(row) for row in after}:
             return 0
         table = need("pyarrow").Table.from_pylist(after, schema=schema())
-        options: dict[str, Any] = {"storage_options": self._place.delta_options}
         if self._table is None:
-            options["configuration"] = _CONFIGURATION
-        if before:
-            options |= {"mode": "overwrite", "predicate": _predicate(before, after)}
-        else:
-            options["mode"] = "append"
-        self._delta.write_deltalake(self._table if self._table is not None else self.address, table, **options)
+            options = {"storage_options": self._place.delta_options, "configuration": _CONFIGURATION}
+            self._table = self._delta.DeltaTable.create(self.address, schema(), mode="ignore", **options)
+            return self._commit(rows, removed)  # another one may have made it
+        mode = {"mode": "overwrite", "predicate": _predicate(before, after)} if before else {"mode": "append"}
+        # nothing is added behind a commit that was not seen: it may have added the same
+        once = self._delta.CommitProperties(max_commit_retries=0)
+        self._delta.write_deltalake(self._table, table, commit_properties=once, **mode)
         return count
 
     def compact(self) -> dict[str, int]:
@@ -234,7 +227,7 @@ class TextTable:
         table = self._tried(self._open)
         if table is None:
             return {"files": 0, "removed": 0}
-        found = self._tried(table.optimize.compact)
+        found = self._in_turn(lambda: self._open().optimize.compact())
         self._tried(table.create_checkpoint)
         return {"files": len(self.files()), "removed": int(found["numFilesRemoved"])}
 
@@ -247,6 +240,19 @@ class TextTable:
         found = self._tried(lambda: table.vacuum(**options))
         self._tried(table.cleanup_metadata)
         return len(found)
+
+    def _in_turn(self, run: Callable[[], Result]) -> Result:
+        """Run what commits, again while others come before it."""
+        until, pause_s = time.monotonic() + _CONFLICTS_S, 0.1
+        while True:
+            try:
+                return self._tried(run)
+            except StoreError as error:
+                if type(error.__cause__).__name__ != "CommitFailedError" or time.monotonic() > until:
+                    raise
+                self._table = None
+                time.sleep(random.uniform(0.0, pause_s))
+                pause_s = min(2 * pause_s, 2.0)
 
     def _tried(self, run: Callable[[], Result]) -> Result:
         try:
