@@ -9,13 +9,13 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.lab.training.families import Sample, synthetic_samples
-from cacheclip_rag.lab.training.features import Seen, spread_over
+from cacheclip_rag.lab.training.features import SampleAttention, spread_over
 from cacheclip_rag.lab.training.targets import attended_and_stale
 from cacheclip_rag.lab.training.tuning import SINKS, fitted, loss_of, spaced
 
 
 class TestFitted:
-    def seen(self, wanted: int, seed: int) -> Seen:
+    def seen(self, wanted: int, seed: int) -> SampleAttention:
         """Heads that attend here and there, and one, number ``wanted``, to the evidence."""
         generator = torch.Generator().manual_seed(seed)
         scores = torch.rand(2, 30, 40, generator=generator)
@@ -23,7 +23,7 @@ class TestFitted:
         start = int(torch.randint(0, 30, (1,), generator=generator))
         evidence[start : start + 8] = True
         scores[wanted // 30, wanted % 30] = evidence + 0.01
-        return Seen((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
+        return SampleAttention((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
 
     def test_the_head_that_sees_it_counts_most(self) -> None:
         seen = [self.seen(40, seed) for seed in range(5)]
