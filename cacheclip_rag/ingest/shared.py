@@ -59,7 +59,7 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
     Args:
         table: columns ``text`` and ``document``, perhaps ``version``: what changes with the document.
-        engine: with a shared store. It leaves commits to others from now on.
+        engine: with a shared store. It leaves commits to others from now on. Threads that share it take turns.
 
     Raises:
         ConfigurationError: the engine's store is none that machines share.
@@ -79,8 +79,9 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
     def skipped(text: str, names: Sequence[str], error: CacheClipError) -> None:
         logger.warning("a text of %s is left out: %s", ", ".join(names), error)
 
-    computed = engine.precompute(texts, skipped=skipped)
-    rows = store.take_rows(engine.config.namespace)
+    with store.encoding:  # rows of another thread's table would be taken with these
+        computed = engine.precompute(texts, skipped=skipped)
+        rows = store.take_rows(engine.config.namespace)
     version = pa.array([versions.get(document, "") for document in rows["document"].to_pylist()], pa.string())
     rows = rows.set_column(rows.schema.get_field_index("version"), "version", version)
     return rows.append_column("computed", pa.array([computed, *[0] * (rows.num_rows - 1)][: rows.num_rows], pa.int64()))
@@ -211,6 +212,9 @@ def ingest_shared(
     commit = Commit(url)
     table = commit.table(config.namespace)
     known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
+    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
+    if not found and not gone:
+        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
     work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
     report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
     left = room(url, config.namespace) if kv == "all" else math.inf
@@ -230,7 +234,6 @@ def ingest_shared(
                 break
     report.failed = sorted({row["path"] for row in work} - done)
     report.above_quota = left <= 0 and bool(report.failed)
-    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
     if gone:
         table.commit(schema().empty_table(), Removal(names=gone))
     report.removed = len(gone)
@@ -291,8 +294,6 @@ def _documents(paths: Sequence[str]) -> dict[str, str]:
         else:
             for file in find_files([Path(path).expanduser().resolve()]):
                 found[str(file)] = digest_file(file)[0]
-    if not found:
-        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
     return found
 
 

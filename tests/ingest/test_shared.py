@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import typer.testing
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, StoreError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, StoreError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, rag_prompt
@@ -117,6 +118,25 @@ class TestStages:
             encode(table(("other", "A text that was not there before. " * 3, "1")))
         encode.engine.close()
 
+    def test_threads_that_share_an_engine_get_the_rows_of_their_tables(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, precompute = CacheClipEngine(config), CacheClipEngine.precompute
+
+        def slow(self: CacheClipEngine, *given: Any, **options: Any) -> int:
+            count = precompute(self, *given, **options)
+            time.sleep(0.05)  # others may store meanwhile
+            return count
+
+        monkeypatch.setattr(CacheClipEngine, "precompute", slow)
+        given = [table((f"d{n}", text, f"version {n}")) for n, text in enumerate(CHUNKS)]
+        with ThreadPoolExecutor(len(CHUNKS)) as pool:
+            found = [*pool.map(lambda each: encode_table(each, engine).to_pylist(), given)]
+        assert [[(row["document"], row["version"], row["computed"]) for row in rows] for rows in found] == [
+            [(f"d{n}", f"version {n}", 1)] for n in range(len(CHUNKS))
+        ]
+        engine.close()
+
     def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=str(tmp_path / "folder"))
         with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
@@ -144,6 +164,10 @@ class TestJob:
         obstore.delete(SharedPlace(root).objects, ["folder/0.txt"])
         assert ingest_shared([root], config, settings).removed == 1
         assert ingest_shared([f"{root}/folder/1.txt"], config, settings).unchanged == 1
+        obstore.delete(SharedPlace(root).objects, [f"folder/{number}.txt" for number in range(1, 4)])
+        assert ingest_shared([root], config, settings).removed == 3 and texts_of(config) == {}
+        with pytest.raises(DocumentError, match="no documents in s3://"):
+            ingest_shared([root], config, settings)
 
     @pytest.mark.parametrize("name", ["a#1/b ?.txt", "100%/a%20b.txt", "a&b=c+d.md", "\U0001f389 \u00fc.txt"])
     def test_names_of_documents_mean_nothing_in_urls(

@@ -54,6 +54,7 @@ class SharedStore(ChunkStore):
         catalog.on_forgotten = self._drop_copies
         catalog.on_tenant = self._wake
         self.codec = codec
+        self.encoding = threading.Lock()
         self.commits = True
         """False: what is stored waits for :meth:`take_rows`, because another process commits."""
         self._used: set[tuple[str, bytes]] = set()
