@@ -12,7 +12,7 @@ from typing import Any
 from ...base.errors import ConfigurationError, StoreError
 from ...base.keys import text_digest
 from ..chunk_store import ChunkStore
-from ..codecs import Frame
+from ..codecs import CODECS, Frame
 from ..memory import MemoryBackend
 from ..tiers import Tiers
 from .hot import HotBackend, with_hot
@@ -54,6 +54,7 @@ class SharedStore(ChunkStore):
         catalog.on_forgotten = self._drop_copies
         catalog.on_tenant = self._wake
         self.codec = codec
+        self.encoding = threading.Lock()
         self.commits = True
         """False: what is stored waits for :meth:`take_rows`, because another process commits."""
         self._used: set[tuple[str, bytes]] = set()
@@ -228,9 +229,10 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
     if found is None:
         raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}")
-    if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
-        layout = found.get("layout") if isinstance(found, dict) else None
+    is_ours = isinstance(found, dict) and found.get("codec", "") in (None, *CODECS)
+    if not is_ours or found.get("layout") != LAYOUT:
         raise StoreError(
-            f"the shared store {url} has layout {layout}, but this version of cacheclip-rag reads {LAYOUT}."
+            f"expected a store of layout {LAYOUT} at {url}, got {str(found)[:200]}. Use the version of cacheclip-rag "
+            "that made it."
         )
     return found
