@@ -187,13 +187,14 @@ class Event:
     answer: Answer | None = None
     """Set on the last event only."""
     revised_from: int | None = None
-    """Set on a revision (``finish="revise"``), of which an answer has at most one: the text from this character of the
-    answer on is withdrawn, and ``text`` takes its place. ``shown = shown[: event.revised_from] + event.text`` is right
-    for all events, because ``shown[:None]`` is all of ``shown``."""
+    """Set on a revision: the text from this character of the answer on is withdrawn, and ``text`` takes its place. An
+    answer has one at most with ``finish="revise"``, and one if its text turns out to be reasoning. ``shown = shown[:
+    event.revised_from] + event.text`` is right for all events, because ``shown[:None]`` is all of ``shown``."""
     is_final: bool = True
-    """False: a later event may withdraw text of this event or of earlier events. True: none will."""
+    """False: a later event may withdraw text of this event or of earlier events. True: none will, unless the model ends
+    reasoning that it did not begin."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls that are complete since the last event, if the request has tools. They come after ``text``."""
+    """The calls of the answer, on its last event, if the request has tools. They come after ``text``."""
     reasoning: str = ""
     """New reasoning since the last event. It comes before ``text``, and is never withdrawn."""
 

@@ -47,6 +47,8 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _GGUF = ".gguf"
 _FOLDER = "its folder"
 """What is damaged if it is no single file."""
+_NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
+"""Numbers of a config, with the least and the most that models have."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 _OF_GGUF = "The setting device chooses another device; dtype and codec are for the auxiliary model alone."
@@ -212,6 +214,7 @@ def load_planning(
                 identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
                 runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
                 runtime.backend = backend
+                runtime.check()
                 return runtime
 
             _registry[key] = _read(name, _FOLDER, load)
@@ -402,7 +405,9 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
     _check_unchanged(file_states(folder), states, name, folder)
-    return ModelRuntime(model, tokenizer, fuse=fuse, **identity)
+    runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
+    runtime.check()
+    return runtime
 
 
 def _check_unchanged(after: object, before: object, name: str, place: Path) -> None:
@@ -422,6 +427,7 @@ def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any
             f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
             "two with peft's merge_and_unload(), and give the folder of the merged model."
         )
+    _read(name, "config.json", lambda: _check_numbers(folder))
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if not quantised and quantization_of(folder) and not getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
@@ -436,6 +442,18 @@ def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any
             "in the model's folder."
         )
     return config, tokenizer
+
+
+def _check_numbers(folder: Path) -> None:
+    """Refuse numbers for which transformers would make lists until memory ends."""
+    config = json.loads((folder / "config.json").read_text())
+    for field, (least, most) in _NUMBERS.items():
+        number = config.get(field, least)
+        if type(number) is not int or not least <= number <= most:
+            raise ModelError(
+                f"expected {field} of {least} to {most} in {folder / 'config.json'}, got {str(number)[:40]}. Fetch the "
+                "model again."
+            )
 
 
 def _load_tokenizer(folder: Path, name: str) -> Any:

@@ -214,7 +214,7 @@ def _spans(
         while position < stop:
             other = np.flatnonzero(control[position:stop] != control[position])
             end = position + int(other[0]) if len(other) else stop
-            part = _part(tokens, position, end)
+            part = tokens.part(position, end)
             begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
             fresh = Fresh(text[begin:last], control=bool(control[position]))
             yield Span(fresh, part.moved(-begin), start + position)
@@ -225,7 +225,7 @@ def _spans(
 
 
 def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, before: _TokenRun | None) -> Span:
-    part = _part(tokens, run.start, run.stop)
+    part = tokens.part(run.start, run.stop)
     begin, end = part.offsets[0][0], max(offset for _, offset in part.offsets)
     chunk = run.chunk
     if not run.is_all:
@@ -238,10 +238,6 @@ def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, be
     )
     shift = run.begin if run.is_all else begin
     return Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
-
-
-def _part(tokens: TokenizedText, start: int, stop: int) -> TokenizedText:
-    return type(tokens)(tokens.ids[start:stop], tokens.offsets[start:stop])
 
 
 def _runs(

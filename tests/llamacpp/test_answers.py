@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,6 +76,18 @@ def test_several_at_a_time_are_the_same(engine: CacheClipEngine, monkeypatch: py
         together = list(threads.map(lambda prompt: engine.generate(prompt, PARAMS).token_ids, prompts))
     # cells lie elsewhere then, so that sums are rounded otherwise: the first tokens are equal
     assert [ids[:4] for ids in together] == [ids[:4] for ids in alone] and max(sizes) > 1
+
+
+def test_unloading_frees_the_weights_and_the_context(engine: CacheClipEngine) -> None:
+    before = engine.generate(PROMPT, PARAMS)
+    runtime: Any = engine.primary
+    held = [weakref.ref(each) for each in (runtime, runtime._weights, runtime._context)]
+    freed = [runtime._weights._freed, runtime._context._end]
+    del runtime
+    engine.unload()
+    assert [each() for each in held] == [None] * 3 and not any(each.alive for each in freed)
+    after = engine.generate(PROMPT, PARAMS)
+    assert (after.token_ids, after.stats.hits) == (before.token_ids, len(CHUNKS))
 
 
 def test_it_is_no_auxiliary(make: MakeEngine) -> None:
