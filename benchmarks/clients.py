@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -87,7 +88,9 @@ def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
-            yield str(json.loads(process.stdout.readline())["address"])
+            if not (line := process.stdout.readline()):
+                raise SystemExit(f"the server ended before it could be asked. See why: {shlex.join(command)}")
+            yield str(json.loads(line)["address"])
         finally:
             process.terminate()
 
