@@ -52,17 +52,18 @@ def decode(
     prefilled.keep_prefix(prefilled.cache)  # before decoding, so that concurrent requests can use it
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids, logprobs)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
-    streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams)
+    streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end, runtime.reasoning_ends)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams, started)
+    stats = prefilled.stats
     del prefilled  # the answer drops its KV once it goes on from the exact KV
-    first_s = started.elapsed()
-    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + first_s)
     yield from answer.events()
+    assert answer.first_s is not None, "text stays at the latest when the answer was verified"
+    stats = replace(stats, ttft_s=stats.ttft_s + answer.first_s)
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
     if beside is not None:
         stats = replace(stats, **beside.end(answer.ids))
-    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - first_s)
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - answer.first_s)
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
     whole = Answer(
@@ -74,7 +75,7 @@ def decode(
         reasoning=answer.reasoning + answer.stream.reasoning,
         logprobs=None if logprobs is None else _logprobs(sampler, runtime, text_of or runtime.decode_ids),
     )
-    yield Event(rest, whole, answer.revised_from, reasoning=answer.stream.reasoning)
+    yield Event(rest, whole, answer.stream.revised_from, reasoning=answer.stream.reasoning)
 
 
 def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:
@@ -104,6 +105,7 @@ class _Decoding:
         turn: Callable[[], AbstractContextManager[None]],
         step: Callable[[Any, int], torch.Tensor] | None,
         new_stream: Callable[[], TextStream],
+        clock: PhaseClock,
     ) -> None:
         self.prefilled = prefilled
         self.cache = prefilled.cache
@@ -113,10 +115,11 @@ class _Decoding:
         """Reasoning that events have given."""
         self.has_ended = False
         """Whether the last token, or a stop string, ends the answer."""
-        self.revised_from: int | None = None
-        """Characters of the text that stay, if the rest was withdrawn and no event has said so yet."""
         self._runtime, self._params, self._sampler = runtime, params, sampler
         self._beside, self._turn, self._step, self._new_stream = beside, turn, step, new_stream
+        self._clock = clock
+        self.first_s = None if beside.may_withdraw else clock.elapsed()
+        """Seconds until there was a token that stays; None: none yet."""
         self._num_prompt = prefilled.layout.num_tokens
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
 
@@ -126,8 +129,9 @@ class _Decoding:
             yield from self._read_last()
             if self._beside.asks_after:
                 is_last = self.has_ended or len(self.ids) >= self._params.max_tokens
-                if is_last and (rest := self.stream.flush()):
-                    yield Event(rest, is_final=not self._beside.may_withdraw)
+                if is_last and ((rest := self.stream.flush()) or self.stream.revised_from is not None):
+                    yield Event(rest, None, self.stream.revised_from, not self._beside.may_withdraw)
+                    self.stream.revised_from = None
                 if self._settle():
                     continue
             if self.has_ended or len(self.ids) >= self._most:
@@ -142,11 +146,11 @@ class _Decoding:
         self.has_ended = self.stream.stopped
         may_withdraw = self._beside.may_withdraw
         reasoning = "" if may_withdraw else self.stream.reasoning
-        if piece or reasoning or self.revised_from is not None:
+        revised_from, self.stream.revised_from = self.stream.revised_from, None
+        if piece or reasoning or revised_from is not None:
             if reasoning:
                 self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
-            yield Event(piece, None, self.revised_from, not may_withdraw, reasoning=reasoning)
-            self.revised_from = None
+            yield Event(piece, None, revised_from, not may_withdraw, reasoning=reasoning)
 
     def _settle(self) -> bool:
         """Let what is beside the answer go on. Returns whether the last token is another one now."""
@@ -154,13 +158,15 @@ class _Decoding:
         is_over = self.has_ended or len(self.ids) >= self._most
         with self._turn():
             found = self._beside.after(self.ids, completely=is_over or pinned)
+        if self.first_s is None and not self._beside.may_withdraw:
+            self.first_s = self._clock.elapsed()
         if found is None:
             return False
         self._go_on_from(found)
         if found.ids == self.ids:
             return False
-        self.ids, self.stream = found.ids, self._new_stream()
-        self.revised_from = sum(len(self.stream.push(token)) for token in self.ids[:-1])
+        shown, self.ids, self.stream = self.stream, found.ids, self._new_stream()
+        self.stream.replay(self.ids[:-1], shown)
         return True
 
     def _go_on_from(self, found: Continuation) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ..fusion.answer import Event
-from ..prompt.calls import CallReader, Parameters
+from ..prompt.calls import CallReader, Parameters, unopened_reasoning
 from ..prompt.reasoning import OPENINGS, ReasoningReader, may_begin
 from ..prompt.tools import ToolCall
 
@@ -23,13 +23,19 @@ class TextStream:
     costs the same however long the text is: only the tokens since the text was last whole, and the ones just before
     them, are decoded. The tokens before are there because some tokenizers write a text's first token in another way.
 
-    Reasoning at the beginning is no text, and stop strings in it end nothing.
+    Reasoning at the beginning is no text, and stop strings in it end nothing. Text turns out to be reasoning if a
+    marker ends it that nothing opened, and is withdrawn.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], prompt_end: str | None = None
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str],
+        prompt_end: str | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
-        """``prompt_end``: what the chat template wrote before the answer; None: the answer holds no reasoning."""
+        """``prompt_end``: what the chat template wrote before the answer; None: the answer holds no reasoning.
+        ``ends``: markers that end reasoning, also without one that opens it."""
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
@@ -51,8 +57,12 @@ class TextStream:
         self._reasoning: ReasoningReader | None = None
         if prompt_end is not None and prompt_end.rstrip().endswith(OPENINGS):
             self._reasoning, self._is_blank = ReasoningReader(prompt_end), False
+        self._ends = () if prompt_end is None else tuple(ends)
         self.reasoning = ""
         """Reasoning that became final. Who takes it empties it."""
+        self.revised_from: int | None = None
+        """Characters of the text that stay, if the rest was withdrawn. Who takes it sets it to None."""
+        self._has_withdrawn = False
         self.stopped = False
         """True once a stop string has appeared."""
 
@@ -86,36 +96,71 @@ class TextStream:
             if not first and self._is_blank:
                 self._blank, piece = piece, ""
             self._is_blank = not first and self._is_blank
-        if self._reasoning is not None:
-            reasoning, piece = self._reasoning.push(piece)
-            self.reasoning += reasoning
-            if last:
-                reasoning, rest = self._reasoning.close()
-                self.reasoning, piece = self.reasoning + reasoning, piece + rest
-        self._held += piece
+        self._held += piece if self._reasoning is None else self._read(self._reasoning, piece, last)
+        is_sure = not any(end in self._held for end in self._ends) or self._split(last)
         is_text = self._reasoning is None or self._reasoning.has_ended
         waiting = self._held + self._unfinished if is_text else self._held
         found = [at for s in self._stop if (at := waiting.find(s)) >= 0]  # in final text, none can begin
         if found:
             self.stopped, last = True, True
             self._held, self._unfinished = waiting[: min(found)], ""
-        end = len(self._held) - (may_begin(self._held, self._stop) if self._stop and not last else 0)
+        waits_for = (*self._stop, *self._ends)
+        end = len(self._held) - (may_begin(self._held, waits_for) if waits_for and not last else 0)
+        end = end if is_sure else 0
         final, self._held = self._held[:end], self._held[end:]
         self._pieces.append(final)
         return final
+
+    def _read(self, reader: ReasoningReader, piece: str, last: bool) -> str:
+        """The text of a piece, after its reasoning."""
+        reasoning, text = reader.push(piece)
+        self.reasoning += reasoning
+        if last:
+            reasoning, rest = reader.close()
+            self.reasoning, text = self.reasoning + reasoning, text + rest
+        return text
+
+    def _split(self, last: bool) -> bool:
+        """Take reasoning out of the text before a marker that ends it. Returns whether it is certain what it is."""
+        if self._reasoning is not None and self._reasoning.has_reasoned:
+            self._ends = ()
+            return True
+        found = unopened_reasoning("".join(self._pieces) + self._held, self._ends, last)
+        if not found:
+            return found is None
+        if any(self._pieces):
+            self.revised_from, self._has_withdrawn = 0, True
+        self._pieces, self._ends, self.reasoning = [], (), found[0]
+        self._reasoning = ReasoningReader()
+        self._reasoning.has_reasoned = True
+        self._held = self._read(self._reasoning, found[1], last)
+        return True
+
+    def replay(self, token_ids: Sequence[int], shown: TextStream) -> None:
+        """Take the first tokens of an answer in whose place ``shown`` was, with the text after them withdrawn."""
+        for token in token_ids:
+            self.push(token)
+        if shown._has_withdrawn and not self._has_withdrawn:  # of what they say, nothing is shown
+            self._held, self._pieces = "".join(self._pieces) + self._held, []
+        self.revised_from = sum(map(len, self._pieces))
 
 
 def read_calls(events: Iterable[Event], tools: Parameters) -> Iterator[Event]:
     """The events of an answer with its calls taken out of the text, into ``tool_calls`` of events and answer.
 
-    Text that may still be withdrawn is held back, because a call cannot be withdrawn. The number of events stays.
+    Text that may still be withdrawn is held back, and calls until the answer ends: what stands before them may turn out
+    to be reasoning. The number of events stays.
     """
     reader = CallReader(tools)
     waiting, passed = "", 0
     texts: list[str] = []
     calls: list[ToolCall] = []
     for event in events:
-        if event.revised_from is not None:
+        revised_from = None
+        if event.revised_from is not None and event.revised_from < passed:
+            revised_from = 0 if any(texts) else None
+            reader, waiting, passed, texts, calls = CallReader(tools), "", 0, [], []
+        elif event.revised_from is not None:
             waiting = waiting[: event.revised_from - passed]
         waiting += event.text
         final = waiting if event.is_final else ""
@@ -127,4 +172,5 @@ def read_calls(events: Iterable[Event], tools: Parameters) -> Iterator[Event]:
         texts.append(text)
         calls += found
         answer = event.answer and replace(event.answer, text="".join(texts), tool_calls=tuple(calls))
-        yield replace(event, text=text, answer=answer, tool_calls=tuple(found), revised_from=None, is_final=True)
+        called = answer.tool_calls if answer else ()
+        yield replace(event, text=text, answer=answer, tool_calls=called, revised_from=revised_from, is_final=True)

@@ -58,7 +58,7 @@ OPTIONS: dict[str, str] = {
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",
-    "--report": "--report is gone: finetune prints its table, and --json has all figures.",
+    "--report": "--report is gone: cacheclip eval says what a head set is worth.",
     "--ruler": "--ruler is gone: benchmarks/ruler.py of the repository writes its questions as a file for --dataset.",
     "--timeout": "--timeout is gone: write timeout_s = SECONDS under [serve] in the file of --settings.",
     "--variants": "--variants is gone here: bench, certify and eval take it.",

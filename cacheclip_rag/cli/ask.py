@@ -10,6 +10,7 @@ import typer
 
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options, existing_folder
+from .tables import AskTable
 
 if TYPE_CHECKING:
     from ..fusion.answer import Answer
@@ -57,7 +58,9 @@ def ask(
     gc.collect()  # free the embedding model's memory before the large models load
     texts = [passage.text for passage in passages]
     answer, shown = None, ""
-    for event in engine.stream(rag_prompt(texts, question), params, question=question, documents=texts):
+    variables = settings.table(AskTable).chat_template_kwargs
+    prompt = rag_prompt(texts, question)
+    for event in engine.stream(prompt, params, question=question, documents=texts, chat_template_kwargs=variables):
         shown = shown[: event.revised_from] + event.text
         if not as_json:  # what is printed cannot be withdrawn
             sys.stdout.write(event.text if event.revised_from is None else f"\n\nrevised answer:\n{shown}")
@@ -69,6 +72,7 @@ def ask(
             {
                 "question": question,
                 "answer": answer.text,
+                **({"reasoning": answer.reasoning} if answer.reasoning else {}),
                 "sources": _sources(passages),
                 "stats": answer.stats.to_dict(),
             }
@@ -86,6 +90,11 @@ def _print_details(answer: Answer, passages: list[Passage]) -> None:
     typer.echo("\n")
     for passage in passages:
         typer.echo(f"  source  {passage.path} #{passage.ordinal}  ({passage.score:.2f})")
+    if answer.reasoning and not answer.text:
+        typer.echo(
+            "  note    the model reasoned, and came to no answer: raise --max-tokens, or write chat_template_kwargs = "
+            "{ enable_thinking = false } under [ask] in the file of --settings."
+        )
     if stats.fallback:
         typer.echo(f"  note    answered by plain prefill: {stats.fallback}")
     phases = "  ".join(f"{name} {seconds:.3f}" for name, seconds in stats.phases_s.items())

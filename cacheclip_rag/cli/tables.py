@@ -11,7 +11,9 @@ Names and values are checked strictly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
@@ -23,18 +25,31 @@ class Table:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
-            value, kind = getattr(self, field.name), str(field.type).removesuffix(" | None")
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value, kind = getattr(self, each.name), str(each.type).removesuffix(" | None")
             if value is None:
                 continue
             if kind == "int":
-                check_whole_number(field.name, value)
+                check_whole_number(each.name, value)
             elif kind == "float":
-                check_number(field.name, value, "a number, 0 or more", most=float("inf"))
+                check_number(each.name, value, "a number, 0 or more", most=float("inf"))
             elif kind == "bool":
-                check_flag(field.name, value)
+                check_flag(each.name, value)
             elif not isinstance(value, str) or not value:
-                raise ConfigurationError(f"{field.name} must be a non-empty string, got {value!r}.")
+                raise ConfigurationError(f"{each.name} must be a non-empty string, got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class AskTable(Table):
+    """``[ask]``"""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as ``{ enable_thinking = false }``."""
+
+    def __post_init__(self) -> None:
+        from ..prompt.messages import check_template_kwargs
+
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +108,12 @@ class FinetuneTable(Table):
     """Synthetic questions for training."""
     targets: int = 36
     """Training questions for which the primary computes targets."""
-    prompts: int = 12
-    """Test questions that the primary answers."""
     seed: int = 0
     """Seed of the synthetic questions."""
 
 
 TABLES: dict[str, type[Table]] = {
+    "ask": AskTable,
     "ingest": IngestTable,
     "serve": ServeTable,
     "certify": CertifyTable,

@@ -12,8 +12,9 @@ from ..fusion.answer import Answer, Event
 
 def final_events(events: Iterable[Event], *, one_call: bool = False, must_end: bool = False) -> Iterator[Event]:
     """The events with text that may still be withdrawn held back until it is final, so that no event is a revision.
-    ``one_call``: without the calls of tools after the first. ``must_end``: the answer had to be JSON or a call,
-    of which a part is of no use.
+    Text that turns out to be reasoning stays where it went; the last event's answer is without it. ``one_call``:
+    without the calls of tools after the first. ``must_end``: the answer had to be JSON or a call, of which a part is of
+    no use.
 
     Events whose text is held back keep their place, with empty text: a cancelled consumer still stops before the next
     token.
@@ -45,13 +46,16 @@ def _is_part(answer: Answer) -> bool:
 def _final(events: Iterable[Event], one_call: bool) -> Iterator[Event]:
     held, sent, called = "", 0, 0
     for event in events:
-        if event.revised_from is not None:
-            held = held[: event.revised_from - sent]
+        revised_from, lead = event.revised_from, ""
+        if revised_from is not None and revised_from < sent:  # it was reasoning, which nothing had opened
+            held, sent, lead = "", 0, "\n\n"
+        elif revised_from is not None:
+            held = held[: revised_from - sent]
         held += event.text
         text = held if event.is_final else ""
         held = held[len(text) :]
         sent += len(text)
-        event = replace(event, text=text, revised_from=None, is_final=True)
+        event = replace(event, text=lead + text, revised_from=None, is_final=True)
         if one_call:
             answer = event.answer and replace(event.answer, tool_calls=event.answer.tool_calls[:1])
             event = replace(event, tool_calls=event.tool_calls[: 1 - called], answer=answer)

@@ -45,7 +45,8 @@ class FusionStats:
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`~cacheclip_rag.base.clock.PHASES`."""
     ttft_s: float
-    """Seconds from the call to the first new token, everything included."""
+    """Seconds from the call to the first new token that stays, everything included. With ``finish="revise"`` that is
+    when the answer was verified: what a stream gives before may be withdrawn."""
     charged_ratio: float = 0.0
     """Share of (layer, chunk token) pairs that got fresh KV, a method's cost. It exceeds the effective ratio if layers
     compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
@@ -91,7 +92,7 @@ class FusionStats:
     ``phases_s["read"]``."""
     generated_tokens: int = 0
     decode_s: float = 0.0
-    """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
+    """Seconds from then to the end of the answer, with ``verify_s`` unless ``finish`` is ``revise``."""
     verified_tokens: int | None = None
     """Leading tokens of the answer that full prefill would choose too; None if the answer was not verified, because
     ``finish`` is off, the answer is sampled, its KV is exact already, or the runtime cannot."""
@@ -186,13 +187,14 @@ class Event:
     answer: Answer | None = None
     """Set on the last event only."""
     revised_from: int | None = None
-    """Set on a revision (``finish="revise"``), of which an answer has at most one: the text from this character of the
-    answer on is withdrawn, and ``text`` takes its place. ``shown = shown[: event.revised_from] + event.text`` is right
-    for all events, because ``shown[:None]`` is all of ``shown``."""
+    """Set on a revision: the text from this character of the answer on is withdrawn, and ``text`` takes its place. An
+    answer has one at most with ``finish="revise"``, and one if its text turns out to be reasoning. ``shown = shown[:
+    event.revised_from] + event.text`` is right for all events, because ``shown[:None]`` is all of ``shown``."""
     is_final: bool = True
-    """False: a later event may withdraw text of this event or of earlier events. True: none will."""
+    """False: a later event may withdraw text of this event or of earlier events. True: none will, unless the model ends
+    reasoning that it did not begin."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls that are complete since the last event, if the request has tools. They come after ``text``."""
+    """The calls of the answer, on its last event, if the request has tools. They come after ``text``."""
     reasoning: str = ""
     """New reasoning since the last event. It comes before ``text``, and is never withdrawn."""
 

@@ -266,9 +266,16 @@ class _Page(HTMLParser):
 
     _OTHERS = frozenset("audio canvas embed frame iframe object video".split())
     """Elements that show something else than their text."""
-    _UNSEEN = _OTHERS | set("annotation noscript script select style template title".split())
+    _UNSEEN = _OTHERS | set("annotation datalist noscript script style template title".split())
     _VOID = frozenset("area base br col embed frame hr img input link meta source track wbr".split())
-    _BLOCKS = frozenset("article blockquote div dl form main ol p pre section table ul".split())
+    _BLOCKS = frozenset(
+        (
+            "address article aside blockquote center details dialog div dl fieldset figcaption figure footer form header "
+            "hgroup hr legend main menu nav ol p pre search section summary table ul"
+        ).split()
+    )
+    _APART = frozenset("button option select text textarea".split())
+    """Elements that stand apart from the text around them, in its line. ``text`` is a drawing's."""
     _ENDED_BY_ITSELF = frozenset("dd dt li option p td th tr".split())
     """The end of such an element may be left out before another one."""
 
@@ -280,7 +287,9 @@ class _Page(HTMLParser):
         self._open: list[tuple[str, bool]] = []
         """Elements that are open, and whether each is hidden itself."""
         self._names = Counter[str]()
-        self._unseen = self._cells = self._rows = 0
+        self._unseen = self._cells = self._rows = self._empty = 0
+        self._taken: dict[int, int] = {}
+        """Columns whose cell reaches further down, and by how many rows."""
 
     def _close(self) -> str:
         tag, hidden = self._open.pop()
@@ -292,13 +301,14 @@ class _Page(HTMLParser):
         given = {name: value or "" for name, value in attrs}
         style = re.sub(r"\s", "", given.get("style", "")).lower()
         hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
-        hidden = hidden or given.get("aria-hidden") == "true"
+        hidden = hidden or given.get("aria-hidden") == "true" or (tag == "dialog" and "open" not in given)
+        hidden = hidden or (tag == "option" and "selected" not in given)
         self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
         if tag not in self._VOID:
             above = self._open[-1][0] if self._open else ""
             if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
                 self._close()
-            self.hidden += hidden and not self._unseen
+            self.hidden += hidden and tag != "option" and not self._unseen
             unseen = hidden or tag in self._UNSEEN
             self._open.append((tag, unseen))
             self._names[tag] += 1
@@ -308,7 +318,7 @@ class _Page(HTMLParser):
         if tag == "img" and not hidden:
             self.pictures += 1
             self.pieces.append(f" {given.get('alt', '')} ")
-        elif tag == "input" and given.get("type", "text") not in ("hidden", "password"):
+        elif tag == "input" and given.get("type", "text") not in ("hidden", "password", "checkbox", "radio"):
             self.pieces.append(f" {given.get('value', '')} ")
         elif tag in ("br", "dt", "dd"):
             self.pieces.append("\n")
@@ -319,17 +329,35 @@ class _Page(HTMLParser):
         elif tag == "tr":
             self._end_row()
         elif tag in ("td", "th"):
-            self.pieces.append(" | " if self._cells else "\n| ")
-            self._cells += 1
+            self._begin_cell(*(_span(given.get(name)) for name in ("colspan", "rowspan")))
+        elif tag in self._APART:
+            self.pieces.append(" ")
         elif tag in self._BLOCKS:
             self.pieces.append("\n\n")
-            self._rows = 0 if tag == "table" else self._rows
+            if tag == "table":
+                self._rows, self._taken = 0, {}
+
+    def _begin_cell(self, columns: int, rows: int) -> None:
+        """Begin a cell, after those that its row has from rows above and from wide cells, which are empty."""
+        self.pieces.append(" |" * self._empty + (" |" if self._cells else "\n|"))
+        self._pass_taken()
+        self.pieces.append(" ")
+        self._taken |= {self._cells + n: rows for n in range(columns) if rows > 1}
+        self._cells, self._empty = self._cells + columns, columns - 1
+
+    def _pass_taken(self) -> None:
+        while self._taken.get(self._cells, 0):
+            self._cells += 1
+            self.pieces.append(" |")
 
     def _end_row(self) -> None:
         if self._cells:
+            self.pieces.append(" |" * (self._empty + 1))
+            self._pass_taken()
             self._rows += 1
-            self.pieces.append(f" |\n|{'---|' * self._cells}" if self._rows == 1 else " |")
-        self._cells = 0
+            self.pieces.append(f"\n|{'---|' * self._cells}" if self._rows == 1 else "")
+            self._taken = {column: rows - 1 for column, rows in self._taken.items() if rows > 1}
+        self._cells = self._empty = 0
 
     def handle_endtag(self, tag: str) -> None:
         seen = not self._unseen
@@ -342,12 +370,19 @@ class _Page(HTMLParser):
             self._end_row()
         if tag in self._BLOCKS or re.fullmatch("h[1-6]", tag):
             self.pieces.append("\n\n")
+        elif tag in self._APART:
+            self.pieces.append(" ")
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1][0] == "title":
             self.title += data
         elif not self._unseen:
             self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
+
+
+def _span(given: str | None) -> int:
+    """How many columns or rows a cell takes."""
+    return min(int(given), 100) if given and re.fullmatch(r"[1-9]\d{0,3}", given) else 1
 
 
 def html_text(source: str) -> DocumentText:

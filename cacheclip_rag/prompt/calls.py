@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ _LATE_FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[^\s`~]*+\s*$")
 _CODE = re.compile(r"(?<!`)(`++).*?(?<!`)\1(?!`)")
 """Code in backticks within a line."""
 _TICKS = re.compile(r"`+")
+_QUOTES = (("“", "”"), ("„", "“"), ("‘", "’"), ("«", "»"), ("‹", "›"), ("「", "」"), ("『", "』"), ("《", "》"))
+"""Quotation marks that open and close."""
 _TAG = re.compile(r"<(pre|code)\b[^<>]*>|Here(?: is|'s) my thought process:", re.IGNORECASE)
 """HTML's code, of which the closing tag has the same name; and Granite's reasoning, which others may write as text."""
 _INDENTED = re.compile(r" {4}| {0,3}\t")
@@ -66,8 +68,8 @@ class CallReader:
     ``{"name": …, "parameters": {…}}``, a list of these, or several with ``;`` between them, perhaps after
     ``<|python_tag|>`` (Llama 3), in a fenced block or between ``<tools>`` and ``</tools>`` (Qwen 2.5 Coder).
     ``arguments`` and ``parameters`` mean the same. Without a marker, the name must be that of a known tool. What cannot
-    be read as a call stays text, and so does what only shows one: in a block of code beside other text, in backticks,
-    or in reasoning. Every call gets a new id.
+    be read as a call stays text, and so does what only shows one: in a block of code beside other text, in backticks
+    or quotation marks, or in reasoning. Every call gets a new id.
 
     Args:
         tools: the known tools. Values that are not written as JSON get their types from the schema of the arguments.
@@ -191,18 +193,49 @@ class _Shown:
         return self._now.text.endswith("`")
 
     def is_closed_by(self, rest: str, last: bool) -> bool | None:
-        """Whether the text after a call shows that it was none: that it closes the backticks or the reasoning, opened
-        in the middle of a line, before the call. None if this is not certain yet. Without it, they are mere signs."""
+        """Whether the text after a call shows that it was none: that it closes the backticks, the quotation or the
+        reasoning, opened in the middle of a line, before the call. None if this is not certain yet. Without it, they
+        are mere signs."""
         now = self._now
         if now.text.endswith("`") or (now.perhaps and now.perhaps in rest):
             return True
         line, ended, _ = rest.partition("\n")
         runs = {*_TICKS.findall(now.text)}
         whole = line if ended or last else line.rstrip("`")  # more of them may come
-        if runs.intersection(_TICKS.findall(whole)):
+        quotes = _open_quotes(now.text)
+        if runs.intersection(_TICKS.findall(whole)) or any(quote in line for quote in quotes):
             return True
-        is_certain = last or not (now.perhaps or (runs and not ended))
+        if now.text.rstrip().endswith("'"):  # within a line, it is an apostrophe
+            if line.lstrip().startswith("'"):
+                return True
+            quotes += "" if line.strip() else "'"
+        is_certain = last or not (now.perhaps or ((runs or quotes) and not ended))
         return False if is_certain else None
+
+
+def _open_quotes(line: str) -> str:
+    """What closes the quotations that a line leaves open."""
+    straight = '"' if line.count('"') % 2 else ""
+    return straight + "".join(end for begin, end in _QUOTES if line.rfind(begin) > line.rfind(end))
+
+
+def unopened_reasoning(text: str, ends: Sequence[str], last: bool) -> tuple[str, ...] | None:
+    """Reasoning that ends with one of the markers ``ends``, although none opened it, and the text after it. None if
+    there is none: where an opening marker stands before, or the end is only shown, it is text. Empty if this is not
+    certain yet."""
+    places = sorted((found.start(), end) for end in ends for found in re.finditer(re.escape(end), text))
+    for at, end in places:
+        before, after = text[:at], text[at + len(end) :]
+        if any(opening in before for opening, closing in REASONING_MARKERS if closing == end):
+            continue
+        shown = _Shown()
+        shown.add(before)
+        is_shown = shown.holds_no_calls or shown.is_closed_by(after, last)
+        if is_shown is None:
+            return ()
+        if not is_shown:
+            return before.strip(), after.lstrip()
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..runtime.base import REASONING_MARKERS
 
 _NEXT, _TEXT = "<|start|>assistant", "<|channel|>final<|message|>"
@@ -32,7 +34,8 @@ class ReasoningReader:
 
     Reasoning stands at the beginning of an answer. The chat template may have written its opening marker. White space
     around reasoning belongs to neither. Markers after the first word of the text are text: models explain them. What a
-    model of channels says before its calls, in the channel of commentary, is reasoning.
+    model of channels says before its calls, in the channel of commentary, is reasoning. A closing marker in backticks
+    closes nothing.
     """
 
     def __init__(self, prompt_end: str = "") -> None:
@@ -42,9 +45,12 @@ class ReasoningReader:
         """The marker that ends the reasoning; empty outside."""
         self._opening = ""
         """The marker before the reasoning whose first word has not come yet."""
+        self._last = ""
+        """The last character of the reasoning so far."""
         self.has_ended = False
         """Whether the text has begun."""
-        self._has_reasoned = False
+        self.has_reasoned = False
+        """Whether reasoning has ended."""
         prompt_end = prompt_end.rstrip()
         for opening, closing in REASONING_MARKERS:
             if prompt_end.endswith(opening):
@@ -81,16 +87,22 @@ class ReasoningReader:
             if not last and self._opening.startswith(self._held):
                 return "", False
             if self._held:
-                lead, self._opening = "\n\n" if self._has_reasoned else "", ""
-        at = self._held.find(self._closing)
-        end = at if at >= 0 else len(self._held) - (0 if last else may_begin(self._held, (self._closing,)))
+                lead, self._opening = "\n\n" if self.has_reasoned else "", ""
+        closing = re.escape(self._closing)
+        found = re.search(f"(?<!`){closing}|{closing}(?!`)", self._last + self._held)
+        end = len(self._held) - (0 if last else may_begin(self._held, (self._closing,)))
+        if found is not None:
+            end = found.start() - len(self._last)
+            if not last and found.string.endswith(f"`{self._closing}") and found.end() == len(found.string):
+                found = None  # another backtick may come
         piece = self._held[:end].rstrip()
-        if at >= 0:
-            self._held, self._closing, self._opening = self._held[at + len(self._closing) :], "", ""
-            self._has_reasoned = True
+        self._last = piece[-1:] or self._last
+        if found is not None:
+            self._held, self._closing, self._opening = found.string[found.end() :], "", ""
+            self._last, self.has_reasoned = "", True
         else:
             self._held = "" if last else self._held[len(piece) :]
-        return lead + piece if piece else "", at >= 0
+        return lead + piece if piece else "", found is not None
 
     def _outside(self, last: bool) -> bool:
         """Look for an opening marker. Returns whether it is certain what the answer goes on with."""
@@ -108,6 +120,6 @@ class ReasoningReader:
             return False
         if not last and _NEXT.startswith(rest):
             return False
-        self._held = rest if self._has_reasoned else self._held
+        self._held = rest if self.has_reasoned else self._held
         self.has_ended = True
         return True

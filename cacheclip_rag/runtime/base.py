@@ -58,6 +58,13 @@ def markers_among(special: Mapping[int, str]) -> dict[int, str]:
     return {token: text for token, text in special.items() if text in known}
 
 
+def ends_of_reasoning(template: object, markers: Mapping[int, str]) -> tuple[str, ...]:
+    """Markers that end reasoning, of those that a chat template (or one of several by name) or the special tokens know.
+    GPT-OSS's ends other messages, too."""
+    known = f"{template}{[*markers.values()]}"
+    return tuple(dict.fromkeys(end for _, end in REASONING_MARKERS if end in known and end != "<|end|>"))
+
+
 def mark_reasoning(markers: Mapping[int, str]) -> bool:
     """Whether some of the markers are for reasoning."""
     return not {*_CHANNELS, *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
@@ -83,6 +90,10 @@ class TokenizedText:
     def columns(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """``(num_tokens,)`` ids and ``(num_tokens, 2)`` offsets, int64."""
         return np.array(self.ids, np.int64), np.array(self.offsets, np.int64).reshape(-1, 2)
+
+    def part(self, start: int, stop: int) -> TokenizedText:
+        """Tokens ``start`` to ``stop - 1``, with the same offsets."""
+        return TokenizedText(self.ids[start:stop], self.offsets[start:stop])
 
     def moved(self, by: int) -> TokenizedText:
         """The same tokens, ``by`` characters later in a text."""
@@ -127,6 +138,8 @@ class Runtime(ABC):
     needs this; without it, answers are not verified."""
     marks_reasoning: bool = False
     """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
+    reasoning_ends: Sequence[str] = ()
+    """Markers that end reasoning (:func:`ends_of_reasoning`): in answers, also reasoning that no marker opened."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     template_variables: frozenset[str] = frozenset()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.messages import (
@@ -24,7 +25,7 @@ from langchain_core.messages import (
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call, tool_call_chunk
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -191,9 +192,9 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
             ls_structured_output_format={"kwargs": {"method": method}, "schema": wanted},
             **kwargs,
         )
-        parser: BaseOutputParser[Any] = JsonOutputParser()
+        parser: BaseOutputParser[Any] = _WholeJson()
         if isinstance(schema, type) and is_basemodel_subclass(schema):
-            parser = PydanticOutputParser(pydantic_object=schema)
+            parser = _WholeObject(pydantic_object=schema)
         if not include_raw:
             return llm | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -284,6 +285,29 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
                 message.chunk_position = "last"
             yield ChatGenerationChunk(message=message)
             metadata = {}
+
+
+class _Whole:
+    """Refuses JSON that was cut off, of which LangChain's parsers take what is there."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        message = getattr(result[0], "message", None)
+        if message is not None and message.response_metadata.get("finish_reason") == "length":
+            try:
+                json.loads(result[0].text)
+            except ValueError:
+                raise OutputParserException(
+                    "the answer had to be JSON, and was cut off. Raise max_tokens.", llm_output=result[0].text
+                ) from None
+        return super().parse_result(result, partial=partial)  # type: ignore[misc]
+
+
+class _WholeJson(_Whole, JsonOutputParser):
+    pass
+
+
+class _WholeObject(_Whole, PydanticOutputParser[Any]):
+    pass
 
 
 def _reasoned(text: str) -> dict[str, Any]:

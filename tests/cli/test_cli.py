@@ -11,14 +11,14 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from cacheclip_rag import __version__
+from cacheclip_rag import CacheClipEngine, Event, __version__
 from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.cli import app, main
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
@@ -139,6 +139,25 @@ def test_ask_streams_the_answer_with_sources_and_phases(cacheclip: Any, stored: 
     assert result["stats"]["hits"] == len(result["sources"]) >= 3
     assert result["stats"]["method"] == "anchored"
     assert result["stats"]["effective_ratio"] == pytest.approx(0.2, abs=0.01)
+
+
+def test_ask_gives_the_chat_template_its_variables(
+    cacheclip: Any, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, given = CacheClipEngine.stream, list[Any]()
+
+    def watched(engine: CacheClipEngine, *arguments: Any, **options: Any) -> Iterator[Event]:
+        given.append(options["chat_template_kwargs"])
+        for event in stream(engine, *arguments, **options):
+            yield replace(event, answer=event.answer and replace(event.answer, text="", reasoning="So."))
+
+    monkeypatch.setattr(CacheClipEngine, "stream", watched)
+    file = tmp_path / "ask.toml"
+    file.write_text("[ask.chat_template_kwargs]\nenable_thinking = false")
+    ask = ("ask", "Why?", "--store", stored, "--max-tokens", "2")
+    said = cacheclip(*ask, "--settings", file).out
+    assert given == [{"enable_thinking": False}] and "the model reasoned, and came to no answer" in said
+    assert cacheclip(*ask, "--json").json["reasoning"] == "So." and given[1:] == [{}]
 
 
 def test_ask_methods_and_ratio_one_agree_with_full(cacheclip: Any, stored: Path) -> None:
@@ -490,6 +509,8 @@ class TestSettingsFile:
             ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
             ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
             ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
+            ("[ask]\nchat_template_kwargs = 'no'", "[ask]: chat_template_kwargs must be a JSON object"),
+            ("[ask.chat_template_kwargs]\nmessages = 1", "chat_template_kwargs cannot set 'messages'"),
             ("[finetune]\nsamples = -1", "samples must be a whole number, 0 or more"),
             ("primary =", "cannot read the settings file"),
         ],

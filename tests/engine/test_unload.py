@@ -12,6 +12,7 @@ from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import _registry
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
@@ -50,6 +51,12 @@ def test_weights_are_freed_and_loaded_again(loaded: Any) -> None:
     finally:
         _registry.clear()
         _registry.update(registry)
+
+
+@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
+def test_there_is_nothing_to_unload_of_a_server(kind: Any) -> None:
+    with pytest.raises(ConfigurationError, match="the model runs in the server"):
+        kind(base_url="http://localhost:1/v1").unload()
 
 
 def test_another_engine_keeps_its_weights(tiny_models: dict[str, str]) -> None:

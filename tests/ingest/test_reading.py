@@ -30,7 +30,7 @@ from pypdf.generic import (
 import cacheclip_rag.ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import EmptyFileError, read_document
-from cacheclip_rag.ingest.text import DocumentText, cleaned, notes_on_markdown
+from cacheclip_rag.ingest.text import DocumentText, _Page, cleaned, notes_on_markdown
 from tests.ingest.pdf import pdf
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"
@@ -533,6 +533,46 @@ class TestHtml:
         assert text == "The boiler.\n\nIts valve." and "1 embedded page(s)" in " ".join(text.notes)
         hidden = read(tmp_path, "a.html", f"<p>The boiler.</p><div hidden>{shown}</div>")
         assert "embedded" not in " ".join(hidden.notes)
+
+    @pytest.mark.parametrize(
+        ("page", "said"),
+        [
+            *[
+                (f"<{tag}>a</{tag}><{tag}>b</{tag}>c", "a\n\nb\n\nc")
+                for tag in sorted(_Page._BLOCKS - {"hr", "dialog"})
+            ],
+            ("a<hr>b", "a\n\nb"),
+            ("<dialog open>a</dialog>b<dialog>c</dialog>", "a\n\nb"),
+            *[(f"<{tag}>a</{tag}><{tag}>b</{tag}>c", "a b c") for tag in ("button", "textarea")],
+            ("<svg><text>a</text><text>b</text></svg>", "a b"),
+            ("<select><option>a<option selected>b</select>c<datalist><option>d</datalist>", "b c"),
+            ("<input type=checkbox value=on>a<input value=b>c", "a b c"),
+            ("<span>a</span><b>b</b>", "ab"),
+        ],
+    )
+    def test_what_stands_apart(self, tmp_path: Path, page: str, said: str) -> None:
+        assert read(tmp_path, "a.html", page) == said
+
+    @pytest.mark.parametrize(
+        ("rows", "said"),
+        [
+            (["<th colspan=2>a<th>b", "<td>1<td>2<td>3"], ["| a | | b |", "|---|---|---|", "| 1 | 2 | 3 |"]),
+            (
+                ["<th rowspan=2>a<th colspan=2>b", "<th>c<th>d", "<td>1<td>2<td>3"],
+                ["| a | b | |", "|---|---|---|", "| | c | d |", "| 1 | 2 | 3 |"],
+            ),
+            (
+                ["<th>a<th rowspan=3>b", "<td>1", "<td>2", "<td>3<td>4"],
+                ["| a | b |", "|---|---|", "| 1 | |", "| 2 | |", "| 3 | 4 |"],
+            ),
+            (["<th colspan=0>a<th rowspan=x>b", "<td>1<td>2"], ["| a | b |", "|---|---|", "| 1 | 2 |"]),
+        ],
+    )
+    def test_every_cell_stands_in_its_column(self, tmp_path: Path, rows: list[str], said: list[str]) -> None:
+        table = "".join(f"<tr>{row}" for row in rows)
+        assert read(tmp_path, "a.html", f"<table>{table}</table>").splitlines() == said
+        twice = read(tmp_path, "a.html", f"<table>{table}</table><table>{table}</table>")
+        assert twice.splitlines() == [*said, "", *said]
 
     def test_a_page_that_a_script_draws_is_noted(self, tmp_path: Path) -> None:
         text = read(

@@ -22,7 +22,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM
 
-from cacheclip_rag import FusionStats, SamplingParams
+from cacheclip_rag import CallOptions, FusionStats, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ServerError
 from cacheclip_rag.serving.replies import server_sent
 
@@ -171,6 +171,41 @@ def test_every_field_arrives(server: Server, kind: Any, way: str, place: str) ->
     assert {sent: body[sent] for _, sent, _ in SENT.values()} == {sent: value for _, sent, value in SENT.values()}
     assert not [sent for _, sent, value in SENT.values() if plain.get(sent) == value], "without it, something else"
     assert plain["max_tokens"] == SamplingParams().max_tokens
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+OPTIONS: dict[str, tuple[Any, str, Any]] = {
+    # option of a call, what arrives in the body or in its field `cacheclip`
+    "method": ("epic", "method", "epic"),
+    "recompute_ratio": (0.25, "ratio", 0.25),
+    "max_ttft_s": (0.75, "max_ttft_s", 0.75),
+    "question": ("How old?", "question", "How old?"),
+    "documents": (["A text."], "documents", ["A text."]),
+    "finish": ("verify", "finish", "verify"),
+    "tools": ([TOOL], "tools", [TOOL]),
+    "chat_template_kwargs": ({"a": 1}, "chat_template_kwargs", {"a": 1}),
+}
+
+
+def test_every_option_has_a_row() -> None:
+    """What is recorded of an answer stays in the process that computes it."""
+    assert {*OPTIONS} == {each.name for each in fields(CallOptions)} - {"params", "logprobs", "trace"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_arrives(server: Server, name: str) -> None:
+    value, sent, expected = OPTIONS[name]
+    engine = RemoteEngine(server.url, tenant="a", model="m", system_prompt="Be brief.")
+    list(engine.stream("How tall?", **{name: value}))
+    body = server.bodies[-1]
+    own = body.pop("cacheclip")
+    assert own.pop("tenant") == "a" and body["model"] == "m"
+    assert [(each["role"], each["content"]) for each in body["messages"]] == [
+        ("system", "Be brief."),
+        ("user", "How tall?"),
+    ]
+    others = {each for _, each, _ in OPTIONS.values()} - {sent}
+    assert {**body, **own}[sent] == expected and not others.intersection({**body, **own})
 
 
 @pytest.mark.parametrize("kind", KINDS)

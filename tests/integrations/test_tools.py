@@ -45,6 +45,10 @@ class Keeper(BaseModel):
     age: int
 
 
+class Keepers(BaseModel):
+    names: list[str]
+
+
 @pytest.fixture
 def chat(tmp_path: Path) -> ChatCacheClip:
     """On a fake model."""
@@ -231,12 +235,23 @@ class TestLangChain:
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
         assert plain.with_structured_output(schema).invoke("Well?")["ok"] in (True, False)
 
-    def test_a_cut_answer_is_a_parsing_error(self, settings: dict[str, Any]) -> None:
-        cut = ChatCacheClip(**{**settings, "max_tokens": 4})
-        with pytest.raises(OutputParserException):
-            cut.with_structured_output(Keeper).invoke("Who?")
-        raw = cut.with_structured_output(Keeper, include_raw=True).invoke("Who?")
-        assert raw["parsed"] is None and isinstance(raw["parsing_error"], OutputParserException)
+    def test_a_cut_answer_is_a_parsing_error(self, chat: ChatCacheClip) -> None:
+        """Also where LangChain's parsers would take what is there: the beginning of a list."""
+        runtime = watched(chat.engine)
+        runtime.can_constrain = True
+        runtime.constrain = lambda schema: _Free()  # type: ignore[method-assign]
+        cut = chat.model_copy(update={"max_tokens": 12})
+        for schema in (Keepers, Keepers.model_json_schema()):
+            runtime.says = ['{"names": ["Ole", "Per", "Kari", "Liv"]}'] * 3 + ['{"names": ["Ole"]}']
+            structured = cut.with_structured_output(schema)
+            with pytest.raises(OutputParserException, match="cut off. Raise max_tokens"):
+                structured.invoke("Who?")
+            with pytest.raises(OutputParserException, match="cut off. Raise max_tokens"):
+                list(structured.stream("Who?"))
+            raw = cut.with_structured_output(schema, include_raw=True).invoke("Who?")
+            assert raw["parsed"] is None and "cut off" in str(raw["parsing_error"])
+            found = chat.with_structured_output(schema).invoke("Who?")
+            assert found in ({"names": ["Ole"]}, Keepers(names=["Ole"]))
 
     def test_json_mode(self, settings: dict[str, Any]) -> None:
         found = ChatCacheClip(**settings).with_structured_output(Keeper, method="json_mode", include_raw=True)

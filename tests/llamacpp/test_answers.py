@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp.context import Context
 from tests.conftest import CHUNKS, QUESTION
+from tests.engine import test_continued
+from tests.engine.test_continued import PLANTED, wrong_in_history
 from tests.llamacpp.conftest import MakeEngine
 
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
@@ -74,6 +76,18 @@ def test_several_at_a_time_are_the_same(engine: CacheClipEngine, monkeypatch: py
         together = list(threads.map(lambda prompt: engine.generate(prompt, PARAMS).token_ids, prompts))
     # cells lie elsewhere then, so that sums are rounded otherwise: the first tokens are equal
     assert [ids[:4] for ids in together] == [ids[:4] for ids in alone] and max(sizes) > 1
+
+
+def test_unloading_frees_the_weights_and_the_context(engine: CacheClipEngine) -> None:
+    before = engine.generate(PROMPT, PARAMS)
+    runtime: Any = engine.primary
+    held = [weakref.ref(each) for each in (runtime, runtime._weights, runtime._context)]
+    freed = [runtime._weights._freed, runtime._context._end]
+    del runtime
+    engine.unload()
+    assert [each() for each in held] == [None] * 3 and not any(each.alive for each in freed)
+    after = engine.generate(PROMPT, PARAMS)
+    assert (after.token_ids, after.stats.hits) == (before.token_ids, len(CHUNKS))
 
 
 def test_it_is_no_auxiliary(make: MakeEngine) -> None:
@@ -148,30 +162,23 @@ class TestEarlierPrompts:
         found, full = (engine.prefill(PROMPT, method=engine.make_method(name)) for name in ("prefix", "full"))
         assert (float((found.logits - full.logits).abs().max()) < 0.1) is not planted
 
-    @pytest.mark.parametrize("planted", [False, True])
+    @pytest.mark.parametrize("planted", ["", *PLANTED])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
     def test_no_prompt_computes_more_than_plain_prefill(
-        self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+        self, make: MakeEngine, method: str, planted: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
-        if planted:
-            monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
-        rows, decode = list[int](), Context.decode_many
+        engine, chunks = make(method=method, recompute_ratio=0.9), [*CHUNKS, *(" ".join(CHUNKS[n:]) for n in range(2))]
+        engine.precompute(chunks)
+        counted, decode = list[int](), Context.decode_many
 
-        def counted(self: Any, parts: Any, **options: Any) -> Any:
-            rows.extend(len(ids) for _, ids in parts)
+        def decode_many(self: Any, parts: Any, **options: Any) -> Any:
+            counted.extend(len(ids) for _, ids in parts)
             return decode(self, parts, **options)
 
-        engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
-        engine.precompute(CHUNKS)
-        monkeypatch.setattr(Context, "decode_many", counted)
-        for _ in range(8):
-            chosen = generator.sample(CHUNKS, generator.randint(1, 4))
-            for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
-                prompt = "\n\n".join([*chosen, question])
-                ids = engine.plan(prompt, method="prefix").layout.token_ids
-                plain = len(ids) - engine.prefixes.known(ids[:-1])
-                rows.clear()
-                engine.generate(prompt, max_tokens=1, method=generator.choice(["prefix", method]))
-                over += sum(rows) > plain
-        assert (over > 0) is planted
+        def prompt_of(chosen: list[str], question: str) -> str:
+            counted.clear()
+            return "\n\n".join([*chosen, question])
+
+        monkeypatch.setattr(Context, "decode_many", decode_many)
+        monkeypatch.setattr(test_continued, "rows", lambda stats: sum(counted))  # those that llama.cpp decoded
+        assert (wrong_in_history(engine, method, chunks, prompt_of, monkeypatch, planted) > 0) is bool(planted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from cacheclip_rag import Answer, CacheClipEngine, Event
 from cacheclip_rag.answering.text import TextStream
+from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
-from cacheclip_rag.runtime.base import REASONING_MARKERS, mark_reasoning, markers_among
+from cacheclip_rag.runtime.base import REASONING_MARKERS, ends_of_reasoning, mark_reasoning, markers_among
 from tests.integrations.fakes import Watched, fake_models, watched
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
@@ -28,16 +30,17 @@ def read(text: str, size: int, prompt_end: str = "") -> tuple[str, str]:
     return "".join(reasoning for reasoning, _ in found), "".join(said for _, said in found)
 
 
-def streamed(text: str, stop: list[str], prompt_end: str | None) -> tuple[str, str, bool]:
+def streamed(text: str, stop: list[str], prompt_end: str | None, ends: Sequence[str] = ()) -> tuple[str, str, bool]:
     """Reasoning, text and whether a stop string ended it, one character a token."""
-    stream, said, reasoning = TextStream(lambda ids: "".join(map(chr, ids)), stop, prompt_end), "", ""
-    for token in text:
-        said += stream.push(ord(token))
+    stream, said, reasoning = TextStream(lambda ids: "".join(map(chr, ids)), stop, prompt_end, ends), "", ""
+    for token in [*map(ord, text), None]:
+        piece = stream.flush() if token is None else stream.push(token)
+        said, stream.revised_from = said[: stream.revised_from] + piece, None
         assert stream.text.startswith(said)
-        reasoning, stream.reasoning = reasoning + stream.reasoning, ""
-        if stream.stopped:
+        if stream.stopped or token is None:
+            said += "" if token is None else stream.flush()
             break
-    said += stream.flush()
+        reasoning, stream.reasoning = reasoning + stream.reasoning, ""
     assert stream.text == said
     return reasoning + stream.reasoning, said, stream.stopped
 
@@ -54,6 +57,8 @@ class TestReader:
             ("O So.", "So.", ""),
             ("O a C O b C c", "a\n\nb", "c"),
             ("O a < b </ C c", "a < b </", "c"),
+            ("O the marker `C` ends it. C c", "the marker `C` ends it.", "c"),
+            ("O it ends with `C c", "it ends with `", "c"),
             ("Twelve. O a C", "", "Twelve. O a C"),
             (" Twelve.", "", " Twelve."),
             ("C Twelve.", "", "C Twelve."),
@@ -117,6 +122,89 @@ class TestReader:
         text = "".join(parts)
         assert read(text, size) == read(text, len(text) or 1)
         assert streamed(text, [], "")[:2] == read(text, size)
+
+
+class TestUnopened:
+    """Some models end reasoning that nothing opened."""
+
+    PAIRS = pytest.mark.parametrize(
+        ("opening", "closing"), [each for each in REASONING_MARKERS if each[1] != "<|end|>"]
+    )
+
+    @PAIRS
+    @pytest.mark.parametrize("end", ["<|im_start|>assistant\n", "O\n\nC\n\n"])
+    @pytest.mark.parametrize(
+        ("text", "reasoning", "said"),
+        [
+            ("So.\nYes.\nC\n\nTwelve.\n", "So.\nYes.", "Twelve.\n"),
+            ("\n\nSo.C Twelve.", "So.", "Twelve."),
+            ("C\n\nTwelve.", "", "Twelve."),
+            ("So. C", "So.", ""),
+            ("So. C\n", "So.", ""),
+            ("So. CO Yes. CTwelve. C", "So.\n\nYes.", "Twelve. C"),
+            ("The marker `C` ends it.\nC Twelve.", "The marker `C` ends it.", "Twelve."),
+            ('He said "yes."C\nTwelve.', 'He said "yes."', "Twelve."),
+            ("O So. C Twelve. C", "So.", "Twelve. C"),
+            ("a O b C c", "", "a O b C c"),
+            ("Write `C` then.", "", "Write `C` then."),
+            ("Write `a C b` then.", "", "Write `a C b` then."),
+            ('Write "C" then.', "", 'Write "C" then.'),
+            ("Write „C“ or 'C' then.", "", "Write „C“ or 'C' then."),
+            ("So:\n```\nC\n```\nis it.", "", "So:\n```\nC\n```\nis it."),
+        ],
+    )
+    def test_its_end_is_found(self, opening: str, closing: str, end: str, text: str, reasoning: str, said: str) -> None:
+        put = {each: each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said, end)}
+        assert streamed(put[text], ["never"], put[end], [closing]) == (put[reasoning], put[said], False)
+
+    @PAIRS
+    def test_only_where_the_template_knows_it(self, opening: str, closing: str) -> None:
+        assert streamed(f"So.{closing}Twelve.", [], "") == ("", f"So.{closing}Twelve.", False)
+        template = f"{{{{ content.split('{closing}')[-1] }}}}"
+        assert ends_of_reasoning(template, {}) == ends_of_reasoning(None, {3: closing}) == (closing,)
+        assert ends_of_reasoning({"default": "", "tool_use": template}, {}) == (closing,)
+        assert ends_of_reasoning("<|end|>", {}) == ends_of_reasoning(None, {}) == ()
+
+    @pytest.mark.parametrize("tools", [[], ["f"]])
+    def test_of_an_engine(self, tools: list[str]) -> None:
+        """Nothing in it is a call; who can take text back does, and who cannot has the answer without it."""
+        says = f"I could send {CALL}.</think>\n\nTwelve.{CALL if tools else ''}"
+        options = {"tools": [{**TestAnswers.TOOL, "name": name} for name in tools]}
+        _, events = answered(says, ends=("</think>",), **options)
+        shown = ""
+        for event in events:
+            shown = shown[: event.revised_from] + event.text
+        whole = whole_of(events)
+        assert (whole.reasoning, whole.text, shown) == (f"I could send {CALL}.", "Twelve.", "Twelve.")
+        assert [call.name for call in whole.tool_calls] == tools
+        assert [call for event in events for call in event.tool_calls] == list(whole.tool_calls)
+        final = list(final_events(answered(says, ends=("</think>",), **options)[1]))
+        assert "".join(event.text for event in final).endswith("\n\nTwelve.")
+        assert whole_of(final).text == "Twelve." and all(event.revised_from is None for event in final)
+
+    def test_of_an_answer_that_is_revised(self) -> None:
+        decode, ends = (lambda ids: "".join(map(chr, ids))), ["</think>"]
+
+        def stream(text: str) -> TextStream:
+            found = TextStream(decode, [], "", ends)
+            for each in text:
+                found.push(ord(each))
+            return found
+
+        for first, then, expected in [
+            ("So.</think>Ten", "So.</think>Twelve.", "Twelve."),
+            ("So.</think>Ten", "So. Twelve.", "So. Twelve."),
+            ("So. Ten", "So.</think>Twelve.", "Twelve."),
+            ("So. Ten", "So. Twelve.", "So. Twelve."),
+        ]:
+            old, new = stream(first), TextStream(decode, [], "", ends)
+            common = next(n for n, (a, b) in enumerate(zip(first, then, strict=False)) if a != b)
+            shown, piece = old.text, ""
+            new.replay([*map(ord, then[:common])], old)
+            for each in [*map(ord, then[common:]), None]:
+                piece = new.flush() if each is None else new.push(each)
+                shown, new.revised_from = shown[: new.revised_from] + piece, None
+            assert shown == new.text == expected
 
 
 CALLED = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "x"}'
@@ -222,6 +310,10 @@ class TestCalls:
             f"Calls look so:\n\n```xml\n{CALL}\n```",
             f"1. So:\n   ~~~\n   {CALL}\n   ~~~\n",
             f"Write `{CALL}` for a call.",
+            f'Write "{CALL}" for a call.',
+            f"Write '{CALL}' for a call.",
+            f"Write “{CALL}”, „{CALL}“ or «{CODER}».",
+            f'Write "so: {CALL} and so on" for a call.',
             f"```xml\n{CALL}\n```\nThis is what a call looks like.",
             f"```\n{CALL}\n```\nThis is what a call looks like.",
             "So:\n```\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n```",
@@ -270,6 +362,10 @@ class TestCalls:
             f"Sure. <think>a</think> Now: {CALL}",
             f"The tags <think> and `</think>`.\n{CALL}",
             f"It`s the mast. {CALL}",
+            f'It\'s "the mast". {CALL}',
+            f'It is 5" wide. {CALL}',
+            f'"So it is."\n{CALL}',
+            f'He asked: "\n{CALL}',
             f"It`s the mast.\n{CALL}",
             f"Three ``` open code.\n{CALL}",
             f"Use `x`{CALL}",
@@ -334,9 +430,12 @@ class TestAnswers:
         assert whole_of(events).text == self.SAID and not whole_of(events).reasoning
 
 
-def answered(said: str, *, as_it_stands: bool = False, **options: Any) -> tuple[Watched, list[Event]]:
+def answered(
+    said: str, *, as_it_stands: bool = False, ends: Sequence[str] = (), **options: Any
+) -> tuple[Watched, list[Event]]:
     engine = CacheClipEngine(**fake_models(), method="full")
     runtime = watched(engine)
+    runtime.reasoning_ends = ends
     runtime.says = [said]
     prompt: Any = engine.parts.segment_as_it_stands("How tall?") if as_it_stands else "How tall?"
     return runtime, list(engine.stream(prompt, **options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 import time
@@ -16,13 +17,17 @@ import pytest
 from langchain_cacheclip import ChatCacheClip
 
 from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag.answering.pipeline import Answering
 from cacheclip_rag.answering.turns import turns_of
+from cacheclip_rag.base import clock as base_clock
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.serving import app
 from cacheclip_rag.serving.app import Limits
 from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.server import Server
+from tests.faketime import FakeTime
 from tests.serving.conftest import Served, running
 
 PATH = "/v1/chat/completions"
@@ -46,6 +51,21 @@ def prompts_of(served: Served) -> Any:
     return turns_of(served.engine.primary)
 
 
+class Clock(FakeTime):
+    monotonic = staticmethod(time.monotonic)
+    time = staticmethod(time.time)
+
+    def slowly(self, ordinary: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        """A function that takes so many seconds."""
+
+        def called(*args: Any, **options: Any) -> Any:
+            self.perf_counter()
+            self.sleep(seconds)
+            return ordinary(*args, **options)
+
+        return called
+
+
 class TestQueue:
     def test_too_many_are_refused(self, narrow: Served) -> None:
         queue = narrow.server.app._queue
@@ -60,10 +80,31 @@ class TestQueue:
                 assert third.json()["error"]["code"] == "queue_full"
                 assert narrow.client.get("/health").status_code == 200, "it is busy, not ill"
             assert first.result().status_code == second.result().status_code == 200
-        assert second.result().json()["cacheclip"]["queued_s"] > 0
-        stats = second.result().json()["cacheclip"]
-        assert stats["ttft_s"] > stats["queued_s"]
         until(lambda: (queue.running, queue.waiting) == (0, 0))
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_every_second_is_counted_once(self, narrow: Served, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By a clock that only sleeps move: before its turn, in the model's queue and while tokens are computed."""
+        clock = Clock(monkeypatch, app, base_clock)
+        queue, runtime = narrow.server.app._queue, narrow.engine.primary
+        slow = clock.slowly(Answering.plan, 2.0)
+        monkeypatch.setattr(Answering, "plan", lambda *args: slow(*args))
+        monkeypatch.setattr(runtime, "decode_step", clock.slowly(runtime.decode_step, 0.5))
+        monkeypatch.setattr(runtime, "eos_ids", frozenset())
+        with ThreadPoolExecutor(2) as pool, prompts_of(narrow).prompt():
+            first = pool.submit(narrow.chat, n=2)
+            until(lambda: queue.running == 1 and len(prompts_of(narrow)._prompts) == 2)
+            second = pool.submit(narrow.chat, "How?", stream=stream)
+            until(lambda: queue.waiting == 1)
+            clock.sleep(32.0)
+        times = ("queued_s", "ttft_s", "decode_s")
+        own = [[choice["cacheclip"][each] for each in times] for choice in first.result().json()["choices"]]
+        answer_s = 2.0 + 3 * 0.5
+        assert own == [[32.0, 32.0 + 2.0, 1.5], [32.0 + answer_s, 32.0 + answer_s + 2.0, 1.5]]
+        lines = second.result().text.split("\n\n")
+        last = json.loads(lines[-3].removeprefix("data: ")) if stream else second.result().json()
+        waited_s = 32.0 + 2 * answer_s
+        assert [last["cacheclip"][each] for each in times] == [waited_s, waited_s + 2.0, 1.5]
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_who_hangs_up_before_the_first_token(self, narrow: Served, stream: bool) -> None:
@@ -188,11 +229,13 @@ class TestStopping:
                 until(lambda: _refuses(served))
             assert asked.result().status_code == 200
 
-    def test_new_questions_are_refused(self, config: EngineConfig) -> None:
+    def test_new_questions_are_refused(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", logger="cacheclip_rag.serving")
         with running(config) as served:
             served.server.app.is_stopping = True
             for response in (served.chat(), served.client.get("/health")):
                 assert response.status_code == 503 and response.json()["error"]["code"] == "not_ready"
+        assert "/v1/chat/completions 503" in caplog.text and "/health" not in caplog.text, "probes would fill the log"
 
 
 def _refuses(served: Served) -> bool:

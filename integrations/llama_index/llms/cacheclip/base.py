@@ -538,7 +538,7 @@ def _thinking(reasoning: str) -> list[Any]:
 def _completions(events: Iterator[Event]) -> CompletionResponseGen:
     text = ""
     for event in events:
-        text += event.text
+        text = event.answer.text if event.answer else text + event.text
         details = _details(event.answer) if event.answer else {}
         yield CompletionResponse(text=text, delta=event.text, **details)
 
@@ -547,7 +547,7 @@ def _chats(events: Iterator[Event]) -> ChatResponseGen:
     text = reasoning = ""
     calls: list[ToolCall] = []
     for event in events:
-        text += event.text
+        text = event.answer.text if event.answer else text + event.text
         reasoning += event.reasoning
         calls += event.tool_calls
         details = _details(event.answer) if event.answer else {}
