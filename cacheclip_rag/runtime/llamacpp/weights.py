@@ -34,7 +34,7 @@ class GgufWeights:
         _, _, number = device.partition(":")
         if number:  # one GPU of several
             params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, int(number)
-        self.name, self._has_weights = name, not vocabulary_only
+        self.name, self._has_weights, self.on_gpu = name, not vocabulary_only, device != "cpu"
         errors.clear()
         self.pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
