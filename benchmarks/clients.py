@@ -30,8 +30,7 @@ from typing import Any
 import httpx
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.profiling import QUESTION, make_texts
-from cacheclip_rag.base.machine import processor_name
+from cacheclip_rag.timing import QUESTION, make_texts, processor_name
 
 _START_S = 300.0
 

@@ -515,7 +515,7 @@ class Prompts:
     """Prompts of one context length."""
 
     def __init__(self, tokenizer: Any, tokens: int, chunk_tokens: int) -> None:
-        from cacheclip_rag.answering.profiling import make_texts
+        from cacheclip_rag.timing import make_texts
 
         def tokenize(text: str) -> Any:
             return SimpleNamespace(
@@ -609,8 +609,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """The object that ``--json`` writes."""
     from transformers import AutoTokenizer
 
-    from cacheclip_rag.base.machine import processor_name
     from cacheclip_rag.models import resolve
+    from cacheclip_rag.timing import processor_name
 
     folder = resolve(args.primary)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -54,9 +54,8 @@ import psutil
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError
-from cacheclip_rag.answering.profiling import QUESTION
-from cacheclip_rag.base.machine import processor_name
 from cacheclip_rag.store import ChunkStore
+from cacheclip_rag.timing import QUESTION, processor_name
 
 PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
@@ -187,7 +186,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
         "from cacheclip_rag.methods import preset\n"
-        "from cacheclip_rag.answering.profiling import make_texts\n"
+        "from cacheclip_rag.timing import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"

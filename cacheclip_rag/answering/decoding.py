@@ -53,16 +53,17 @@ def decode(
     sampler = Sampler(params, prefilled.logits.device, constraint, prefilled.layout.ids, logprobs)
     prompt_end = prefilled.layout.generation_prompt if constraint is None else None
     streams = partial(TextStream, text_of or runtime.decode_ids, params.stop, prompt_end, runtime.reasoning_ends)
-    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams)
+    answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams, started)
+    stats = prefilled.stats
     del prefilled  # the answer drops its KV once it goes on from the exact KV
-    first_s = started.elapsed()
-    stats = replace(answer.prefilled.stats, ttft_s=answer.prefilled.stats.ttft_s + first_s)
     yield from answer.events()
+    assert answer.first_s is not None, "text stays at the latest when the answer was verified"
+    stats = replace(stats, ttft_s=stats.ttft_s + answer.first_s)
     rest = answer.stream.flush()
     answer.prefilled.keep_prefix(answer.cache, answer.ids)
     if beside is not None:
         stats = replace(stats, **beside.end(answer.ids))
-    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - first_s)
+    stats = replace(stats, generated_tokens=len(answer.ids), decode_s=started.elapsed() - answer.first_s)
     logger.debug("answered: %s", stats)
     reason = "stop" if answer.has_ended else "length"
     whole = Answer(
@@ -104,6 +105,7 @@ class _Decoding:
         turn: Callable[[], AbstractContextManager[None]],
         step: Callable[[Any, int], torch.Tensor] | None,
         new_stream: Callable[[], TextStream],
+        clock: PhaseClock,
     ) -> None:
         self.prefilled = prefilled
         self.cache = prefilled.cache
@@ -115,6 +117,9 @@ class _Decoding:
         """Whether the last token, or a stop string, ends the answer."""
         self._runtime, self._params, self._sampler = runtime, params, sampler
         self._beside, self._turn, self._step, self._new_stream = beside, turn, step, new_stream
+        self._clock = clock
+        self.first_s = None if beside.may_withdraw else clock.elapsed()
+        """Seconds until there was a token that stays; None: none yet."""
         self._num_prompt = prefilled.layout.num_tokens
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
 
@@ -153,6 +158,8 @@ class _Decoding:
         is_over = self.has_ended or len(self.ids) >= self._most
         with self._turn():
             found = self._beside.after(self.ids, completely=is_over or pinned)
+        if self.first_s is None and not self._beside.may_withdraw:
+            self.first_s = self._clock.elapsed()
         if found is None:
             return False
         self._go_on_from(found)

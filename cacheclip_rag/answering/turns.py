@@ -93,7 +93,7 @@ class _OfThread(threading.local):
 
 
 @dataclass(eq=False, slots=True)
-class _AskedStep:
+class _DecodeStep:
     """A token of an answer, and the logits after it."""
 
     state: Any
@@ -131,7 +131,7 @@ class Turns:
         """Prompts that had their turn."""
         self._invited = 0
         """Tokens that waited for a prompt, and go before the next one."""
-        self._asked: list[_AskedStep] = []
+        self._asked: list[_DecodeStep] = []
         """Steps that wait for a pass."""
         self._is_stepping = False
         """Whether a thread computes, or gathers, steps."""
@@ -224,7 +224,7 @@ class Turns:
         if self._own.has_turn or self._answers < 2:
             with self.token():
                 return runtime.decode_step(state, token_id)
-        mine = _AskedStep(state, token_id)
+        mine = _DecodeStep(state, token_id)
         with self._changed:
             self._asked.append(mine)
             self._changed.notify_all()
@@ -239,7 +239,7 @@ class Turns:
         return mine.logits
 
     def _step_together(self, runtime: Runtime) -> None:
-        steps: list[_AskedStep] = []
+        steps: list[_DecodeStep] = []
         try:
             with self.token():
                 with self._changed:
@@ -279,7 +279,7 @@ class Turns:
             self._changed.notify_all()
 
 
-def _compute(runtime: Runtime, steps: Sequence[_AskedStep]) -> None:
+def _compute(runtime: Runtime, steps: Sequence[_DecodeStep]) -> None:
     """Fill in logits or errors. An error of a pass for several is not for all of them: each is computed alone then."""
     try:
         found = runtime.decode_steps([step.state for step in steps], [step.token_id for step in steps])

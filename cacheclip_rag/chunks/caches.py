@@ -184,11 +184,11 @@ class ChunkCaches:
                 f"a chunk has no tokens for model {self.runtime.name!r}: the tokenizer drops all of {text[:40]!r}. "
                 "Leave the chunk out."
             )
-        room = self.runtime.reuse_tokens - self.num_prefix
+        room = max(0, self.runtime.reuse_tokens - self.num_prefix)
         if len(tokens) > room:
             raise PromptTooLongError(
                 f"a chunk of {len(tokens)} tokens does not fit model {self.runtime.name!r}, which has room for {room} "
-                "after the shared prefix. Split the document into smaller chunks."
+                "after the shared prefix and chunk context. Split the document into smaller chunks."
             )
 
     def _key(self, prefix_ids: Sequence[int], ids: Sequence[int]) -> str:

@@ -115,16 +115,21 @@ def _print(certificate: Certificate, path: Path) -> None:
 
 
 def _checks(exactness: Mapping[str, Any]) -> Rows:
-    return ("check", "figure", "limit", "", "what it is"), [
+    return ("check", "figure", "must be", "", "what is measured"), [
         (
             name,
             f"{check['figure']:.3g}",
-            f"{check['limit']:.3g}",
+            _allowed(check),
             "passed" if check["passed"] else "FAILED",
             check["says"],
         )
         for name, check in exactness["checks"].items()
     ]
+
+
+def _allowed(check: Mapping[str, Any]) -> str:
+    direction = check.get("direction", "at most")  # certificates of earlier versions have none
+    return "anything" if direction == "at least" and not check["limit"] else f"{direction} {check['limit']:.3g}"
 
 
 def _fidelity(certificate: Certificate) -> Rows:

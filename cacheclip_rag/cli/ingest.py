@@ -93,8 +93,9 @@ def ingest(
     config = chosen.engine_config(**{**settings.engine, "store": folder})
     made = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
     limit = made.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
+    embedder = Embedder(chosen.embedding, config.device)
     if dry_run:
-        found = plan_ingestion(paths, library=library, engine=made, settings=chosen, max_bytes=limit)
+        found = plan_ingestion(paths, library=library, engine=made, settings=chosen, embedder=embedder, max_bytes=limit)
         _print_plan(found, as_json)
         if strict and (found.failed or found.notes):
             raise typer.Exit(1)
@@ -103,7 +104,7 @@ def ingest(
         paths,
         library=library,
         engine=made,
-        embedder=Embedder(chosen.embedding, config.device),
+        embedder=embedder,
         settings=chosen,
         max_bytes=config.max_bytes,
     )

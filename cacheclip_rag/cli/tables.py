@@ -108,8 +108,6 @@ class FinetuneTable(Table):
     """Synthetic questions for training."""
     targets: int = 36
     """Training questions for which the primary computes targets."""
-    prompts: int = 12
-    """Test questions that the primary answers."""
     seed: int = 0
     """Seed of the synthetic questions."""
 

@@ -117,10 +117,6 @@ class ExcerptIndex:
         self._salt = np.int64(xxhash.xxh3_64_intdigest(namespace.encode("utf-8", "surrogatepass")) >> 1)
         self._outage = OutageWarning(logger, "parts of stored texts are not found in prompts: %s")
 
-    def add(self, texts: Iterable[str]) -> None:
-        """Add texts. Texts that are too short to have an anchor are left out."""
-        self._write(texts)
-
     def mend(self) -> None:
         """Remove contents that are damaged, and add the anchors of all others again."""
         for rows in self._batches():
@@ -131,11 +127,12 @@ class ExcerptIndex:
                     whole.append(text)
                 else:
                     self._database.execute("DELETE FROM contents WHERE id = ?", (content,))
-            self._write(whole, again=True)
+            self.add(whole, again=True)
         self._database.execute("DELETE FROM anchors WHERE content NOT IN (SELECT id FROM contents)")
 
-    def _write(self, texts: Iterable[str], *, again: bool = False) -> None:
-        """``again``: write the anchors of texts that are there, too."""
+    def add(self, texts: Iterable[str], *, again: bool = False) -> None:
+        """Add texts. Those that are too short to have an anchor are left out. ``again``: write the anchors of texts
+        that are there, too."""
         found = [(text, *_few_of_each(*_all_anchors(text))) for text in texts]
         found = [(text, anchors, places) for text, anchors, places in found if len(anchors)]
         for first in range(0, len(found), _BATCH):

@@ -38,12 +38,30 @@ _LEFT_OUT[[*_SEEN_BY_NOBODY]] = True
 _TAGS = 0xE0
 """Code points above ``0xFFFF`` that nobody sees either, shifted right by 12."""
 
-_ESCAPES = re.compile(
-    r"\\+(?:u([dD][89abAB][0-9a-fA-F]{2})\\+u([dD][c-fC-F][0-9a-fA-F]{2})|u([0-9a-fA-F]{4})"
-    r"|U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2})|[ux]\{0{0,8}((?:10|[0-9a-fA-F])?[0-9a-fA-F]{1,4})\})"
+
+def _utf8(mark: str) -> str:
+    """A pattern for one character that is not ASCII, whose bytes are written with two hexadecimal digits each."""
+    more = f"(?:{mark}[89abAB][0-9a-fA-F])"
+    first = (("[c-dC-D][0-9a-fA-F]", 1), ("[eE][0-9a-fA-F]", 2), ("[fF][0-4]", 3))
+    return "|".join(f"{mark}{lead}{more}{{{count}}}" for lead, count in first)
+
+
+ESCAPES = re.compile(
+    f"({_utf8('%(?:25)*')}|%(?:25)*[2-7a-fA-F][0-9a-fA-F]|{_utf8('=')}|"
+    + _utf8(r"\\+x")
+    + r"|\\+3(?:[0-3][0-7](?:\\+2[0-7]{2})|[45][0-7](?:\\+2[0-7]{2}){2}|6[0-4](?:\\+2[0-7]{2}){3}))"
+    r"|(?:\\+|%)u([dD][89abAB][0-9a-fA-F]{2})(?:\\+|%)u([dD][c-fC-F][0-9a-fA-F]{2})|(?:\\+|%)u([0-9a-fA-F]{4})"
+    r"|\\+(?:U000([0-9a-fA-F]{5})|x([0-9a-fA-F]{2})|[ux]\{0{0,8}((?:10|[0-9a-fA-F])?[0-9a-fA-F]{1,4})\})"
+    r"|'(?:[\\\"]*')+"
     r"|&(?:amp;)*(#?[0-9A-Za-z]{1,31};)"
 )
-"""Escapes of JSON and other code, and of HTML and XML, also where they are escaped once more."""
+"""Bytes in hexadecimal or octal digits, as URLs, mails and C have them; escapes of JSON and other code, and of HTML and
+XML, also where they are escaped once more; apostrophes of SQL and of shells."""
+_BYTES = re.compile(r"\\+([0-7]{3})|(?:%(?:25)*|=|\\+x)([0-9a-fA-F]{2})")
+OF_URLS, _OF_MAILS = re.compile("%[2-7a-fuA-F][0-9a-fA-F]"), re.compile("=[C-F][0-9A-F]=[89AB]")
+_DOUBLED = re.compile(r"'[\\\"]*'")
+_SOME = (OF_URLS, _OF_MAILS, _DOUBLED)
+"""What texts with such bytes, or such apostrophes, have."""
 _TYPED = np.array([*map(ord, "------\u2016\u2017''''\"\"\"\"")], dtype=np.uint32)
 """What stands for U+2010 to U+201F: dashes and quotation marks."""
 _LINE_ENDS = np.array([*map(ord, "nrt")], dtype=np.uint32)
@@ -62,8 +80,8 @@ def fold(text: str) -> tuple[Column, Column, Column]:
     """The bytes of a text that are compared, and for each the characters ``[start, stop)`` of the text that it stands
     for: ``(num_bytes,)`` uint8 and twice int64."""
     spans = None
-    if "\\" in text or "&" in text:
-        text, spans = _rewritten(text, _ESCAPES, _unescaped, None)
+    if "\\" in text or "&" in text or any(each.search(text) for each in _SOME):
+        text, spans = rewritten(text, ESCAPES, unescaped, None)
     if not (is_ascii := text.isascii()):
         text, spans = _composed(text, spans)
     codes = np.frombuffer(text.encode(), dtype=np.uint8) if is_ascii else _typed(code_points(text))
@@ -90,7 +108,7 @@ def _typed(codes: Column) -> Column:
     return codes
 
 
-def _rewritten(
+def rewritten(
     text: str, pattern: re.Pattern[str], written: Callable[[re.Match[str]], str], spans: Column | None
 ) -> tuple[str, Column | None]:
     """A text with what ``written`` gives for each match of a pattern, and where each of its characters stood before,
@@ -111,11 +129,16 @@ def _rewritten(
     return "".join([*pieces, text[position:]]), both
 
 
-def _unescaped(match: re.Match[str]) -> str:
+def unescaped(match: re.Match[str]) -> str:
     """What an escape stands for."""
-    high, low, *codes, entity = match.groups()
+    written, high, low, *codes, entity = match.groups()
     if entity:
         return html.unescape(f"&{entity}")
+    if match[0][0] == "'":
+        return "'"
+    if written:
+        digits = bytes(int(octal, 8) if octal else int(other, 16) for octal, other in _BYTES.findall(written))
+        return digits.decode("utf-8" if len(digits) > 1 else "latin-1", "ignore") or match[0]
     if high:
         return chr(0x10000 + (int(high, 16) % 0x400 << 10) + int(low, 16) % 0x400)
     return chr(int(next(filter(None, codes)), 16))
@@ -125,9 +148,9 @@ def _composed(text: str, spans: Column | None) -> tuple[str, Column | None]:
     """A text with letters and their marks as one character each, and characters as those which they show."""
     shown, changed, clusters = _shown()
     if changed.search(text):
-        text, spans = _rewritten(text, changed, lambda match: shown[match[0]], spans)
+        text, spans = rewritten(text, changed, lambda match: shown[match[0]], spans)
     if not unicodedata.is_normalized("NFC", text):
-        text, spans = _rewritten(text, clusters, lambda match: unicodedata.normalize("NFC", match[0]), spans)
+        text, spans = rewritten(text, clusters, lambda match: unicodedata.normalize("NFC", match[0]), spans)
     return text, spans
 
 

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from .common_parts import window_hashes
-from .folding import Column, code_points
+from .folding import ESCAPES, OF_URLS, Column, code_points, rewritten, unescaped
 
 _ONE_OF = 64
 """Windows of a skeleton, one of which is an anchor: one in about 100 characters of prose."""
@@ -25,11 +25,14 @@ _NOT_SHOWN = re.compile(r"<[^<>\n]{1,200}>|\]\([^()\s]{1,300}\)")
 def skeleton(text: str) -> tuple[Column, Column]:
     """The consonants and digits of a text, ``(num_kept,)`` uint8, and the characters that they are, int64. Letters of
     other scripts are kept without their marks."""
+    spans = None
+    if OF_URLS.search(text):  # there, a space may be a plus sign
+        text, spans = rewritten(text, ESCAPES, unescaped, None)
     if "<" in text or "](" in text:
         text = _NOT_SHOWN.sub(lambda match: " " * len(match[0]), text)
     codes = _table()[np.minimum(code_points(text), 0xFFFF)]
     places = np.flatnonzero(codes)
-    return codes[places], places
+    return codes[places], places if spans is None else spans[0][places]
 
 
 def loose_anchors(codes: Column) -> tuple[Column, Column]:

@@ -16,20 +16,23 @@ from ..fusion.answer import Answer, Event, last_answer
 T = TypeVar("T")
 
 
-async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGenerator[T, None]:
+async def iterate_in_thread(
+    make_iterator: Callable[[], Iterator[T]], *, joins: bool = False
+) -> AsyncGenerator[T, None]:
     """Yield the items of ``make_iterator()``. A separate thread makes, advances and closes the iterator.
 
     The thread is not from the loop's pool, because a few long answers would block the pool. It starts when the first
     item is requested, and does not wait for a slow consumer, because items are small. It has the caller's context
     variables. Closing this generator early (or cancelling its consumer) stops the thread before its next item and
-    closes the iterator, without waiting. A question that still waits for its turn leaves the queue.
+    closes the iterator, without waiting, unless it ``joins`` the thread: whoever limits how many threads compute counts
+    those, too, whose consumers have left. A question that still waits for its turn leaves the queue.
 
     Raises:
         Whatever making or advancing the iterator raises, after the items that came before.
     """
     loop = asyncio.get_running_loop()
     items: asyncio.Queue[tuple[str, T | BaseException | None]] = asyncio.Queue()
-    caller = Waiter()
+    caller, ended = Waiter(), asyncio.Event()
 
     def send(kind: str, value: T | BaseException | None = None) -> None:
         with suppress(RuntimeError):  # the loop is closed, so the consumer is gone
@@ -44,6 +47,8 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
             send("error", RuntimeError(f"a library failed: {error}") if is_panic(error) else error)
         else:
             send("end")
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(ended.set)
 
     # the thread is not joined: it may be in a long step when the consumer leaves; errors arrive through the queue
     threading.Thread(target=contextvars.copy_context().run, args=(work,), name="cacheclip-stream").start()
@@ -58,6 +63,8 @@ async def iterate_in_thread(make_iterator: Callable[[], Iterator[T]]) -> AsyncGe
                 return
     finally:
         caller.leave()
+        if joins:
+            await ended.wait()
 
 
 async def answer_in_thread(events: Callable[[], Iterator[Event]]) -> Answer:

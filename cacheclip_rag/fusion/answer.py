@@ -45,7 +45,8 @@ class FusionStats:
     phases_s: dict[str, float]
     """Seconds per phase of the time to the first token, keys as in :data:`~cacheclip_rag.base.clock.PHASES`."""
     ttft_s: float
-    """Seconds from the call to the first new token, everything included."""
+    """Seconds from the call to the first new token that stays, everything included. With ``finish="revise"`` that is
+    when the answer was verified: what a stream gives before may be withdrawn."""
     charged_ratio: float = 0.0
     """Share of (layer, chunk token) pairs that got fresh KV, a method's cost. It exceeds the effective ratio if layers
     compute all tokens to choose some. 1.0 for plain prefill, more if a reusing pass was not sure enough before it."""
@@ -91,7 +92,7 @@ class FusionStats:
     ``phases_s["read"]``."""
     generated_tokens: int = 0
     decode_s: float = 0.0
-    """Seconds from the first new token to the end of the answer, ``verify_s`` included."""
+    """Seconds from then to the end of the answer, with ``verify_s`` unless ``finish`` is ``revise``."""
     verified_tokens: int | None = None
     """Leading tokens of the answer that full prefill would choose too; None if the answer was not verified, because
     ``finish`` is off, the answer is sampled, its KV is exact already, or the runtime cannot."""

@@ -62,68 +62,6 @@ def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: 
         return pass_.run(match)
 
 
-def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock) -> FusionPlan:
-    """What :func:`fuse` would do with a plan that reuses chunks by a method with
-    :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
-    ConfigurationError for another method, or one that changes positions."""
-    method, layout = plan.method, plan.layout
-    assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
-    chosen = choose_ahead(plan, kv_sources, clock=clock)
-    rows = choose_rows(layout, plan.reused, chosen.items())
-    pieces = tuple(
-        StoredPiece(span.start, key, span.first, len(span.tokens))
-        for span, key in zip(plan.reused, plan.keys, strict=True)
-    )
-    computed = rows.tolist()
-    # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
-    # from sharing its own with everyone
-    computed = [*range(layout.num_prefix), *computed]
-    end = pieces[-1].stop
-    return FusionPlan(
-        token_ids=layout.token_ids,
-        pieces=pieces,
-        computed=runs_of([row for row in computed if row < end]),
-        chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
-        correction=method.mean_change,
-        model=runtime.fingerprint,
-        rope_pin=runtime.rope_pin,
-        namespace=kv_sources.primary.store.namespace,
-        codec=kv_sources.primary.codec,
-    )
-
-
-def choose_ahead(
-    plan: Plan,
-    kv_sources: KVSources,
-    *,
-    clock: PhaseClock,
-    when_read: Callable[[], None] | None = None,
-    stale: np.ndarray[Any, Any] | None = None,
-) -> dict[Span, torch.Tensor]:
-    """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
-    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
-    KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
-    method."""
-    method, layout = plan.method, plan.layout
-    if not method.plans_ahead:
-        raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
-    if method.positions(layout, plan.reused) is not None:
-        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
-    spans = [span for span in plan.reused if not layout.is_exact(span)]
-    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale)
-    unread: Any = _Unread(method.name)
-    with clock.phase("select"):
-        early = method.score(PromptView(**choice.seen(spans, when_read)))
-        view = CacheView(
-            **choice.seen(spans),
-            runtime=unread,
-            cache=unread,
-            full_prefill=lambda: unread.prefill,
-        )
-        masks = method.select(view, early)
-    return dict(zip(spans, masks, strict=True))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
     """What the choice of tokens is made by."""
@@ -311,16 +249,6 @@ class _FusedPass(_Choice):
         return reused, pieces
 
 
-class _Unread:
-    """In the place of the primary's model and KV, for a method that says it looks at neither."""
-
-    def __init__(self, method: str) -> None:
-        self._method = method
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AssertionError(f"method {self._method!r} plans ahead, and asked for the primary's {name}")
-
-
 def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
     numbers = rows.numpy()
     borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
@@ -357,3 +285,78 @@ def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple
             active[span.start : span.stop] |= mask
     active[-1] = True
     return torch.from_numpy(active.nonzero()[0])
+
+
+# -- for another process, or an engine that shows no KV ----------------------------------------------------------------
+
+
+def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, clock: PhaseClock) -> FusionPlan:
+    """What :func:`fuse` would do with a plan that reuses chunks by a method with
+    :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
+    ConfigurationError for another method, or one that changes positions."""
+    method, layout = plan.method, plan.layout
+    assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
+    chosen = choose_ahead(plan, kv_sources, clock=clock)
+    rows = choose_rows(layout, plan.reused, chosen.items())
+    pieces = tuple(
+        StoredPiece(span.start, key, span.first, len(span.tokens))
+        for span, key in zip(plan.reused, plan.keys, strict=True)
+    )
+    computed = rows.tolist()
+    # the stored shared prefix is not read: its KV, which other kernels may have computed, would keep the other process
+    # from sharing its own with everyone
+    computed = [*range(layout.num_prefix), *computed]
+    end = pieces[-1].stop
+    return FusionPlan(
+        token_ids=layout.token_ids,
+        pieces=pieces,
+        computed=runs_of([row for row in computed if row < end]),
+        chunks=tuple((span.start, span.stop) for span in chosen) if method.mean_change else (),
+        correction=method.mean_change,
+        model=runtime.fingerprint,
+        rope_pin=runtime.rope_pin,
+        namespace=kv_sources.primary.store.namespace,
+        codec=kv_sources.primary.codec,
+    )
+
+
+def choose_ahead(
+    plan: Plan,
+    kv_sources: KVSources,
+    *,
+    clock: PhaseClock,
+    when_read: Callable[[], None] | None = None,
+    stale: np.ndarray[Any, Any] | None = None,
+) -> dict[Span, torch.Tensor]:
+    """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
+    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
+    KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
+    method."""
+    method, layout = plan.method, plan.layout
+    if not method.plans_ahead:
+        raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
+    if method.positions(layout, plan.reused) is not None:
+        raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
+    spans = [span for span in plan.reused if not layout.is_exact(span)]
+    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale)
+    unread: Any = _Unread(method.name)
+    with clock.phase("select"):
+        early = method.score(PromptView(**choice.seen(spans, when_read)))
+        view = CacheView(
+            **choice.seen(spans),
+            runtime=unread,
+            cache=unread,
+            full_prefill=lambda: unread.prefill,
+        )
+        masks = method.select(view, early)
+    return dict(zip(spans, masks, strict=True))
+
+
+class _Unread:
+    """In the place of the primary's model and KV, for a method that says it looks at neither."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AssertionError(f"method {self._method!r} plans ahead, and asked for the primary's {name}")

@@ -79,9 +79,14 @@ def record_spans(stats: FusionStats, model: str, *, finish_reasons: tuple[str, .
         seconds = {"queue": stats.queued_s, **stats.phases_s}
         if not any(stats.phases_s.values()):  # vLLM's server does not tell them
             seconds["first token"] = stats.ttft_s - stats.queued_s
-        # the last phase ends at the first token
-        at = begin + int(max(0.0, stats.ttft_s - sum(seconds.values())) * _NANOSECONDS)
-        for name, length in (*seconds.items(), ("decode", stats.decode_s - stats.verify_s), ("verify", stats.verify_s)):
+        rest, decode_s, verify_s = max(0.0, stats.ttft_s - sum(seconds.values())), stats.decode_s, stats.verify_s
+        if 0 < verify_s <= rest:  # finish="revise": no token stays before it was verified
+            spans = [*seconds.items(), ("verify", rest), ("decode", decode_s)]
+            rest = 0.0
+        else:
+            spans = [*seconds.items(), ("decode", decode_s - verify_s), ("verify", verify_s)]
+        at = begin + int(rest * _NANOSECONDS)  # the last phase ends at the first token
+        for name, length in spans:
             if length > 0:
                 span = tracer.start_span(f"cacheclip {name}", context=within, start_time=at)
                 at += int(length * _NANOSECONDS)

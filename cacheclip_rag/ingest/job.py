@@ -105,6 +105,7 @@ def ingest(
     report = IngestReport(
         unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped, notes=survey.notes
     )
+    _check_models(survey, engine, embedder)
     for path in survey.unchanged:
         engine.library.index.add(library.passages_of(str(path)))  # no effect, unless the store's catalog was lost
     done = []
@@ -138,15 +139,18 @@ def plan_ingestion(
     library: Library,
     engine: CacheClipEngine,
     settings: LibrarySettings,
+    embedder: Embedder | None = None,
     max_bytes: int | None = None,
 ) -> IngestPlan:
     """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors.
 
     Args:
+        embedder: is checked too, if it is given.
         max_bytes: limit that the store would have; None: no limit.
     """
     settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
+    _check_models(survey, engine, embedder)
     found = IngestPlan(
         unchanged=len(survey.unchanged),
         max_bytes=max_bytes,
@@ -193,6 +197,14 @@ def _survey(
         else:
             survey.work.append(_DocumentWork(file, digest, num_bytes, str(file) not in known))
     return survey
+
+
+def _check_models(survey: _Survey, engine: CacheClipEngine, embedder: Embedder | None) -> None:
+    """Load every model that the run needs, also those that it needs last. An unchanged library loads none."""
+    if survey.work:
+        if embedder is not None:
+            embedder.embed(["text"])
+        engine.chunk_caches()
 
 
 def _reporter(problems: Problems) -> Callable[[Path, str], None]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ _DOCUMENTS_AT_ONCE = 8
 """Documents of a batch: what a killed worker costs."""
 _PAUSES_S = (11.0, 60.0)
 """After which a batch is tried again that storage failed: by then it is asked again."""
+_OWN_ERROR = re.compile(rf"^{re.escape(CacheClipError.__module__)}\.\w+: (.*)$", re.MULTILINE)
+"""In the traces of the processes that an error of a worker came through."""
 _COMMIT_ROWS, _COMMIT_S = 4096, 10.0
 """A commit has so many rows, or comes so long after the last one."""
 
@@ -56,7 +59,7 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
     Args:
         table: columns ``text`` and ``document``, perhaps ``version``: what changes with the document.
-        engine: with a shared store. It leaves commits to others from now on.
+        engine: with a shared store. It leaves commits to others from now on. Threads that share it take turns.
 
     Raises:
         ConfigurationError: the engine's store is none that machines share.
@@ -76,8 +79,9 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
     def skipped(text: str, names: Sequence[str], error: CacheClipError) -> None:
         logger.warning("a text of %s is left out: %s", ", ".join(names), error)
 
-    computed = engine.precompute(texts, skipped=skipped)
-    rows = store.take_rows(engine.config.namespace)
+    with store.encoding:  # rows of another thread's table would be taken with these
+        computed = engine.precompute(texts, skipped=skipped)
+        rows = store.take_rows(engine.config.namespace)
     version = pa.array([versions.get(document, "") for document in rows["document"].to_pylist()], pa.string())
     rows = rows.set_column(rows.schema.get_field_index("version"), "version", version)
     return rows.append_column("computed", pa.array([computed, *[0] * (rows.num_rows - 1)][: rows.num_rows], pa.int64()))
@@ -85,8 +89,8 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
 class Encode:
     """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
-    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the first answer that uses one
-    stores its KV."""
+    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the second answer of a server that
+    uses one stores its KV."""
 
     def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
         check_choice("kv", kv, KV_OF_TEXTS)
@@ -188,7 +192,7 @@ def ingest_shared(
 
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
-        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the first one.
+        kv: ``all``: of every text; ``hot``: of those that answers use, stored by the second one.
 
     Raises:
         ConfigurationError: the store was made with other settings.
@@ -197,7 +201,7 @@ def ingest_shared(
     """
     assert config.store is not None, "the caller checked that there is a store"
     url = str(config.store)
-    fix_settings(url, settings)
+    check_settings(url, settings)
     kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
     kept |= {"kv": kv} if kv != "all" else {}
     tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
@@ -208,6 +212,9 @@ def ingest_shared(
     commit = Commit(url)
     table = commit.table(config.namespace)
     known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
+    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
+    if not found and not gone:
+        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
     work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
     report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
     left = room(url, config.namespace) if kv == "all" else math.inf
@@ -217,6 +224,8 @@ def ingest_shared(
     done: set[str] = set()
     with progress_bar("ingesting", len(work), "documents") as advance:
         for rows in _together(run(work, encode, workers) if left > 0 else iter(())):
+            if not done:  # after all models have worked
+                fix_settings(url, settings)
             counts = commit(rows).to_pylist()[0]
             report.texts, report.computed = report.texts + counts["texts"], report.computed + counts["computed"]
             done |= {*rows["document"].to_pylist()}
@@ -225,7 +234,6 @@ def ingest_shared(
                 break
     report.failed = sorted({row["path"] for row in work} - done)
     report.above_quota = left <= 0 and bool(report.failed)
-    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
     if gone:
         table.commit(schema().empty_table(), Removal(names=gone))
     report.removed = len(gone)
@@ -233,16 +241,17 @@ def ingest_shared(
 
 
 def fix_settings(url: str, settings: LibrarySettings) -> None:
-    """Record the settings of a store's documents, or check that they are those of the first ingestion."""
+    """Record the settings of a store's documents, unless an ingestion has; raises what :func:`check_settings` does."""
+    try:
+        ObjectBackend(SharedPlace(url)).create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode())
+    except OSError as error:
+        raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
+    check_settings(url, settings)
+
+
+def check_settings(url: str, settings: LibrarySettings) -> None:
+    """Raise ConfigurationError unless these are the settings of a store's first ingestion, if there was one."""
     known = read_settings(url)
-    if known is None:
-        objects = ObjectBackend(SharedPlace(url))
-        try:
-            if objects.create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode()):
-                return
-        except OSError as error:
-            raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
-        known = read_settings(url)
     mine, theirs = asdict(settings), asdict(known or settings)
     differences = [
         f"{n} {theirs[n]!r}, not {mine[n]!r}"
@@ -274,16 +283,29 @@ def _documents(paths: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in paths:
         if is_url(path):
-            root = path.rstrip("/")
-            for each in ObjectBackend(SharedPlace(root)).objects_of(""):
+            bucket, name = _bucket(path)
+            try:
+                objects = [*bucket.objects_of(name), *bucket.object_at(name)]
+            except OSError as error:
+                raise StoreError(f"the documents of {path} cannot be listed: {error}.") from error
+            for each in objects:
                 if PurePosixPath(each["path"]).suffix.lower() in SUFFIXES:
-                    found[f"{root}/{each['path']}"] = str(each["e_tag"] or each["last_modified"])
+                    found[f"{bucket.place.url}/{each['path']}"] = str(each["e_tag"] or each["last_modified"])
         else:
             for file in find_files([Path(path).expanduser().resolve()]):
                 found[str(file)] = digest_file(file)[0]
-    if not found:
-        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
     return found
+
+
+def _bucket(url: str) -> tuple[ObjectBackend, str]:
+    """The bucket of a URL, and the name in it, which may hold what means something in URLs."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    if scheme == "file":
+        raise ConfigurationError(f"expected a folder without file://, got {url!r}.")
+    objects = ObjectBackend(SharedPlace(f"{scheme}://{bucket}"))
+    objects.is_patient = True
+    return objects, name.rstrip("/")
 
 
 def _is_in(document: str, root: str) -> bool:
@@ -296,10 +318,10 @@ def _passages_of(path: str, splitter: Splitter) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(path)
         if is_url(path):
-            root, _, name = path.rpartition("/")
+            bucket, name = _bucket(path)
             file = Path(folder) / f"document{suffix}"
             try:
-                file.write_bytes(ObjectBackend(SharedPlace(root)).fetch(name))
+                file.write_bytes(bucket.fetch(name))
             except OSError as error:
                 raise DocumentError(f"{path} cannot be read: {error}") from error
         text = read_document(file)
@@ -342,6 +364,7 @@ def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any]
         return
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     has_gpus = bool(ray.cluster_resources().get("GPU")) and encode["config"].device != "cpu"
     batches = -(-len(work) // _DOCUMENTS_AT_ONCE)
     documents = ray.data.from_items([*work], override_num_blocks=batches)
@@ -350,8 +373,14 @@ def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any]
         fn_constructor_kwargs=dict(encode),
         batch_size=_DOCUMENTS_AT_ONCE,
         batch_format="pyarrow",
-        compute=ray.data.ActorPoolStrategy(size=workers),
+        compute=ray.data.ActorPoolStrategy(size=min(workers, batches)),
         num_cpus=1,
         num_gpus=1 if has_gpus else 0,
     )  # a killed worker costs its batch: Ray Data starts it anew, and gives it the batch again
-    yield from rows.iter_batches(batch_size=None, batch_format="pyarrow")
+    try:
+        yield from rows.iter_batches(batch_size=None, batch_format="pyarrow")
+    except ray.exceptions.RayError as error:
+        found = _OWN_ERROR.findall(str(error)) or [str(error).strip().rpartition("\n")[2][:300]]
+        raise CacheClipError(
+            f"a worker of Ray failed: {found[-1].rstrip('.')}. What is committed stays; run it again."
+        ) from None

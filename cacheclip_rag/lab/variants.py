@@ -30,7 +30,7 @@ from ..methods import DEFAULT_METHOD, PRESET_NAMES, preset
 from ..methods.base import Method
 from ..methods.recompute import Recompute
 from ..methods.settings import vary
-from ..selection.scorers import Oracle, Random
+from ..selection.scorers import Random
 
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""
@@ -38,8 +38,6 @@ REORDERED = "full-reordered"
 """Full prefill with its chunks in another order: how much the answer depends on what a retriever decides by a hair."""
 RANDOM = Recompute(Random(), name="random")
 """Random spans: the effect of the budget alone."""
-ORACLE = Recompute(Oracle(), name="oracle")
-"""Spans that are attended to and stale, according to a full prefill: an upper bound."""
 
 _PRESET = "preset"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -11,7 +11,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import struct
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -27,12 +29,19 @@ _HEAD_BYTES = 1 << 16
 _SPREAD_BYTES = 1 << 18
 """Of a file whose tensors are not looked up: its first bytes, and a piece every so many."""
 
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
+
 FileState = tuple[str, int, int, int, int]
 
 
 def file_states(folder: Path) -> list[FileState]:
     """Path, inode, size, time of change and of modification (ns) of the files behind the fingerprint."""
-    stats = ((file, file.stat()) for file in (folder / "config.json", *_weight_files(folder)))
+    return states_of((folder / "config.json", *_weight_files(folder)))
+
+
+def states_of(files: Iterable[Path]) -> list[FileState]:
+    """The same of some files."""
+    stats = ((file, file.stat()) for file in files)
     return [(os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats]
 
 
@@ -49,6 +58,28 @@ def fingerprint(folder: Path) -> str:
         if sample is not None:
             _remember(memo, {"folder": os.fspath(folder), "weights": weights, "sample": sample})
     return f"{weights}:{config}"
+
+
+def gguf_parts(file: Path) -> list[Path]:
+    """The files of a model that is split into several (``…-00001-of-00003.gguf``), the given one first; else only the
+    given one. llama.cpp looks for the others itself, and says if one is missing."""
+    part = _PART.search(file.name)
+    if part is None:
+        return [file]
+    stem, of = file.name[: part.start()], part[2]
+    names = (f"{stem}-{number:05d}-of-{of}{part[3]}" for number in range(1, int(of) + 1))
+    return [file, *(other for name in names if (other := file.with_name(name)) != file and other.is_file())]
+
+
+def is_part(file: Path) -> bool:
+    """Whether a GGUF file has the name of a part of a model."""
+    return _PART.search(file.name) is not None
+
+
+def gguf_digest(parts: Sequence[Path]) -> str:
+    """SHA-256 of a GGUF file; of one that is split, of the digests of its parts."""
+    digests = [file_digest(part) for part in parts]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def file_digest(file: Path) -> str:

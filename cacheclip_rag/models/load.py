@@ -28,7 +28,7 @@ from ..base.errors import (
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
-from .fingerprint import file_digest, file_states, fingerprint
+from .fingerprint import file_states, fingerprint, gguf_digest, gguf_parts, is_part, states_of
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull, pull_gguf
 
@@ -47,7 +47,11 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _GGUF = ".gguf"
 _FOLDER = "its folder"
 """What is damaged if it is no single file."""
+_NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
+"""Numbers of a config, with the least and the most that models have."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+
+_OF_GGUF = "The setting device chooses another device; dtype and codec are for the auxiliary model alone."
 
 DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 """Device maps: accelerate spreads the layers over all devices."""
@@ -105,7 +109,10 @@ def resolve(name: str | PathLike[str]) -> Path:
         return folder.resolve()
     if is_gguf(name):
         packaged = name.removeprefix(PREFIX)[: -len(_GGUF)]
-        return pull_gguf(packaged) if name.startswith(PREFIX) else folder.resolve()
+        if name.startswith(PREFIX):
+            return pull_gguf(packaged)
+        # of a model in parts, not where a link leads: llama.cpp finds the other parts by the name
+        return folder.parent.resolve() / folder.name if is_part(folder) else folder.resolve()
     return pull(name) if packaged_name(name) else _from_hub(name)
 
 
@@ -207,6 +214,7 @@ def load_planning(
                 identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
                 runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
                 runtime.backend = backend
+                runtime.check()
                 return runtime
 
             _registry[key] = _read(name, _FOLDER, load)
@@ -229,13 +237,22 @@ def concrete(config: EngineConfig) -> EngineConfig:
     """``config`` with a device and a dtype in place of ``auto``, which depend on the machine and on the primary's
     checkpoint. A model that is not on this machine is fetched if its dtype matters. Raises the errors of
     :func:`resolve`, and ModelError for a damaged checkpoint."""
-    if "auto" not in (config.device, config.dtype):
+    is_file = is_gguf(config.primary)
+    if "auto" not in (config.device, config.dtype) and not is_file:
         return config
-    device = choose_device(config.device)
+    device, auxiliary_device = choose_device(config.device), config.auxiliary_device
     dtype = _choose_dtype(config.primary, device) if config.dtype == "auto" else config.dtype
-    form = "llama.cpp" if is_gguf(config.primary) else dtype
-    _say_once(f"{config.primary} runs on {device} in {form}. To choose others: device and dtype.")
-    return replace(config, device=device, dtype=dtype)
+    if is_file:
+        if config.device == "auto" and device != "cpu" and not _llama_has_gpu():
+            device, auxiliary_device = "cpu", auxiliary_device or device
+        elif device != "cpu":
+            _check_llama_device(device)
+            auxiliary_device = auxiliary_device or (device if _has_device(device) else "cpu")
+        own = "its weights have the types of the file, its KV is float16"
+        _say_once(f"{config.primary} runs in llama.cpp on {device}: {own}. {_OF_GGUF}")
+    else:
+        _say_once(f"{config.primary} runs on {device} in {dtype}. To choose others: device and dtype.")
+    return replace(config, device=device, auxiliary_device=auxiliary_device, dtype=dtype)
 
 
 def choose_device(device: str) -> str:
@@ -306,22 +323,54 @@ def unload_models(runtimes: Iterable[Runtime] | None = None) -> None:
 def _load_gguf(name: str, device: str) -> Runtime:
     """A GGUF file in llama.cpp. Its KV has a type of its own, whatever the dtype."""
     from ..fusion.in_order import fuse_in_order
-    from ..runtime.llamacpp.library import library
     from ..runtime.llamacpp.model import LlamaRuntime
     from ..runtime.llamacpp.weights import GgufWeights
     from .memory import check_room
 
-    library()  # before a long download
+    _check_llama_device(device)  # before a long download
     file = resolve(name)
     key = (str(file), "gguf", device)
     with _registry_lock:
         if key not in _registry:
-            check_room(file.stat().st_size, name, device)
-            digest = file_digest(file)
-            _registry[key] = LlamaRuntime(
-                GgufWeights(file, name, device=device), digest=digest, name=name, fuse=fuse_in_order
-            )
+            parts = gguf_parts(file)
+            states = states_of(parts)
+            check_room(sum(size for _, _, size, _, _ in states), name, device)
+            digest, weights = gguf_digest(parts), GgufWeights(file, name, device=device)
+            _check_unchanged(states_of(parts), states, name, file)
+            _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order)
         return _registry[key]
+
+
+def _llama_has_gpu() -> bool:
+    from ..runtime.llamacpp.library import library
+
+    return bool(library().llama_supports_gpu_offload())
+
+
+def _has_device(device: str) -> bool:
+    """Whether this torch can put a model there."""
+    try:
+        check_device(device)
+    except (ConfigurationError, MissingExtraError):
+        return False
+    return True
+
+
+def _check_llama_device(device: str) -> None:
+    """Raise ConfigurationError unless llama.cpp can put a model there."""
+    import torch
+
+    has_gpu = _llama_has_gpu()  # also finds out whether the library is there
+    try:
+        is_device = device in DEVICE_MAPS or bool(torch.device(device))
+    except RuntimeError:
+        is_device = False
+    if device != "cpu" and not (is_device and has_gpu):
+        why = "the llama-cpp-python here was built without a GPU" if is_device else "it is no name of a device"
+        raise ConfigurationError(
+            f"device must be one that llama.cpp can use for a GGUF file, got {device!r}: {why}. Use 'cpu' (and "
+            "auxiliary_device for the auxiliary model), or build llama-cpp-python for your GPU."
+        )
 
 
 def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
@@ -354,12 +403,18 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     pack_weights(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
-    if file_states(folder) != states:
+    _check_unchanged(file_states(folder), states, name, folder)
+    runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
+    runtime.check()
+    return runtime
+
+
+def _check_unchanged(after: object, before: object, name: str, place: Path) -> None:
+    if after != before:
         raise ModelError(
-            f"the files of model {name!r} in {folder} changed while it was loaded, so it is not known what was loaded. "
+            f"the files of model {name!r} in {place} changed while it was loaded, so it is not known what was loaded. "
             "Load it again when they are complete."
         )
-    return ModelRuntime(model, tokenizer, fuse=fuse, **identity)
 
 
 def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any]:
@@ -371,6 +426,7 @@ def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any
             f"model {name!r} is an adapter (adapter_config.json in {folder}), whose base model is elsewhere. Merge the "
             "two with peft's merge_and_unload(), and give the folder of the merged model."
         )
+    _read(name, "config.json", lambda: _check_numbers(folder))
     config = _read(name, "config.json", lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
     if not quantised and quantization_of(folder) and not getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
@@ -385,6 +441,18 @@ def _open(folder: Path, name: str, *, quantised: bool = False) -> tuple[Any, Any
             "in the model's folder."
         )
     return config, tokenizer
+
+
+def _check_numbers(folder: Path) -> None:
+    """Refuse numbers for which transformers would make lists until memory ends."""
+    config = json.loads((folder / "config.json").read_text())
+    for field, (least, most) in _NUMBERS.items():
+        number = config.get(field, least)
+        if type(number) is not int or not least <= number <= most:
+            raise ModelError(
+                f"expected {field} of {least} to {most} in {folder / 'config.json'}, got {str(number)[:40]}. Fetch the "
+                "model again."
+            )
 
 
 def _load_tokenizer(folder: Path, name: str) -> Any:

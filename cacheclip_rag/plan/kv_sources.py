@@ -38,9 +38,12 @@ class KVSources:
 
     def shares_prefixes(self, plan: Plan) -> bool:
         """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens."""
+        return self.keeps_exact(plan) and plan.method.reuses_prefixes
+
+    def keeps_exact(self, plan: Plan) -> bool:
+        """Whether KV of plain prefill is valid for every prompt with the same first tokens, whatever the method."""
         runtime = self.primary.runtime
-        is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
-        return is_same and plan.method.reuses_prefixes
+        return runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
 
     def match(self, plan: Plan, *, usable: bool = True) -> Match:
         """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed. None of it

@@ -123,6 +123,7 @@ class Layout:
         is_continued, num_exact = continued > num_tokens, num_tokens
         num_tokens = max(num_tokens, continued)
         num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
+        is_continued &= num_cached > num_exact
         if num_cached <= self.num_prefix:
             num_cached, is_continued = 0, False
         return replace(self, num_cached=num_cached, is_continued=is_continued, num_exact=min(num_exact, num_cached))
@@ -213,7 +214,7 @@ def _spans(
         while position < stop:
             other = np.flatnonzero(control[position:stop] != control[position])
             end = position + int(other[0]) if len(other) else stop
-            part = _part(tokens, position, end)
+            part = tokens.part(position, end)
             begin, last = part.offsets[0][0], max(offset for _, offset in part.offsets)
             fresh = Fresh(text[begin:last], control=bool(control[position]))
             yield Span(fresh, part.moved(-begin), start + position)
@@ -224,7 +225,7 @@ def _spans(
 
 
 def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, before: _TokenRun | None) -> Span:
-    part = _part(tokens, run.start, run.stop)
+    part = tokens.part(run.start, run.stop)
     begin, end = part.offsets[0][0], max(offset for _, offset in part.offsets)
     chunk = run.chunk
     if not run.is_all:
@@ -237,10 +238,6 @@ def _chunk_span(run: _TokenRun, text: str, tokens: TokenizedText, start: int, be
     )
     shift = run.begin if run.is_all else begin
     return Span(chunk, part.moved(-shift), start + run.start, run.first, continues, run.whole_tokens)
-
-
-def _part(tokens: TokenizedText, start: int, stop: int) -> TokenizedText:
-    return type(tokens)(tokens.ids[start:stop], tokens.offsets[start:stop])
 
 
 def _runs(

@@ -381,8 +381,8 @@ class PromptReader:
         if not runtime.has_chat_template:
             text = "\n\n".join(calls_as_text(message)["content"] for message in messages)
             return self._opening() + segment_text(text, texts, documents, parts=parts)
-        if all(message["role"] != "system" for message in messages):
-            messages = [*self._system_messages(), *messages]
+        if own and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": own}, *messages]
         # the system prompt belongs to the prefix: do not search it for chunks
         verbatim = (own,) if own else ()
         render: Callable[..., str] = partial(runtime.render_chat, date=date)
@@ -428,9 +428,6 @@ class PromptReader:
                 raise ConfigurationError(
                     f"{what} {text[:80]!r}, which holds the name of a control token of this model. Rename it."
                 )
-
-    def _system_messages(self) -> list[Message]:
-        return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     def _opening(self) -> list[Segment]:
         """First segments of a prompt without a chat template: BOS, then the system prompt."""

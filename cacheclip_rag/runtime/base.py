@@ -91,6 +91,10 @@ class TokenizedText:
         """``(num_tokens,)`` ids and ``(num_tokens, 2)`` offsets, int64."""
         return np.array(self.ids, np.int64), np.array(self.offsets, np.int64).reshape(-1, 2)
 
+    def part(self, start: int, stop: int) -> TokenizedText:
+        """Tokens ``start`` to ``stop - 1``, with the same offsets."""
+        return TokenizedText(self.ids[start:stop], self.offsets[start:stop])
+
     def moved(self, by: int) -> TokenizedText:
         """The same tokens, ``by`` characters later in a text."""
         return self if not by else TokenizedText(self.ids, tuple((a + by, b + by) for a, b in self.offsets))

@@ -98,7 +98,7 @@ class AuxiliaryPass:
                 offsets = tokens.columns[1]
                 inside = ((offsets[:, 0] < stop) & (offsets[:, 1] > start)).nonzero()[0]
                 first, last = (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (first, last)
-            found[text] = _Piece(text, TokenizedText(tokens.ids[first:last], tokens.offsets[first:last]), first)
+            found[text] = _Piece(text, tokens.part(first, last), first)
         return found
 
     def _scores(

@@ -56,12 +56,6 @@ class HeadSet:
         )
         assert self.weights.shape == (len(self.heads),), "each head needs one weight"
 
-    @classmethod
-    def of_last_layer(cls, auxiliary_sha256: str, num_layers: int, num_heads: int) -> HeadSet:
-        """Every head of the last layer with equal weights, for a model without a head set."""
-        heads = tuple((num_layers - 1, head) for head in range(num_heads))
-        return cls(auxiliary_sha256, heads, torch.full((len(heads),), 1.0 / len(heads)))
-
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for layer, _ in self.heads}))

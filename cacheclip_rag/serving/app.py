@@ -280,8 +280,9 @@ class _Done:
             reused = sum(answer.stats.reused_tokens for answer in answers)
             new = sum(len(answer.token_ids) for answer in answers)
             tokens = f", {prompt} prompt tokens ({reused} reused), {new} new"
-        level = logging.DEBUG if self.path in ("/health", "/metrics") and status == 200 else logging.INFO  # probes
-        logger.log(level, "%s %d in %.3f s%s", self.path, status, time.perf_counter() - self.began, tokens)
+        is_probe = self.path in ("/health", "/metrics") and status in (200, 503)  # 503 while the model is loaded
+        level, seconds = logging.DEBUG if is_probe else logging.INFO, time.perf_counter() - self.began
+        logger.log(level, "%s %d in %.3f s%s", self.path, status, seconds, tokens)
 
 
 class _AnswerResponse(Response):

@@ -78,9 +78,8 @@ class TransformersBackend(ServingBackend):
         return min(tokens, runtime.context_tokens) * of_token
 
     async def answer(self, question: ServedQuestion) -> AsyncGenerator[Event, None]:
-        async with aclosing(
-            iterate_in_thread(lambda: without_paths(lambda: self._events(question), self._names))
-        ) as events:
+        stream = iterate_in_thread(lambda: without_paths(lambda: self._events(question), self._names), joins=True)
+        async with aclosing(stream) as events:
             async for event in events:
                 yield event
 

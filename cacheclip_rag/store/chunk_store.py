@@ -132,6 +132,10 @@ class ChunkStore:
         """Let other machines find what was stored and released here: nothing to do for a folder."""
         return 0
 
+    def wants(self, namespace: str, text: str) -> bool:
+        """Whether the KV of a text that an answer missed is worth storing."""
+        return True
+
     # -- limits -------------------------------------------------------------------------------------------------
 
     @property

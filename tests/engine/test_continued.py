@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
+from cacheclip_rag.runtime.transformers.continued import ContinuedMatch
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
@@ -34,6 +36,55 @@ def passages() -> list[str]:
 
 def rows(stats: object) -> int:
     return stats.fresh_tokens + stats.recomputed_tokens  # type: ignore[attr-defined]
+
+
+PLANTED = {
+    "exact KV is not looked at": ("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan),
+    "full leaves none": (
+        "cacheclip_rag.plan.kv_sources.KVSources.keeps_exact",
+        lambda self, plan: plan.method.reuses_prefixes,
+    ),
+}
+
+
+def wrong_in_history(
+    engine: CacheClipEngine,
+    method: str,
+    passages: list[str],
+    prompt_of: Callable[[list[str], str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    planted: str = "",
+) -> int:
+    """Answers of a random history, ``full`` among its methods, that compute more rows than plain prefill after the
+    exact KV of all earlier answers would, or whose statistics do not say whether they continue approximate KV."""
+    if planted:
+        monkeypatch.setattr(*PLANTED[planted])
+    used, write = list[bool](), ContinuedMatch.write_to
+
+    def write_to(self: ContinuedMatch, cache: Any) -> None:
+        used.append(self.num_exact < self.num_tokens)
+        write(self, cache)
+
+    monkeypatch.setattr(ContinuedMatch, "write_to", write_to)
+    generator, wrong, exact = random.Random(11), 0, list[tuple[int, ...]]()
+    for _ in range(8):
+        chosen = generator.sample(passages, generator.randint(1, len(passages)))
+        for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
+            prompt, asked = prompt_of(chosen, question), generator.choice(["full", "prefix", method])
+            ids = engine.plan(prompt, method="prefix").layout.token_ids
+            known = max((common(ids[:-1], each) for each in exact), default=0) // BLOCK * BLOCK
+            used.clear()
+            stats = engine.generate(prompt, SamplingParams(max_tokens=1), method=asked).stats
+            wrong += asked != "full" and rows(stats) > len(ids) - known
+            wrong += any(used) is not (stats.continued_tokens > stats.cached_prefix_tokens)
+            wrong += (stats.continued_turns > 0) is not any(used)
+            exact += [ids] if asked in ("full", "prefix") else []
+    return wrong
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Leading elements that are equal."""
+    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 class TestContinued:
@@ -283,26 +334,14 @@ class TestNeverInAnExactCache:
 
 
 class TestNeverMoreThanPlain:
-    @pytest.mark.parametrize("planted", [False, True])
+    @pytest.mark.parametrize("planted", ["", *PLANTED])
     @pytest.mark.parametrize("method", ["anchored", "cacheclip", "cacheblend"])
     def test_random_histories(
-        self, make: Make, passages: list[str], method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+        self, make: Make, passages: list[str], method: str, planted: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Each prompt computes at most the rows that plain prefill would compute at that moment. Planted: exact KV is
-        not looked at."""
-        if planted:
-            monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
-        engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
+        engine = make(method=method, recompute_ratio=0.9)
         engine.precompute(passages)
-        for _ in range(8):
-            chosen = generator.sample(passages, generator.randint(1, 4))
-            for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
-                prompt = rag(chosen, question)
-                plan = engine.plan(prompt, method="prefix")
-                plain = plan.layout.num_tokens - engine.prefixes.known(plan.layout.token_ids[:-1])
-                asked = generator.choice(["prefix", method])
-                over += rows(engine.generate(prompt, SamplingParams(max_tokens=4), method=asked).stats) > plain
-        assert (over > 0) is planted
+        assert (wrong_in_history(engine, method, passages, rag, monkeypatch, planted) > 0) is bool(planted)
 
     def test_plain_prefill_says_why(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", recompute_ratio=0.4)

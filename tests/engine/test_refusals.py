@@ -191,7 +191,7 @@ class TestRefusals:
         assert "without the auxiliary" in caplog.text
         again = engine.generate(rag(chunks), SHORT, method=method).stats
         assert (again.hits, again.method) == (4, method or "anchored")
-        assert engine.is_stored(chunks[0], needs_auxiliary=False)
+        assert chunks[0] in engine.chunk_caches(with_auxiliary=False)[0]
         assert engine.release(chunks) == 4
         with pytest.raises(DownloadError):
             engine.generate(rag(chunks), SHORT, method="cacheclip")

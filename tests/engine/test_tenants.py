@@ -34,21 +34,6 @@ def test_a_namespace_that_cannot_be_written_is_refused(make: Make) -> None:
 
 
 class TestTiers:
-    def test_prefetched_chunks_are_read_from_memory(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
-        make(store=tmp_path).precompute(chunks[:3])
-        engine = make(store=tmp_path, memory_bytes=1 << 26)
-        assert engine.prefetch([chunks[0], f" {chunks[1]}\n", "never stored"]) == 2
-        memory, disk = engine.store.chunk_store.tiers.stats()
-        assert memory.bytes > 0 and disk.hits == 4, "each of two models"
-        engine.generate(rag_prompt(chunks[:2], "When?"), FEW)
-        prefixes = 2
-        assert disk.hits <= 4 + prefixes and memory.hits >= 3
-
-    def test_prefetch_without_a_memory_tier_says_what_is_stored(self, make: Make, chunks: list[str]) -> None:
-        engine = make()
-        engine.precompute(chunks[:1])
-        assert engine.prefetch(chunks[:2]) == 1
-
     def test_metrics_have_every_tier(self, make: Make, tmp_path: Path, chunks: list[str]) -> None:
         engine = make(store=tmp_path, memory_bytes=1 << 26)
         assert "store_hits" not in engine.metrics.to_prometheus(), "the store is not open yet"

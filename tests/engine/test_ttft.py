@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.answering import verification
 from cacheclip_rag.base import clock
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 from tests.faketime import FakeTime
@@ -122,6 +123,22 @@ def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: 
     time.slow(stored.library.index, "find")
     time.slow(stored.prefixes, "match")
     assert time.times(stored, method) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("finish", ["none", "verify", "revise"])
+@pytest.mark.parametrize("rows", [8, 10_000], ids=["verified at the end", "verified at once"])
+def test_text_that_may_be_withdrawn_is_no_first_token(
+    stored: CacheClipEngine, time: Clock, monkeypatch: pytest.MonkeyPatch, rows: int, finish: str
+) -> None:
+    monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
+    for part in ("fuse", "extend"):
+        time.slow(stored.primary, part)
+    stored.prefixes.clear()
+    begin = time.perf_counter()
+    stats = stored.generate(rag_prompt(CHUNKS), max_tokens=3, method="direct", finish=finish).stats
+    spent = time.perf_counter() - begin
+    assert stats.ttft_s + stats.decode_s == spent
+    assert stats.ttft_s == (1.0 if finish != "revise" else 2.0 if rows > 8 else spent)
 
 
 @pytest.mark.parametrize(("method", "prefill"), [("full", "prefill"), ("direct", "fuse")])

@@ -14,6 +14,7 @@ import torch
 
 import cacheclip_rag.lab.evaluation.certify as certifying
 from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.cli.certify import _checks
 from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
 from cacheclip_rag.lab.evaluation import answering, exactness, served
 from cacheclip_rag.lab.evaluation.certify import PromptOutcome, certify, figures_of
@@ -483,4 +484,7 @@ class TestServed:
             assert checks[name]["passed"] == (figure <= limit)
         assert checks["greedy"]["figure"] == 0.5
         assert found["passed"] == (dtype == "bfloat16") == checks["greedy"]["passed"]
+        shown = {row[0]: row[2] for row in _checks(found)[1]}
+        assert shown["greedy"] == ("anything" if dtype == "bfloat16" else "at least 1")
+        assert shown["ratio_1"] == f"at most {limit:.3g}"
         assert [by for _, by in seen[-2:]] == [shift for shift in exactness.SHIFTS if shift]

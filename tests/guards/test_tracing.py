@@ -78,6 +78,13 @@ def test_values(spans: InMemorySpanExporter) -> None:
     assert all(phase.parent is not None and phase.parent.span_id == answer.context.span_id for phase in phases)
 
 
+def test_an_answer_that_was_verified_before_its_first_token(spans: InMemorySpanExporter) -> None:
+    record_spans(replace(STATS, ttft_s=4.0, decode_s=2.0), "my/model")
+    found = {phase.name: seconds(phase, spans.get_finished_spans()[-1]) for phase in spans.get_finished_spans()}
+    assert found["cacheclip recompute"] == (0.9375, 1.9375) and found["cacheclip verify"] == (1.9375, 4.0)
+    assert found["cacheclip decode"] == (4.0, 6.0)
+
+
 def test_phases_longer_than_the_answer_end_with_it(spans: InMemorySpanExporter) -> None:
     record_spans(replace(STATS, ttft_s=1.0, decode_s=0.0, verify_s=0.0), "my/model")
     *phases, answer = spans.get_finished_spans()

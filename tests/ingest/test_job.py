@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError, UnknownModelError
+from cacheclip_rag.base.errors import (
+    ConfigurationError,
+    DocumentError,
+    DownloadError,
+    StoreError,
+    UnknownModelError,
+)
 from cacheclip_rag.ingest import job
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
@@ -25,6 +31,7 @@ from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.plan import IngestPlan
 from cacheclip_rag.ingest.splitting import Splitter
+from cacheclip_rag.models import load
 
 
 class LetterEmbedder(Embedder):
@@ -230,8 +237,12 @@ def test_a_document_that_was_named_stays_when_its_folder_skips_its_type(workshop
 
 
 def test_a_run_goes_on_from_a_first_one_that_failed(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Embedder, texts: Sequence[str]) -> Vectors:
-        raise StoreError("the disk is full")
+    embed = LetterEmbedder.embed
+
+    def refuse(self: LetterEmbedder, texts: Sequence[str]) -> Vectors:
+        if texts != ["text"]:  # the check before the first chunk is computed
+            raise StoreError("the disk is full")
+        return embed(self, texts)
 
     with monkeypatch.context() as patch:
         patch.setattr(LetterEmbedder, "embed", refuse)
@@ -240,6 +251,34 @@ def test_a_run_goes_on_from_a_first_one_that_failed(workshop: Workshop, monkeypa
     assert workshop.library.settings is None and workshop.engine.store.catalog.total().entries > 0
     found = workshop.run()
     assert found.documents == 2 and found.computed < found.chunks
+
+
+@pytest.mark.parametrize("lacks", ["embedding", "auxiliary"])
+@pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
+def test_a_model_that_cannot_be_had_is_an_error_before_anything_is_computed(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, lacks: str, dry: bool
+) -> None:
+    """Also one that is needed at the end of a run."""
+    computed: list[Any] = []
+    runtime = type(workshop.engine.primary)
+    monkeypatch.setattr(runtime, "encode_many", lambda *given: computed.append(given))
+    nowhere = "nobody/nowhere"
+
+    def without_network(name: str) -> Path:
+        raise DownloadError(f"{name} cannot be fetched")
+
+    monkeypatch.setattr(load, "_from_hub", without_network)
+    embedder = Embedder(nowhere) if lacks == "embedding" else LetterEmbedder("letters")
+    engine = CacheClipEngine(
+        primary=workshop.settings.primary,
+        auxiliary=nowhere if lacks == "auxiliary" else workshop.settings.auxiliary,
+        store=workshop.store,
+    )
+    run: Any = plan_ingestion if dry else ingest
+    common = {"library": workshop.library, "engine": engine, "settings": workshop.settings}
+    with pytest.raises(DownloadError, match=nowhere):
+        run([workshop.corpus], embedder=embedder, **common)
+    assert not computed
 
 
 def test_nothing_to_ingest_is_an_error(tmp_path: Path, tiny_models: dict[str, str]) -> None:

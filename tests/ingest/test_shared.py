@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import typer.testing
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, StoreError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, rag_prompt
@@ -117,6 +118,25 @@ class TestStages:
             encode(table(("other", "A text that was not there before. " * 3, "1")))
         encode.engine.close()
 
+    def test_threads_that_share_an_engine_get_the_rows_of_their_tables(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine, precompute = CacheClipEngine(config), CacheClipEngine.precompute
+
+        def slow(self: CacheClipEngine, *given: Any, **options: Any) -> int:
+            count = precompute(self, *given, **options)
+            time.sleep(0.05)  # others may store meanwhile
+            return count
+
+        monkeypatch.setattr(CacheClipEngine, "precompute", slow)
+        given = [table((f"d{n}", text, f"version {n}")) for n, text in enumerate(CHUNKS)]
+        with ThreadPoolExecutor(len(CHUNKS)) as pool:
+            found = [*pool.map(lambda each: encode_table(each, engine).to_pylist(), given)]
+        assert [[(row["document"], row["version"], row["computed"]) for row in rows] for rows in found] == [
+            [(f"d{n}", f"version {n}", 1)] for n in range(len(CHUNKS))
+        ]
+        engine.close()
+
     def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=str(tmp_path / "folder"))
         with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
@@ -143,6 +163,36 @@ class TestJob:
         assert ingest_shared([root], config, settings).unchanged == 4
         obstore.delete(SharedPlace(root).objects, ["folder/0.txt"])
         assert ingest_shared([root], config, settings).removed == 1
+        assert ingest_shared([f"{root}/folder/1.txt"], config, settings).unchanged == 1
+        obstore.delete(SharedPlace(root).objects, [f"folder/{number}.txt" for number in range(1, 4)])
+        assert ingest_shared([root], config, settings).removed == 3 and texts_of(config) == {}
+        with pytest.raises(DocumentError, match="no documents in s3://"):
+            ingest_shared([root], config, settings)
+
+    @pytest.mark.parametrize("name", ["a#1/b ?.txt", "100%/a%20b.txt", "a&b=c+d.md", "\U0001f389 \u00fc.txt"])
+    def test_names_of_documents_mean_nothing_in_urls(
+        self, config: EngineConfig, settings: LibrarySettings, name: str
+    ) -> None:
+        root = f"{config.store}-documents"
+        obstore.put(SharedPlace(root).objects, name, CHUNKS[0].encode())
+        folder = f"{root}/{name}".rpartition("/")[0]
+        assert ingest_shared([folder], config, settings).failed == [] and {*texts_of(config)} == {f"{root}/{name}"}
+        assert ingest_shared([folder], config, settings).unchanged == 1
+
+    def test_a_name_that_no_client_can_ask_for_is_said(self, config: EngineConfig, settings: LibrarySettings) -> None:
+        root = f"{config.store}-documents"
+        address = f"{os.environ['AWS_ENDPOINT_URL']}/{root.removeprefix('s3://')}/a//b.txt"
+        httpx.put(address, content=b"text").raise_for_status()
+        with pytest.raises(StoreError, match="cannot be listed: .*a//b.txt"):
+            ingest_shared([root], config, settings)
+
+    def test_a_run_that_fails_fixes_no_settings(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        with pytest.raises(CacheClipError, match="no model is called"):
+            ingest_shared([str(documents)], replace(config, auxiliary="no/such model"), settings)
+        other = replace(settings, chunk_tokens=32)
+        assert ingest_shared([str(documents)], config, other).failed == []
 
     def test_a_job_with_other_settings_is_refused(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
@@ -161,7 +211,7 @@ class TestJob:
         assert verify(url) == {**verify(url), "damaged": [], "missing": 0, "payloads": before["payloads"]}
         assert gc(url, grace_s=0)["deleted"] == 0 and stats(url) == before
 
-    def test_kv_of_hot_texts_is_stored_by_the_first_answer(
+    def test_kv_of_hot_texts_is_stored_at_the_second_use(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
     ) -> None:
         """The others have a row only. A second job changes nothing; KV that is there stays."""
@@ -173,8 +223,8 @@ class TestJob:
         store = engine.store.chunk_store
         store.poll()  # type: ignore[attr-defined]
         used = texts_of(config)[str(documents / "0.txt")]
-        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(2)]
-        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (len(used), 0)]
+        found = [engine.generate(rag_prompt(used), SamplingParams(max_tokens=1)).stats for _ in range(3)]
+        assert [(each.hits, each.misses) for each in found] == [(0, len(used)), (0, len(used)), (len(used), 0)]
         store.commit()
         engine.close()
         rows = TextTable(SharedPlace(str(config.store)), "default").rows(["text", "kv"]).to_pylist()
@@ -388,3 +438,19 @@ def test_a_job_on_ray_survives_a_killed_worker(
     rows = [(name, text) for name, texts in texts_of(config).items() for text in texts]
     assert len(rows) == len(set(rows)) and verify(str(config.store))["missing"] == 0
     assert ingest_shared([str(documents)], config, settings, engine="ray").unchanged == 16
+
+
+class FailingEncode(Encode):
+    def __call__(self, given: Any) -> Any:
+        raise ConfigurationError("planted, over\nlines")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_a_worker_of_ray_raises_is_one_line(
+    ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheclip_rag.ingest.shared.Encode", FailingEncode)
+    with pytest.raises(CacheClipError, match=r"^a worker of Ray failed: planted, over. What is committed stays"):
+        ingest_shared([str(documents)], config, settings, engine="ray", workers=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +14,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp.context import Context
 from tests.conftest import CHUNKS, QUESTION
+from tests.engine import test_continued
+from tests.engine.test_continued import PLANTED, wrong_in_history
 from tests.llamacpp.conftest import MakeEngine
 
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
@@ -161,30 +162,23 @@ class TestEarlierPrompts:
         found, full = (engine.prefill(PROMPT, method=engine.make_method(name)) for name in ("prefix", "full"))
         assert (float((found.logits - full.logits).abs().max()) < 0.1) is not planted
 
-    @pytest.mark.parametrize("planted", [False, True])
+    @pytest.mark.parametrize("planted", ["", *PLANTED])
     @pytest.mark.parametrize("method", ["epic", "cacheclip"])
     def test_no_prompt_computes_more_than_plain_prefill(
-        self, make: MakeEngine, method: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+        self, make: MakeEngine, method: str, planted: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Random histories; rows are those that llama.cpp decoded. Planted: exact KV is not looked at."""
-        if planted:
-            monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
-        rows, decode = list[int](), Context.decode_many
+        engine, chunks = make(method=method, recompute_ratio=0.9), [*CHUNKS, *(" ".join(CHUNKS[n:]) for n in range(2))]
+        engine.precompute(chunks)
+        counted, decode = list[int](), Context.decode_many
 
-        def counted(self: Any, parts: Any, **options: Any) -> Any:
-            rows.extend(len(ids) for _, ids in parts)
+        def decode_many(self: Any, parts: Any, **options: Any) -> Any:
+            counted.extend(len(ids) for _, ids in parts)
             return decode(self, parts, **options)
 
-        engine, generator, over = make(method=method, recompute_ratio=0.9), random.Random(5), 0
-        engine.precompute(CHUNKS)
-        monkeypatch.setattr(Context, "decode_many", counted)
-        for _ in range(8):
-            chosen = generator.sample(CHUNKS, generator.randint(1, 4))
-            for question in generator.sample(["Who?", "Where?", "And when was that?"], 3):
-                prompt = "\n\n".join([*chosen, question])
-                ids = engine.plan(prompt, method="prefix").layout.token_ids
-                plain = len(ids) - engine.prefixes.known(ids[:-1])
-                rows.clear()
-                engine.generate(prompt, max_tokens=1, method=generator.choice(["prefix", method]))
-                over += sum(rows) > plain
-        assert (over > 0) is planted
+        def prompt_of(chosen: list[str], question: str) -> str:
+            counted.clear()
+            return "\n\n".join([*chosen, question])
+
+        monkeypatch.setattr(Context, "decode_many", decode_many)
+        monkeypatch.setattr(test_continued, "rows", lambda stats: sum(counted))  # those that llama.cpp decoded
+        assert (wrong_in_history(engine, method, chunks, prompt_of, monkeypatch, planted) > 0) is bool(planted)

@@ -15,6 +15,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
+from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
 from cacheclip_rag.runtime.llamacpp.weights import GgufWeights
@@ -341,3 +342,45 @@ def test_without_the_library_the_command_is_named(
             CacheClipEngine(primary=str(files["qwen2"]), auxiliary=None, method="full").generate("Who?")
     finally:
         library.library.cache_clear()
+
+
+class TestSettings:
+    """Those that mean something else, or nothing, for a GGUF file."""
+
+    @pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", "balanced", "nonsense"])
+    def test_a_device_that_llama_cpp_lacks_is_refused(self, make: MakeEngine, device: str) -> None:
+        with pytest.raises(ConfigurationError, match=f"llama.cpp can use for a GGUF file, got '{device}'.*'cpu'"):
+            make(device=device, auxiliary=None).generate(PROMPT)
+
+    @pytest.mark.parametrize(
+        ("of_torch", "of_llama", "device", "expected"),
+        [
+            ("cpu", True, "auto", ("cpu", None)),
+            ("cuda", False, "auto", ("cpu", "cuda")),
+            ("cpu", True, "cuda", ("cuda", "cpu")),
+            ("cpu", True, "cpu", ("cpu", None)),
+        ],
+    )
+    def test_each_model_is_where_its_library_has_a_device(
+        self,
+        make: MakeEngine,
+        monkeypatch: pytest.MonkeyPatch,
+        of_torch: str,
+        of_llama: bool,
+        device: str,
+        expected: tuple[str, str | None],
+    ) -> None:
+        monkeypatch.setattr(library.library(), "llama_supports_gpu_offload", lambda: of_llama)
+        monkeypatch.setattr(load, "choose_device", lambda given: of_torch if given == "auto" else given)
+        found = load.concrete(make(device=device).config)
+        assert (found.device, found.auxiliary_device) == expected
+
+    def test_the_log_says_what_dtype_and_codec_are_for(
+        self, make: MakeEngine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        load._say_once.cache_clear()
+        engine = make(dtype="float32", codec="int8", device="cpu")
+        engine.precompute(CHUNKS[:1])
+        (said,) = [record.message for record in caplog.records if "llama.cpp on cpu" in record.message]
+        assert "weights have the types of the file" in said and "for the auxiliary model alone" in said
+        assert engine.chunk_caches()[0].runtime.kv_codec == "opaque" and engine.auxiliary.dtype == torch.float32

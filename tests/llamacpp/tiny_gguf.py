@@ -56,16 +56,19 @@ _OF_GEMMA = {
 }
 
 
-def write_gguf(folder: Path, architecture: str, source: Path | None = None) -> Path:
+def write_gguf(
+    folder: Path, architecture: str, source: Path | None = None, *, context: int | None = None, **options: Any
+) -> Path:
     """Write the model of a folder (default: build a tiny one in ``folder/model``) to ``folder/model.gguf`` in float32,
-    and return that file."""
+    and return that file; with ``split_max_tensors``, the first of several. ``context``: positions that the file states
+    instead of the model's."""
     source = source or build_model(folder / "model", ARCHITECTURES[architecture])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, file = model.config, folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, **options)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(config.max_position_embeddings if context is None else context)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
@@ -88,7 +91,7 @@ def write_gguf(folder: Path, architecture: str, source: Path | None = None) -> P
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return min(folder.glob("model*.gguf"))
 
 
 def write_header(folder: Path, architecture: str, source: Path, **fields: float) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,33 @@ from cacheclip_rag.models.load import load_any, load_planning
 from cacheclip_rag.store.codecs import CODECS
 
 
-def in_config(**fields: Any) -> Callable[[Path], None]:
+def in_json(name: str, *path: str | int, value: Any) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **fields}))
-
-    return damage
-
-
-def in_tokenizer(*path: str | int, value: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        whole = found = json.loads((folder / "tokenizer.json").read_text())
+        whole = found = json.loads((folder / name).read_text())
         for step in path[:-1]:
             found = found[step]
         found[path[-1]] = value
-        (folder / "tokenizer.json").write_text(json.dumps(whole))
+        (folder / name).write_text(json.dumps(whole))
 
     return damage
+
+
+def in_config(**field: Any) -> Callable[[Path], None]:
+    ((name, value),) = field.items()
+    return in_json("config.json", name, value=value)
+
+
+in_tokenizer = partial(in_json, "tokenizer.json")
+
+
+def around(*before: str, **tokens: Any) -> dict[str, Any]:
+    """A post-processor that puts tokens before a text."""
+    single = [
+        *({"SpecialToken": {"id": name, "type_id": 0}} for name in before),
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
 
 
 def text(name: str, written: str) -> Callable[[Path], None]:
@@ -66,6 +77,36 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "no pre-tokenizer": in_tokenizer("pre_tokenizer", value={"type": "Split", "pattern": {"Regex": "("}}),
     "no model": in_tokenizer("model", value=None),
     "an added token of a huge id": in_tokenizer("added_tokens", 0, "id", value=2**31),
+    **{
+        f"a longest text of {value!r}": in_json("tokenizer_config.json", "model_max_length", value=value)
+        for value in ("x", "", [], {"a": 1}, None, 1.5, -1, float("inf"), float("nan"), 10**300, True)
+    },
+    "a post-processor without its tokens": in_tokenizer("post_processor", value=around("[no]")),
+    "a post-processor of a huge id": in_tokenizer(
+        "post_processor", value=around("[no]", **{"[no]": {"id": "[no]", "ids": [2**31], "tokens": ["[no]"]}})
+    ),
+    "a post-processor that drops the text": in_tokenizer("post_processor", value={**around(), "single": []}),
+    "a post-processor of text": in_tokenizer("post_processor", value="x"),
+    "a post-processor of another kind": in_tokenizer(
+        "post_processor", value={"type": "BertProcessing", "sep": ["x", 7], "cls": ["y", 10**6]}
+    ),
+    "a normalizer of nothing": in_tokenizer(
+        "normalizer", value={"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    ),
+    "a normalizer that drops the text": in_tokenizer(
+        "normalizer", value={"type": "Replace", "pattern": {"Regex": "."}, "content": ""}
+    ),
+    "pieces of no length": in_tokenizer("pre_tokenizer", value={"type": "FixedLength", "length": 0}),
+    "a decoder that drops the text": in_tokenizer(
+        "decoder", value={"type": "Strip", "content": "x", "start": 10**9, "stop": 10**9}
+    ),
+    "a cut to no tokens": in_tokenizer(
+        "truncation", value={"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 0}
+    ),
+    "outputs of another form": in_config(return_dict=None),
+    "endless labels": in_config(num_labels=10**9),
+    "layers beyond memory": in_config(num_hidden_layers=10**9),
+    "layers of text": in_config(num_hidden_layers="three"),
     "a template of half a block": text("chat_template.jinja", "{% for"),
     "a template that divides by 0": text("chat_template.jinja", "{{ 1 // 0 }}"),
     "a template that calls itself": text("chat_template.jinja", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"),
@@ -76,10 +117,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 HARMLESS = {
-    *("an end of 300 digits", "types of no layer", "merges of nothing", "a token twice", "no layers", "minus layers"),
-    "an added token of a huge id",
+    *("an end of 300 digits", "types of no layer", "merges of nothing", "a token twice", "an added token of a huge id"),
+    *(name for name in DAMAGES if name.startswith("a longest text of ")),
+    "a decoder that drops the text",
+    "a cut to no tokens",
 }
-"""Transformers reads them, and the model answers."""
+"""Transformers reads some of them, and the model answers."""
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.serving import bodies, connections
+from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.bodies import Bodies
 from cacheclip_rag.serving.errors import RequestError
 from cacheclip_rag.serving.queue import Queue, QueueFull
+from cacheclip_rag.serving.transformers import TransformersBackend
 from tests.serving.conftest import Served, running
 
 
@@ -220,6 +226,43 @@ class TestQueue:
         assert len(asked.started) == len(sizes) and (queue.running, queue.waiting) == (0, 0)
 
 
+def test_who_leaves_keeps_the_place_until_the_thread_ends(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those who leave at once have a prompt read each, beside one another."""
+    at_work, gate = list[ServedQuestion](), threading.Event()
+
+    def reading(backend: TransformersBackend, question: ServedQuestion) -> Iterator[Event]:
+        at_work.append(question)
+        gate.wait(30)
+        return iter(())
+
+    monkeypatch.setattr(TransformersBackend, "_events", reading)
+    body = json.dumps({"messages": [{"role": "user", "content": "What?"}]}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with running(config) as served:
+        counters, address = served.server.app._counters, served.server.address.removeprefix("http://")
+        try:
+            for number in range(1, 11):
+                with socket.create_connection(tuple(address.split(":")), timeout=20) as connection:
+                    connection.sendall(head + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+                    until(lambda: at_work)
+                until(lambda number=number: counters.disconnects == number)
+            assert len(at_work) <= 4
+            gate.set()
+            until(lambda: not served.server.app._queue.running)
+        finally:
+            gate.set()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for it, 20 seconds at most."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 class Sending:
     """A request whose body comes when :meth:`send` is called."""
 
@@ -319,8 +362,6 @@ class TestConnections:
                 each.close()
 
     def test_an_answer_takes_its_time(self, brief: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        import time
-
         step = brief.engine.primary.decode_step
         monkeypatch.setattr(brief.engine.primary, "decode_step", lambda *given: time.sleep(0.1) or step(*given))
         assert brief.chat(max_tokens=4).status_code == 200

@@ -229,11 +229,13 @@ class TestStopping:
                 until(lambda: _refuses(served))
             assert asked.result().status_code == 200
 
-    def test_new_questions_are_refused(self, config: EngineConfig) -> None:
+    def test_new_questions_are_refused(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO", logger="cacheclip_rag.serving")
         with running(config) as served:
             served.server.app.is_stopping = True
             for response in (served.chat(), served.client.get("/health")):
                 assert response.status_code == 503 and response.json()["error"]["code"] == "not_ready"
+        assert "/v1/chat/completions 503" in caplog.text and "/health" not in caplog.text, "probes would fill the log"
 
 
 def _refuses(served: Served) -> bool:

@@ -91,7 +91,7 @@ class TestFinding:
             assert {match.of or prompt[match.start : match.stop] for match in matches} == {stored}
             assert covered(matches) >= 0.5 * len(asked.strip())
             for match in matches:
-                part = fold(prompt[match.start : match.stop])[0].tobytes()
+                part = fold(prompt[: match.stop])[0][len(fold(prompt[: match.start])[0]) :].tobytes()
                 assert part in fold((match.of or stored)[max(0, match.at - 8) :])[0].tobytes()
 
     def test_parts_of_several_texts_joined_without_a_gap(self) -> None:

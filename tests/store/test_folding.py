@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import html
 import json
+import quopri
 import unicodedata
 from collections.abc import Callable
 from functools import partial
+from urllib.parse import quote
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +50,20 @@ FORMS: dict[str, Callable[[str], str]] = {
     "Python's ascii": lambda text: ascii(text)[1:-1],
     "escapes with braces": lambda text: "".join(c if c.isascii() else f"\\u{{{ord(c):x}}}" for c in text),
     "escapes of Perl": lambda text: "".join(c if c.isascii() else f"\\x{{{ord(c):04X}}}" for c in text),
+    "a URL": quote,
+    "a URL in JSON in JSON": lambda text: json.dumps(json.dumps(quote(text))),
+    "a URL in a URL": lambda text: quote(quote(text)),
+    "escape of JavaScript": lambda text: "".join(
+        chr(each) if each < 0x80 and each != 0x25 else f"%{each:02X}" if each < 0x100 else f"%u{each:04X}"
+        for each in np.frombuffer(text.encode("utf-16-le"), np.uint16).tolist()
+    ),
+    "SQL": lambda text: text.replace("'", "''"),
+    "a shell": lambda text: text.replace("'", "'\"'\"'"),
+    "a POSIX shell": lambda text: text.replace("'", "'\\''"),
+    "a mail": lambda text: quopri.encodestring(text.encode(), quotetabs=False).decode().replace("=\n", ""),
+    "bytes of C": lambda text: "".join(f"\\{byte:03o}" if byte > 127 else chr(byte) for byte in text.encode()),
+    "bytes of Python": lambda text: str(text.encode())[2:-1],
+    "bytes of Python in JSON": lambda text: json.dumps(str(text.encode())[2:-1]),
     "typographic signs": lambda text: text.translate(str.maketrans("\"'-", "\u201c\u2019\u2013")).replace(
         "...", "\u2026"
     ),
@@ -129,6 +146,17 @@ NOTHING = [
     "&amp;" * 40,
 ]
 NOTHING += [
+    "%",
+    "%zz",
+    "%c3",
+    "%ff%fe",
+    "%c0%80",
+    "%ed%a0%80",
+    "=C3",
+    "=FF=FE",
+    "\\303",
+    "\\377\\376",
+    "\\xff\\xfe",
     "\\u{}",
     "\\x{110000}",
     "\\u{d83d}",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
+import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -10,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError, StoreError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader
@@ -152,6 +156,8 @@ class TestMachines:
         one.precompute(CHUNKS)
         shared(other).poll()
         shared(one).objects.delete([one.chunk_caches()[0].key(CHUNKS[1])])
+        assert hits(other) == len(CHUNKS) - 1 and not other.is_stored(CHUNKS[1]), "stored at the second use"
+        other.prefixes.clear()
         answer = other.stream(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
         next(answer)
         if released == "before the commit":
@@ -173,22 +179,62 @@ class TestMachines:
         shared(one).poll()
         assert one.library.sources() == [] and not one.store.holds_text(CHUNKS[0])
 
-    def test_rows_that_somebody_made_up_are_not_taken_and_change_no_others(
-        self, machine: Machine, store_url: str
+    @pytest.mark.parametrize("kind", ["rows", "file", "columns"])
+    def test_what_somebody_made_up_is_not_taken_and_changes_nothing_else(
+        self, machine: Machine, store_url: str, kind: str
     ) -> None:
+        """Rows; a file of the table that is damaged; a file of another table."""
         one, other = machine(), machine()
         one.precompute(CHUNKS)
         shared(other).poll()
         table, payload = TextTable(SharedPlace(store_url), "default"), ("../../a", "int8", 1, 1)
         (row,) = rows_of("default", [SharedText("Nobody stored this text.", "x", "x", kv=(payload,))]).to_pylist()
         made = [row, *({**row, "kv": [], "digest": each} for each in ("' OR '1'='1", text_digest(CHUNKS[0]).hex()))]
-        rows = need("pyarrow").Table.from_pylist(made, schema=schema())
+        empty = [{**row, "kv": [None, {**row["kv"][0], "key": None}]}, dict.fromkeys(row), {**row, "reach": None}]
+        made += [*empty, *({**row, "kv": None, name: None} for name in ("text", "source", "digest", "start"))]
+        rows = need("pyarrow").Table.from_pylist([{**each, "namespace": "default"} for each in made], schema=schema())
+        before = {*table.files()}
         need("deltalake").write_deltalake(
             table.address, rows, mode="append", storage_options=SharedPlace(store_url).delta_options
         )
-        assert shared(other).poll() == (0, 0) and other.library.sources() == []
-        table.commit(rows_of("default", []), Removal(names={"x"}))
+        (new,) = {*table.files()} - before
+        if kind != "rows":
+            data = io.BytesIO()
+            need("pyarrow.parquet").write_table(need("pyarrow").table({"x": [1]}), data)
+            obstore.put(shared(one).objects.place.objects, new, data.getvalue() if kind == "columns" else b"PAR1")
+        one.precompute(["A text that is committed after it. " * 4])
+        assert shared(other).poll() == (1, 0) and other.library.sources() == []
+        if kind == "rows":
+            table.commit(rows_of("default", []), Removal(names={"x"}))
+            assert stats(store_url)["payloads"] and gc(store_url, grace_s=0)["deleted"] == 0
+        else:
+            with pytest.raises(StoreError, match="1 tenants could not be looked after.* store verify"):
+                gc(store_url, grace_s=0)
+            assert verify(store_url)["damaged"] == [new] and new not in table.files()
+            assert verify(store_url)["damaged"] == [] and gc(store_url, grace_s=0)["deleted"] == 0
         assert hits(machine()) == len(CHUNKS)
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_committers_at_the_same_time_add_a_text_once(
+        self, store_url: str, is_there: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each has read the table before the other one commits."""
+        tables = [TextTable(SharedPlace(store_url), "default") for _ in range(3)]
+        rows = rows_of("default", [SharedText(text, "a", "a") for text in CHUNKS])
+        assert not is_there or tables[0].commit(rows_of("default", [SharedText("Another text.")])) == 1
+        both, indexed, waited = threading.Barrier(3), TextTable._indexed, set[int]()
+
+        def together(self: TextTable) -> Any:
+            found = indexed(self)
+            if id(self) not in waited:
+                waited.add(id(self))
+                both.wait(60)
+            return found
+
+        monkeypatch.setattr(TextTable, "_indexed", together)
+        with ThreadPoolExecutor(3) as pool:
+            assert sum(pool.map(lambda table: table.commit(rows), tables)) == len(CHUNKS)
+        assert sorted(tables[0].rows(["text"])["text"].to_pylist()) == sorted([*CHUNKS, *is_there * ["Another text."]])
 
     def test_tenants_have_folders_of_their_own(self, machine: Machine, store_url: str) -> None:
         one, other = machine(namespace="one"), machine(namespace="other")
@@ -416,13 +462,90 @@ def test_without_storage_an_answer_is_plain_prefills_and_waits_once(machine: Mac
     assert relay.connections == asked
 
 
-def test_a_long_upload_is_no_outage(relay: Relay, store_url: str) -> None:
+@pytest.mark.parametrize("num_bytes", [1000, 6_000_000])
+def test_a_long_upload_is_no_outage(relay: Relay, store_url: str, num_bytes: int) -> None:
     """It may take longer than the wait for an answer."""
-    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(6_000_000)
-    relay.upload_s = 0.25
+    backend, data = ObjectBackend(SharedPlace(store_url)), bytes(num_bytes)
+    relay.upload_s = 1.5e6 / (num_bytes + 1000)
     backend.put("0" * 64, data)
     relay.upload_s = 0.0
     assert backend.get_many(["0" * 64]) == {"0" * 64: data} and not backend.breaker.is_open
+
+
+_XML = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message><HostId>" + "x" * 900 + "</HostId></Error>"
+_FOUND = {"ETag": '"x"', "Last-Modified": "Thu, 26 Nov 2026 06:24:38 GMT"}
+
+
+class Saying(http.server.BaseHTTPRequestHandler):
+    """Says the same to everything."""
+
+    says: tuple[int, str, dict[str, str]]
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        status, text, headers = self.says
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(text))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text.encode())
+
+    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ((403, _XML.format("AccessDenied", "Not for you."), {}), "AccessDenied: Not for you"),
+        ((404, _XML.format("NoSuchBucket", "There is no such bucket."), {}), "NoSuchBucket: There is no such bucket"),
+        ((503, _XML.format("SlowDown", "Ask less."), {}), "SlowDown: Ask less"),
+        ((500, "", {}), "500 Internal Server Error"),
+        ((301, "", {"Location": "/elsewhere"}), "redirect|301"),
+        ((200, "<html>Log in to the network</html>", _FOUND), "DeleteObjects"),
+        ((200, '{"layout": 1, "codec": "../../x"}', _FOUND), "DeleteObjects"),
+        ((200, "", {}), "ETag"),
+    ],
+)
+def test_what_is_no_answer_of_storage_is_one_line(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    says: tuple[int, str, dict[str, str]],
+    words: str,
+) -> None:
+    """For who makes or cleans a store. A server that was started before goes on by plain prefill."""
+    one = machine()
+    one.precompute(CHUNKS)
+    monkeypatch.setattr(Saying, "says", says, raising=False)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Saying) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for run in (create, stats, gc, verify):
+            with pytest.raises(StoreError) as failed:
+                run("s3://bucket/x")
+            assert len(str(failed.value)) < 500 and "\n" not in str(failed.value) and "Debug" not in str(failed.value)
+            assert run is not create or re.search(words, str(failed.value))
+        table = TextTable(SharedPlace("s3://bucket/x"), "default")
+        with pytest.raises(StoreError) as failed:
+            table.commit(rows_of("default", [SharedText(CHUNKS[0])]))
+        assert len(str(failed.value)) < 600 and "\x1b" not in str(failed.value)
+        for each in ("objects", "patient"):
+            shared(one).place.__dict__.pop(each, None)  # the client knows the other address
+        one.prefixes.clear()
+        assert shared(one).place.objects and hits(one) == 0
+        server.shutdown()
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["s3://b/p?x=1", "s3://b/p#x", "s3:///p", "s3://", "file://host/p", "s3://b/p?hot"])
+def test_urls_that_name_no_place_are_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/prefix"):
+        SharedPlace(url)
 
 
 def test_storage_that_ignores_conditions_is_refused(relay: Relay, store_url: str) -> None:

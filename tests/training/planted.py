@@ -25,7 +25,7 @@ def build_planted(folder: Path) -> str:
     vocab_size, dim, hidden = 3000, 32, 64
     spec = of("llama", num_hidden_layers=2, head_dim=dim, rope_parameters={"rope_type": "default", "rope_theta": 1e9})
     build_model(folder, spec, vocab_size=vocab_size)
-    texts = [text for each in synthetic_samples("train", 60) for text in (*each.chunks, each.question)]
+    texts = [text for each in synthetic_samples(60) for text in (*each.chunks, each.question)]
     make_tokenizer(vocab_size, texts).save_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)

@@ -9,13 +9,13 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.lab.training.families import Sample, synthetic_samples
-from cacheclip_rag.lab.training.features import Seen, spread_over
+from cacheclip_rag.lab.training.features import SampleAttention, spread_over
 from cacheclip_rag.lab.training.targets import attended_and_stale
 from cacheclip_rag.lab.training.tuning import SINKS, fitted, loss_of, spaced
 
 
 class TestFitted:
-    def seen(self, wanted: int, seed: int) -> Seen:
+    def seen(self, wanted: int, seed: int) -> SampleAttention:
         """Heads that attend here and there, and one, number ``wanted``, to the evidence."""
         generator = torch.Generator().manual_seed(seed)
         scores = torch.rand(2, 30, 40, generator=generator)
@@ -23,7 +23,7 @@ class TestFitted:
         start = int(torch.randint(0, 30, (1,), generator=generator))
         evidence[start : start + 8] = True
         scores[wanted // 30, wanted % 30] = evidence + 0.01
-        return Seen((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
+        return SampleAttention((20, 20), scores / scores.sum(-1, keepdim=True), evidence)
 
     def test_the_head_that_sees_it_counts_most(self) -> None:
         seen = [self.seen(40, seed) for seed in range(5)]
@@ -51,14 +51,14 @@ class TestTargets:
     def test_short_samples_are_asked_about_too(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
         chunks = ("The lamp of the harbour is red.", "It was lit.")
-        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),), ("lamp",))
+        sample = Sample("given", chunks, "What is red?", "lamp", ((0, 0, 31),))
         found = attended_and_stale(engine, sample)
         assert found is not None and float(found.sum()) == pytest.approx(1.0, abs=1e-5)
         assert not engine.is_stored(chunks[0])
 
     def test_a_target_is_a_distribution_over_the_chunks(self, tiny_models: dict[str, str]) -> None:
         engine = CacheClipEngine(EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"]))
-        for sample in synthetic_samples("train", 2, chunk_words=25):
+        for sample in synthetic_samples(2, chunk_words=25):
             target = attended_and_stale(engine, sample)
             assert target is not None and float(target.sum()) == pytest.approx(1.0, abs=1e-5)
             assert len(target) == sum(len(engine.parts.auxiliary_caches.tokenize(chunk)) for chunk in sample.chunks)

@@ -52,7 +52,7 @@ class Record:
     chunks: tuple[RecordChunk, ...]
     """At least one."""
     meta: Mapping[str, Any]
-    """Other fields of the record, unchanged: sources, gold chunks, or prompt parts (see ``ruler``)."""
+    """Other fields of the record, unchanged: sources, gold chunks, or prompt parts (:mod:`.questions`)."""
 
 
 @dataclass(frozen=True, slots=True)

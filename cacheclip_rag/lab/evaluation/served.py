@@ -35,7 +35,7 @@ from ...vllm.parameters import request_parameters
 from ...vllm.planner import PlannedPrompt, Planner
 from ...vllm.served import Served
 from . import certify as common
-from .exactness import DIRECT, EVERYTHING, SHIFTS, Check
+from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens
 from .prompts import EvaluationPrompt
 
 NOT_MEASURED = (
@@ -309,7 +309,6 @@ def _check_exactness(session: _VLLMSession, prompt: EvaluationPrompt) -> dict[st
     single = f"{prompt.chunks[0]}\n\nQuestion: {prompt.question}"
     reused, plain = (session.ask(prompt, method, 1, text=single) for method in (DIRECT, preset("full")))
     equal = float((everything.rows.argmax(-1) == full.rows.argmax(-1)).float().mean())
-    least = 1.0 if precise else 0.0
     says = "largest difference of log-probabilities at the first token"
     checks = {
         "ratio_1": _gap(everything.rows[0], full.rows[0], limit, f"{says}, ratio 1.0 against vLLM's full prefill"),
@@ -319,9 +318,7 @@ def _check_exactness(session: _VLLMSession, prompt: EvaluationPrompt) -> dict[st
             limit,
             f"{says}, one chunk after the shared prefix, nothing recomputed, against vLLM's full prefill",
         ),
-        "greedy": Check(
-            equal, least, equal >= least, f"share of {_GREEDY_TOKENS} greedy tokens at ratio 1.0 equal to full's"
-        ),
+        "greedy": equal_tokens(equal, required=precise),
     }
     return {
         "passed": all(check.passed for check in checks.values()),

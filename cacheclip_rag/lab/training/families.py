@@ -1,9 +1,7 @@
 """Synthetic questions with known evidence, for fine-tuning of the auxiliary model.
 
-Six families are for training: a needle; a needle among needles for other keys; several values of one key; a fact of one
-of several lives; a comparison of two lives; the mayor of a person's town. Three are for tests: the values of two keys;
-a value two hops away; a film and the life of its director. Training and test families share no word, name or sentence
-template (``families.json``, our own texts), so that a model must learn to find evidence, not to know the questions.
+Six families: a needle; a needle among needles for other keys; several values of one key; a fact of one of several
+lives; a comparison of two lives; the mayor of a person's town. The texts (``families.json``) are our own.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
-Split = Literal["train", "test"]
 Span = tuple[int, int, int]
 """Number of a chunk, and start and end (exclusive) of a part of its text, in characters."""
 
@@ -37,8 +34,6 @@ class Sample:
     answer: str
     evidence: tuple[Span, ...]
     """Whole sentences from which the answer follows."""
-    parts: tuple[str, ...]
-    """Of a right answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +48,16 @@ _Written = tuple[str, list[str], _Documents]
 """Question, parts of the answer and documents."""
 
 
-def synthetic_samples(split: Split, count: int, *, seed: int = 0, chunk_words: int = _CHUNK_WORDS) -> list[Sample]:
-    """``count`` samples, families in turn. A sample does not depend on the count.
-
-    Args:
-        split: ``train`` or ``test``; no family, template, word or name is in both.
-        chunk_words: least words of a chunk.
-    """
-    families = list(FAMILIES[split])
-    return [_sample(split, families[n % len(families)], f"{seed}/{split}/{n}", chunk_words) for n in range(count)]
+def synthetic_samples(count: int, *, seed: int = 0, chunk_words: int = _CHUNK_WORDS) -> list[Sample]:
+    """``count`` samples, families in turn. A sample does not depend on the count. ``chunk_words``: least words of a
+    chunk."""
+    families = list(FAMILIES)
+    return [_sample(families[n % len(families)], f"{seed}/train/{n}", chunk_words) for n in range(count)]
 
 
-def _sample(split: Split, family: str, seed: str, chunk_words: int) -> Sample:
-    world = _World(split, random.Random(seed))
-    question, parts, documents = FAMILIES[split][family](world)
+def _sample(family: str, seed: str, chunk_words: int) -> Sample:
+    world = _World(random.Random(seed))
+    question, parts, documents = FAMILIES[family](world)
     chunks, evidence = [], []
     for number, sentences in enumerate(documents):
         text = ""
@@ -76,14 +67,14 @@ def _sample(split: Split, family: str, seed: str, chunk_words: int) -> Sample:
             if sentence.is_evidence:
                 evidence.append((number, start, len(text)))
         chunks.append(text)
-    return Sample(family, tuple(chunks), question, ", ".join(parts), tuple(evidence), tuple(parts))
+    return Sample(family, tuple(chunks), question, ", ".join(parts), tuple(evidence))
 
 
 class _World:
     """Names, values and sentences of one sample. No name is used twice."""
 
-    def __init__(self, split: Split, rng: random.Random) -> None:
-        self.texts: dict[str, Any] = _texts()[split]
+    def __init__(self, rng: random.Random) -> None:
+        self.texts: dict[str, Any] = _texts()
         self.rng = rng
         self._given: set[str] = set()
 
@@ -107,9 +98,6 @@ class _World:
 
     def thing(self) -> str:
         return self.new(lambda: self.pick(self.texts["things"]))
-
-    def title(self) -> str:
-        return self.new(lambda: self.pick(self.texts["names"]["titles"]))
 
     def year(self) -> str:
         return self.new(lambda: str(self.rng.randrange(*_YEARS)))
@@ -203,20 +191,6 @@ def _values(world: _World) -> _Written:
     return question, values, world.scattered([*asked, *others])
 
 
-def _two_hop(world: _World) -> _Written:
-    name, person, thing, value = world.pick(list(world.texts["facts"])), world.person(), world.thing(), world.value()
-    keeps = world.pick(world.texts["keeper"])
-    alias = _Sentence(keeps.format(person=person, thing=thing), True)
-    others = []
-    for _ in range(_NUM_CHUNKS - 1):
-        other = world.thing()
-        others.append(_Sentence(keeps.format(person=world.person(), thing=other)))
-        others.append(world.fact(name, other, world.value(), is_evidence=False))
-    question = world.pick(world.texts["ask"]["hop"]).format(fact=name, person=person)
-    asked = [alias, world.fact(name, thing, value, is_evidence=True)]
-    return question, [value], world.scattered([*asked, *others])
-
-
 def _biography(world: _World) -> _Written:
     person, name = world.person(), world.pick(list(world.texts["life"]))
     life, known = world.life(person, name)
@@ -234,18 +208,6 @@ def _comparison(world: _World) -> _Written:
     return question, [answer], world.shuffled([first, second, *others])
 
 
-def _works(world: _World) -> _Written:
-    person, title = world.person(), world.title()
-    statements, questions = world.texts["works"]
-    credit = world.pick(statements)
-    plots = world.rng.sample(world.texts["plots"], 3)
-    film = [_Sentence(credit.format(title=title, person=person, year=world.year()), True), *map(_Sentence, plots)]
-    life, known = world.life(person, "birthplace")
-    others = world.lives([world.person() for _ in range(_NUM_CHUNKS - 2)])
-    question = world.pick(questions).format(title=title)
-    return question, [known["birthplace"]], world.shuffled([film, life, *others])
-
-
 def _residence(world: _World) -> _Written:
     texts, person, town, mayor = world.texts["residence"], world.person(), world.town(), world.person()
     lives, office = world.pick(texts["lives"]), world.pick(texts["office"])
@@ -261,27 +223,15 @@ def _residence(world: _World) -> _Written:
     return world.pick(texts["ask"]).format(person=person), [mayor], world.scattered([*asked, *others])
 
 
-def _multiquery(world: _World) -> _Written:
-    name = world.pick(list(world.texts["facts"]))
-    things, values = [world.thing(), world.thing()], [world.value(), world.value()]
-    asked = [world.fact(name, *pair, is_evidence=True) for pair in zip(things, values, strict=True)]
-    others = [world.fact(name, world.thing(), world.value(), is_evidence=False) for _ in range(_NUM_CHUNKS)]
-    question = world.pick(world.texts["ask"]["pair"]).format(fact=name, thing=things[0], another=things[1])
-    return question, values, world.scattered([*asked, *others])
-
-
-FAMILIES: dict[Split, dict[str, Callable[[_World], _Written]]] = {
-    "train": {
-        "needle": _needle,
-        "keys": _keys,
-        "values": _values,
-        "biography": _biography,
-        "comparison": _comparison,
-        "residence": _residence,
-    },
-    "test": {"multiquery": _multiquery, "two_hop": _two_hop, "works": _works},
+FAMILIES: dict[str, Callable[[_World], _Written]] = {
+    "needle": _needle,
+    "keys": _keys,
+    "values": _values,
+    "biography": _biography,
+    "comparison": _comparison,
+    "residence": _residence,
 }
-"""How each family of a split writes a sample."""
+"""How each family writes a sample."""
 
 
 @cache

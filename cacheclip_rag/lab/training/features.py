@@ -20,7 +20,7 @@ Offsets = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class SampleAttention:
     """The auxiliary's attention on one sample, over the concatenated tokens of all chunks."""
 
     lengths: tuple[int, ...]
@@ -33,7 +33,7 @@ class Seen:
 
 
 @torch.inference_mode()
-def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> Seen:
+def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> SampleAttention:
     """Run a sample's question on each of its chunks in the auxiliary model, and record the attention. A long question
     is cut as in an engine. No store is used.
 
@@ -54,7 +54,7 @@ def look(caches: ChunkCaches, sample: Sample, *, sinks: int = 0) -> Seen:
     packed.run(runtime, Probe(frozenset(layers), packed.blocks, record, stop=layers[-1], logits=True))
     joined = (torch.cat(found[layer], dim=-1).cpu().masked_fill(hidden, float("-inf")) for layer in layers)
     scores = torch.stack([logits.softmax(-1).nan_to_num().mean(1) for logits in joined])
-    return Seen(tuple(packed.lengths), scores, marked(tokens, sample.evidence))
+    return SampleAttention(tuple(packed.lengths), scores, marked(tokens, sample.evidence))
 
 
 def marked(tokens: Sequence[TokenizedText], spans: Sequence[Span]) -> torch.Tensor:

@@ -8,19 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...chunks.context import ChunkContext
 from ...engine import CacheClipEngine
 from ...methods.base import Method
-from ...methods.recompute import Recompute
-from ...selection.views import CacheView, PromptView
+from ...selection.scorers import Oracle
+from ...selection.views import CacheView
+from ..evaluation.questions import ask
+from ..evaluation.records import Record, RecordChunk
 from ..models import auxiliary_caches
-from ..variants import ORACLE
 from .families import Sample
 from .features import Offsets, spread_over
-from .outcomes import segments_of
-
-_RATIO = 0.5
-"""Any ratio except 0 and 1, at which methods score nothing."""
 
 
 def attended_and_stale(engine: CacheClipEngine, sample: Sample) -> torch.Tensor | None:
@@ -55,13 +51,15 @@ def _recorded(engine: CacheClipEngine, sample: Sample) -> dict[str, tuple[torch.
     """By chunk text, the oracle's scores, and the offsets of the chunk's tokens; empty if there is nothing to choose. A
     token that differs in the prompt has score 0. The recompute itself is skipped. Chunks that were not stored before
     are released."""
-    recording = _Recording(ORACLE.at(_RATIO), name=ORACLE.name)
+    recording = _Recording()
+    chunks = tuple(RecordChunk("", chunk) for chunk in sample.chunks)
+    record = Record(f"{sample.family}/0", sample.family, sample.question, (sample.answer,), chunks, {})
     missing = [chunk for chunk in sample.chunks if not engine.is_stored(chunk)]
     engine.precompute(sample.chunks, method=recording)
     engine.prefixes.clear()
     try:
         with suppress(_Recorded):
-            engine.prefill(segments_of(engine, sample), method=recording, question=sample.question)
+            engine.prefill(ask(engine, record).segments, method=recording, question=sample.question)
     finally:
         engine.release(missing)
         engine.prefixes.clear()
@@ -81,31 +79,12 @@ class _Recorded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Recording(Method):
-    """Records the scores of another method, and ends the prefill."""
+    """Records the oracle's scores, and ends the prefill."""
 
-    inner: Recompute
     found: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict, compare=False)
-    """By chunk text: the first token of each part in the prompt, and what was recorded of the part."""
-
-    @property
-    def needs_auxiliary(self) -> bool:
-        return self.inner.needs_auxiliary
-
-    @property
-    def head_sets(self) -> tuple[str, ...]:
-        return self.inner.head_sets
-
-    @property
-    def context(self) -> ChunkContext | None:
-        return self.inner.context
-
-    def score(self, view: PromptView) -> list[torch.Tensor]:
-        return self.inner.score(view)
+    """By chunk text: the first token of each part in the prompt, and the scores of the part."""
 
     def select(self, view: CacheView, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if not self.inner.budget.is_open(view):
-            raise _Recorded
-        kept = self.inner.scorer.after_read(view, scores)
-        for span, tensor in zip(view.spans, kept, strict=True):
-            self.found.setdefault(span.whole, []).append((span.first, tensor))
+        for span, score in zip(view.spans, Oracle().score(view) if view.spans else (), strict=True):
+            self.found.setdefault(span.whole, []).append((span.first, score))
         raise _Recorded

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from ...selection.heads import HeadSet
-from .features import Seen
+from .features import SampleAttention
 
 SINKS = 4
 """First tokens of each chunk that get no score."""
@@ -38,7 +38,7 @@ def loss_of(scores: torch.Tensor, evidence: torch.Tensor, target: torch.Tensor) 
     return (1 - TARGET_WEIGHT) * likelihood + TARGET_WEIGHT * divergence
 
 
-def fitted(seen: Sequence[Seen], targets: Sequence[torch.Tensor], auxiliary_sha256: str) -> HeadSet:
+def fitted(seen: Sequence[SampleAttention], targets: Sequence[torch.Tensor], auxiliary_sha256: str) -> HeadSet:
     """The heads whose weighted sum is nearest to the targets.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import deque
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,10 @@ TRIED_VERSIONS = ("0.3.36",)
 """Versions of llama-cpp-python with which the tests passed."""
 _LEVELS = {2: logging.INFO, 3: logging.WARNING}
 """By llama.cpp's level: it warns of what is no fault here, such as a context that is not the model's. Others: debug."""
+
+_ERROR = 4
+errors: deque[str] = deque(maxlen=16)
+"""What llama.cpp has called an error, the latest last. Its calls tell no reason."""
 
 
 @lru_cache(maxsize=1)
@@ -49,6 +54,9 @@ def _log_callback(found: Any) -> Any:
 
     @found.llama_log_callback  # type: ignore[untyped-decorator]
     def log(level: int, text: bytes, _: object) -> None:
-        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", text.decode(errors="replace").rstrip())
+        line = text.decode(errors="replace").rstrip()
+        if level == _ERROR:
+            errors.append(line.partition(": ")[2].removeprefix("error loading model: "))
+        logger.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
 
     return log

@@ -16,7 +16,7 @@ class GgufTokenizer:
     def __init__(self, weights: GgufWeights, vocabulary: Vocabulary) -> None:
         self.chat_template = weights.template
         self._vocabulary = vocabulary
-        self.eos_token_id = min(vocabulary.eos_ids)
+        self.eos_token_id = min(vocabulary.eos_ids, default=None)
         self.bos_token_id = None
         self._special = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos}
 

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 from ...base.errors import ModelError, UnsupportedModelError
-from .library import library
+from .library import errors, library
 
 _ROPE_NONE = -1
 _CHUNKED_ATTENTION = ("llama4",)
@@ -31,12 +31,17 @@ class GgufWeights:
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
         params.n_gpu_layers = 0 if device == "cpu" else 1 << 20
+        _, _, number = device.partition(":")
+        if number:  # one GPU of several
+            params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, int(number)
         self.name = name
+        errors.clear()
         self.pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
+            why = next(iter(errors), "it gives no reason")
             raise ModelError(
-                f"model {name!r}: llama.cpp cannot read the GGUF file {path}: it is damaged, cut off, or of an "
-                "architecture that this version does not know. Fetch it again, or update llama-cpp-python."
+                f"model {name!r}: llama.cpp cannot read {path} ({why}). Expected a whole GGUF file of an architecture "
+                "that this version knows. Fetch it again, or update llama-cpp-python."
             )
         self._freed = weakref.finalize(self, api.llama_model_free, self.pointer)
         self._freed.atexit = False  # the process's end frees all; llama.cpp's threads may be gone by then
@@ -78,6 +83,8 @@ class GgufWeights:
 
     def _obstacle(self) -> str | None:
         api, model = library(), self.pointer
+        if self.context_tokens <= 0:
+            return f"its file says that it was trained for {self.context_tokens} positions"
         if not api.llama_model_has_decoder(model) or api.llama_model_has_encoder(model):
             return "it is no decoder of text"
         if self.meta("{}.attention.causal") == "false":

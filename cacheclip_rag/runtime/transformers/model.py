@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...base.clock import PhaseClock
+from ...base.errors import ModelError
 from ...store import KV, join, layer_of
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
@@ -142,6 +143,18 @@ class ModelRuntime(TextModel):
         one_at_a_time = self.pinned_rope or self._offloaded
         self.pass_lock: AbstractContextManager[Any] = threading.Lock() if one_at_a_time else nullcontext()
         """Held during a pass."""
+
+    def check(self) -> None:
+        super().check()
+        positions = torch.arange(2)
+        widths = {tables[0].shape[1] for tables in self.rotary_tables(positions) if tables is not None}
+        if any(width > self.head_dim for width in widths):
+            raise ModelError(
+                f"expected rotary tables of model {self.name!r} of {self.head_dim} columns at most, got {max(widths)}. "
+                "Fetch config.json again."
+            )
+        if not self._offloaded and self.model.device.type != "meta":
+            self.prefill(positions, 2)
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""

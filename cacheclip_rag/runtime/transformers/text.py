@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import CacheClipError, ConfigurationError, ModelError
+from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_panic
 from ..base import Runtime, TokenizedText, ends_of_reasoning, mark_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
@@ -34,6 +34,7 @@ _left: ContextVar[list[float]] = ContextVar("left")
 
 
 _SHORTEST = [{"role": "user", "content": "a"}]
+_PROBE = "It was built in 1847."
 
 
 class _EndlessTemplate(Exception):
@@ -180,13 +181,28 @@ class TextModel(ChatText):
         ``<|im_end|>`` or ``<tool_call>`` then stays ordinary text, so that a document cannot close its turn.
         """
         check_encodable(text)
-        encoded = (self.tokenizer if control else self.text_tokenizer)(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
+        try:
+            encoded = (self.tokenizer if control else self.text_tokenizer)(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        except BaseException as error:
+            if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic(error)):
+                raise
+            raise ModelError(
+                f"the tokenizer of model {self.name!r} fails on a text of {len(text)} characters "
+                f"({type(error).__name__}: {str(error)[:200]}). Fetch tokenizer.json and tokenizer_config.json again."
+            ) from error
         return TokenizedText(tuple(encoded["input_ids"]), tuple(map(tuple, encoded["offset_mapping"])))
+
+    def check(self) -> None:
+        """Use once what damaged files spoil. Raises whatever the libraries raise."""
+        found = self.tokenize(_PROBE)
+        if not found.ids or not self.decode_ids(found.ids) or max(found.ids) >= self._model.config.vocab_size:
+            raise ModelError(
+                f"expected the tokenizer of model {self.name!r} to write {_PROBE!r} as tokens below "
+                f"{self._model.config.vocab_size}, got {found.ids}. Fetch tokenizer.json and config.json again."
+            )
+        assert isinstance(self.opening, str)
 
     def least_tokens(self, text: str) -> int:
         return self._least_tokens(text) if self._least_tokens is not None else 0

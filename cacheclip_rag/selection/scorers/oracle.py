@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.transformers.cache import FusedCache
-from ..question import attention_to_tokens
 from ..views import CacheView, split_by_span
 from .base import CacheScorer
+from .query_attention import attention_to_tokens
 
 
 @dataclass(frozen=True, slots=True)

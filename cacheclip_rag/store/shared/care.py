@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import secrets
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +17,10 @@ from ..codecs import CODECS, Frame, FrameError, OtherVersionError
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
-from .table import Removal, TextTable, schema
+from .table import Removal, TextTable, is_payload, schema
 
 _TENANTS = "tenants/"
+_FOLDER = re.compile(r"tenants/[0-9a-f]{16}")
 _GARBAGE_FILE = "garbage.json"
 _QUOTA_FILE = "quota.json"
 
@@ -33,7 +37,7 @@ def create(url: str, codec: str | None = None) -> dict[str, Any]:
         raise ConfigurationError(
             f"codec must be one of {', '.join(name for name in CODECS if name != 'opaque')}, got {codec!r}."
         )
-    objects = ObjectBackend(SharedPlace(url.rstrip("/")))
+    objects = ObjectBackend(SharedPlace(url))
     made = {"layout": LAYOUT, "id": secrets.token_hex(16), "codec": codec}
     try:
         if not _writes_once(objects):
@@ -62,9 +66,36 @@ def _writes_once(objects: ObjectBackend) -> bool:
 
 
 def _opened(url: str) -> ObjectBackend:
-    objects = ObjectBackend(SharedPlace(url.rstrip("/")))
+    objects = ObjectBackend(SharedPlace(url))
     read_store_file(objects)
+    objects.is_patient = True
     return objects
+
+
+@contextmanager
+def _storage(objects: ObjectBackend) -> Iterator[None]:
+    """Storage that fails raises StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"the shared store {objects.place.url} cannot be read or changed now: {error}.") from error
+
+
+def _each_tenant(objects: ObjectBackend, run: Callable[[str], None]) -> None:
+    """Run for each tenant's folder. One that fails does not stop the others; then StoreError is raised."""
+    with _storage(objects):
+        found = objects.breaker.call(objects._client.list_with_delimiter, objects.place.patient, _TENANTS)
+    failed = []
+    for folder in sorted(path.rstrip("/") for path in found["common_prefixes"]):
+        if not _FOLDER.fullmatch(folder):
+            continue
+        try:
+            with _storage(objects):
+                run(folder)
+        except StoreError as error:
+            failed.append(f"{folder}: {error}")
+    if failed:
+        raise StoreError(f"{len(failed)} tenants could not be looked after, the others were. {' '.join(failed)}")
 
 
 @dataclass(slots=True)
@@ -100,64 +131,72 @@ class SharedTenant:
         return removal
 
 
-def _tenants(objects: ObjectBackend) -> list[str]:
-    """Folders of the tenants."""
-    found = objects.breaker.call(objects._client.list_with_delimiter, objects.place.objects, _TENANTS)
-    return sorted(path.rstrip("/") for path in found["common_prefixes"])
-
-
 def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
     table = TextTable(objects.place, folder=folder)
     found = SharedTenant(table)
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
     found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
-    found.documents = len({row["document"] for row in rows} - {""})
-    found.known = {(each["key"], each["codec"]): row["digest"] for row in rows for each in row["kv"]}
+    found.documents = len({row["document"] for row in rows} - {"", None})
+    named = ((row["digest"], each) for row in rows for each in row["kv"] or () if is_payload(each))
+    found.known = {(each["key"], each["codec"]): digest for digest, each in named}
     found.objects = [*objects.objects_of(f"{folder}/kv/")]
     found.quota = _quota(objects, folder)
     return found
 
 
 def _quota(objects: ObjectBackend, folder: str) -> int | None:
-    found = objects.fetch_json(f"{folder}/{_QUOTA_FILE}")
-    return int(found["max_bytes"]) if found else None
+    found = _json(objects, f"{folder}/{_QUOTA_FILE}", {"max_bytes": None})
+    quota = found.get("max_bytes", "")
+    if quota is not None and type(quota) is not int:
+        raise StoreError(f"{folder}/{_QUOTA_FILE} holds no quota. Set it: cacheclip store limit.")
+    return quota
+
+
+def _json(objects: ObjectBackend, name: str, otherwise: dict[str, Any]) -> dict[str, Any]:
+    """What a file of ours holds: ``otherwise`` if there is none, {} if it is none of ours."""
+    try:
+        found = objects.fetch_json(name)
+    except ValueError:
+        return {}
+    return otherwise if found is None else found if isinstance(found, dict) else {}
 
 
 def set_quota(url: str, namespace: str, max_bytes: int | None) -> None:
     """Limit the bytes of the KV of a tenant's texts; None: no limit. :func:`gc` and ingestion hold it."""
     objects, name = _opened(url), f"{tenant_folder(namespace)}/{_QUOTA_FILE}"
-    try:
+    with _storage(objects):
         if max_bytes is None:
             objects.remove([name])
         else:
             objects.replace(name, json.dumps({"max_bytes": max_bytes}).encode())
-    except OSError as error:
-        raise StoreError(f"the quota cannot be written to {objects.place.url}: {error}.") from error
 
 
 def room(url: str, namespace: str) -> float:
     """Bytes that the KV of a tenant's texts may still take; infinite without a quota. Raises StoreError."""
     objects, folder = _opened(url), tenant_folder(namespace)
-    try:
+    with _storage(objects):
         quota = _quota(objects, folder)
         if quota is None:
             return math.inf
         rows = TextTable(objects.place, namespace).rows(["kv"])["kv"].to_pylist()
-        sizes: dict[tuple[str, str], int] = {(kv["key"], kv["codec"]): kv["bytes"] for row in rows for kv in row}
-        return quota - sum(sizes.values())
-    except OSError as error:
-        raise StoreError(f"the shared store {objects.place.url} does not answer: {error}.") from error
+    sizes: dict[tuple[str, str], int] = {
+        (kv["key"], kv["codec"]): kv["bytes"] for row in rows for kv in row or () if is_payload(kv)
+    }
+    return quota - sum(sizes.values())
 
 
 def stats(url: str) -> dict[str, Any]:
     """Rows, texts, documents, payloads and bytes of each tenant."""
     objects, tenants = _opened(url), dict[str, dict[str, Any]]()
-    for folder in _tenants(objects):
+
+    def count(folder: str) -> None:
         found = _look(objects, folder)
         tenants[folder] = {
             **{"rows": found.rows, "texts": found.texts, "documents": found.documents},
             **{"payloads": len(found.objects), "bytes": found.num_bytes, "max_bytes": found.quota},
         }
+
+    _each_tenant(objects, count)
     total = {
         name: sum(each[name] for each in tenants.values())
         for name in ("rows", "texts", "documents", "payloads", "bytes")
@@ -173,17 +212,18 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
     ingested."""
     objects, found = _opened(url), {"above_quota": 0, "deleted": 0, "bytes": 0, "waiting": 0, "table_files": 0}
     now = time.time()
-    for folder in _tenants(objects):
+
+    def clean(folder: str) -> None:
         tenant, name = _look(objects, folder), f"{folder}/{_GARBAGE_FILE}"
         if above := tenant.oldest_above_quota():
             tenant.table.commit(schema().empty_table(), above)
             gone_names = set().union(*above.payloads.values())
             tenant.known = {each: digest for each, digest in tenant.known.items() if each not in gone_names}
             found["above_quota"] += len(gone_names)
-        seen = objects.fetch_json(name) or {}
+        seen = {path: at for path, at in _json(objects, name, {}).items() if isinstance(at, float)}
         own = {each["path"]: each for each in tenant.objects if key_and_codec(each["path"]) is not None}
         garbage = {path: each for path, each in own.items() if key_and_codec(path) not in tenant.known}
-        since = {path: float(seen.get(path, now)) for path in garbage}
+        since = {path: seen.get(path, now) for path in garbage}
         gone = [
             path
             for path, each in garbage.items()
@@ -197,6 +237,8 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
         found["deleted"], found["waiting"] = found["deleted"] + len(gone), found["waiting"] + len(waiting)
         found["bytes"] += sum(garbage[path]["size"] for path in gone)
         found["table_files"] += tenant.table.vacuum(grace_s / 3600)
+
+    _each_tenant(objects, clean)
     return found
 
 
@@ -211,10 +253,13 @@ def _has_no_text(objects: ObjectBackend, path: str) -> bool:
 
 def verify(url: str) -> dict[str, Any]:
     """Read every payload and compare it with its checksums. A damaged one is deleted, so that it is computed again; one
-    of another version stays. Rows no longer name payloads that are gone: nothing would compute them again."""
+    of another version stays. Rows no longer name payloads that are gone: nothing would compute them again. A damaged
+    file of the table is taken out of it: its documents are ingested anew."""
     objects = _opened(url)
     found: dict[str, Any] = {"payloads": 0, "bytes": 0, "damaged": [], "other_versions": 0, "missing": 0}
-    for folder in _tenants(objects):
+
+    def read(folder: str) -> None:
+        found["damaged"] += TextTable(objects.place, folder=folder).repair()
         tenant = _look(objects, folder)
         for each in tenant.objects:
             found["payloads"] += 1
@@ -243,13 +288,18 @@ def verify(url: str) -> dict[str, Any]:
             for name, digest in missing.items():
                 removal.payloads.setdefault(digest, set()).add(name)
             tenant.table.commit(schema().empty_table(), removal)
+
+    _each_tenant(objects, read)
     return found
 
 
 def compact(url: str) -> dict[str, int]:
     """Put the small files of every tenant's table together."""
     objects, found = _opened(url), {"files": 0, "removed": 0}
-    for folder in _tenants(objects):
+
+    def pack(folder: str) -> None:
         for name, count in TextTable(objects.place, folder=folder).compact().items():
             found[name] += count
+
+    _each_tenant(objects, pack)
     return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..backend import Backend, Sink
 from ..codecs import CODECS, Frame, FrameError
 from ..reading_pool import each_in_pool
-from .place import SharedPlace, key_and_codec, key_folder, need, object_name, tenant_folder
+from .place import SharedPlace, key_and_codec, key_folder, need, object_name, said, tenant_folder
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -26,8 +26,6 @@ _PAUSE_S = 10.0
 """For which nothing is asked after a request failed."""
 _MOST_NAMES = 1 << 18
 _PIECE_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 18
-"""Larger objects are written with patience."""
 _NO_OUTAGE = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "NotSupportedError")
 
 
@@ -54,18 +52,18 @@ class Breaker:
             raise OSError("object storage did not answer a moment ago, and is not asked again yet")
         try:
             found = request(*arguments, **options)
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(said(error)) from error
         except (OSError, need("obstore.exceptions").BaseError) as error:
-            kind, text = type(error).__name__, str(error)
+            kind, text = type(error).__name__, said(error)
             if kind == "NotFoundError":
                 raise FileNotFoundError(text) from error
             if kind in ("AlreadyExistsError", "PreconditionError"):
                 raise FileExistsError(text) from error
-            if kind not in _NO_OUTAGE and " 416 " not in text:
+            if kind not in _NO_OUTAGE and " 416 " not in str(error):
                 with self._lock:
                     self._until, self.is_open = time.monotonic() + _PAUSE_S, True
-            raise OSError(" ".join(text.split())[:300]) from error
+            raise OSError(text) from error
         self.is_open = False
         return found
 
@@ -77,6 +75,8 @@ class ObjectBackend(Backend):
     has_parts = True
     reads_at_once = 16
     least_read = 1 << 20
+    is_patient = False
+    """Whether to wait long for storage, where no answer waits."""
 
     def __init__(self, place: SharedPlace, namespace: str = "default", codec: str | None = None) -> None:
         """
@@ -115,10 +115,10 @@ class ObjectBackend(Backend):
 
     def _ask(self, request: str, *arguments: Any, whole: bool = False, **options: Any) -> Any:
         call = getattr(self._client, request)
-        is_large = request == "put" and len(arguments[1]) > _SMALL_BYTES
+        client = self.place.patient if request == "put" or self.is_patient else self.place.objects
 
         def run() -> Any:
-            found = call(self.place.uploads if is_large else self.place.objects, *arguments, **options)
+            found = call(client, *arguments, **options)
             return [each for page in found for each in page] if whole else found
 
         return self.breaker.call(run)
@@ -182,7 +182,7 @@ class ObjectBackend(Backend):
             except FileNotFoundError:
                 raise
             except OSError as error:
-                if " 416 " in str(error) or "range" in str(error).lower():
+                if any(word in str(error.__cause__).lower() for word in (" 416 ", "range")):
                     return 0  # it starts after the end
                 raise
             target[: found.nbytes] = found
@@ -270,6 +270,13 @@ class ObjectBackend(Backend):
         pages = iter(self._ask("list", folder))
         while (page := self.breaker.call(next, pages, None)) is not None:
             yield from page
+
+    def object_at(self, name: str) -> list[dict[str, Any]]:
+        """As :meth:`objects_of`, of an object itself."""
+        try:
+            return [self._ask("head", name)] if name else []
+        except FileNotFoundError:
+            return []
 
     def close(self) -> None:
         """Nothing to release: the client keeps its connections."""

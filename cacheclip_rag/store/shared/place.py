@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ...base.errors import MissingExtraError, StoreError
+from ...base.errors import ConfigurationError, MissingExtraError, StoreError
 from ...base.keys import FRAME_VERSION
 from ...base.paths import cache_home, split_hot
 
@@ -38,6 +38,13 @@ def need(module: str, extra: str = "shared") -> ModuleType:
         raise MissingExtraError(f"{module.partition('.')[0]} (for stores in object storage)", extra) from error
 
 
+def said(error: BaseException) -> str:
+    """What a client's error says, in one line: storage's own words, if it gave any."""
+    text = " ".join(_COLOURS.sub("", str(error)).partition("Debug source")[0].split())
+    found = re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", text)
+    return (f"{found[1]}: {found[2]}" if found else text)[:300].rstrip(".")
+
+
 @dataclass(frozen=True)
 class SharedPlace:
     """A folder in object storage: ``s3://BUCKET/PREFIX``, ``gs://``, ``az://``, or ``file://`` for a folder that
@@ -48,6 +55,11 @@ class SharedPlace:
 
     def __post_init__(self) -> None:
         url, hot = split_hot(self.url)
+        _, _, rest = url.partition("://")
+        if not rest or (rest[0] == "/") != url.startswith("file://") or not {*url}.isdisjoint("?#"):
+            raise ConfigurationError(
+                f"expected the URL of a store, such as s3://bucket/prefix, without ? and #, got {self.url!r}."
+            )
         object.__setattr__(self, "url", url)
         object.__setattr__(self, "hot", hot or self.hot)
 
@@ -57,8 +69,8 @@ class SharedPlace:
         return self._client(_SILENT_S)
 
     @cached_property
-    def uploads(self) -> Any:
-        """The client for large objects, which is patient: no byte of an answer comes before all is sent."""
+    def patient(self) -> Any:
+        """The client for what no answer waits for. Of a write, no byte of an answer comes before all is sent."""
         return self._client(_REQUEST_S)
 
     def _client(self, silent_s: float) -> Any:
@@ -80,7 +92,7 @@ class SharedPlace:
             return store.from_url(self.url, **limits)
         except Exception as error:  # of the client's own kinds
             raise StoreError(
-                f"expected the URL of a store, such as s3://bucket/prefix, got {self.url!r}: {error}"
+                f"expected the URL of a store, such as s3://bucket/prefix, got {self.url!r}: {said(error)}."
             ) from error
 
     @property
@@ -134,6 +146,7 @@ def key_and_codec(name: str, *, any_version: bool = False) -> tuple[str, str] | 
 
 _ENDING = f".f{FRAME_VERSION}.kv"
 _PAYLOAD = re.compile(r"(.+)\.f\d+\.kv")
+_COLOURS = re.compile(r"\x1b\[\d+m↳?")
 
 
 def _is_plain_http() -> bool:

@@ -22,7 +22,7 @@ from ..codecs import Frame, FrameError
 from ..reading_pool import each_in_pool
 from .objects import ObjectBackend, ObjectFound
 from .place import object_name
-from .table import Removal, SharedText, TextTable, is_whole, place_of
+from .table import DamagedFileError, Removal, SharedText, TextTable, is_whole, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class SharedCatalog(Catalog):
         self.objects, self.folder = objects, None
         self.database = Database(objects.place.replica / FILE_NAME, SCHEMA + TEXTS_SCHEMA + _OWN, VERSION)
         self._missing: dict[str, float] = {}
+        self._damaged: set[str] = set()
         self._tables: dict[str, TextTable] = {}
         self._added: dict[str, dict[tuple[str, str, str], SharedText]] = {}
         self._removed: dict[str, Removal] = {}
@@ -101,7 +102,14 @@ class SharedCatalog(Catalog):
         table = self._tables[namespace]
         files = set(table.files())
         known = dict(self.database.query("SELECT name, id FROM files WHERE namespace = ?", (namespace,)))
-        added = sum([self._take(namespace, table, name) for name in files - {*known}])
+        added = 0
+        for name in files - {*known}:
+            try:
+                added += self._take(namespace, table, name)
+            except DamagedFileError as error:  # it holds up no other one
+                if name not in self._damaged:
+                    logger.warning("%s", error)
+                self._damaged.add(name)
         return added, self._forget_files(namespace, [known[name] for name in {*known} - files])
 
     def after_commit(self, namespace: str, texts: Iterable[SharedText]) -> None:
@@ -348,6 +356,10 @@ class SharedCatalog(Catalog):
     def keys_of(self, namespace: str, digest: bytes) -> list[str]:
         sql = "SELECT DISTINCT key FROM payloads WHERE namespace = ? AND digest = ?"
         return [key for (key,) in self.database.query(sql, (namespace, digest))]
+
+    def lacks_kv(self, namespace: str, digest: bytes) -> bool:
+        """Whether a text has a row that names no KV."""
+        return bool(self.database.query(_ROWS_OF_TEXT, (namespace, digest))) and not self.keys_of(namespace, digest)
 
     def has_texts(self, namespace: str) -> bool:
         return bool(

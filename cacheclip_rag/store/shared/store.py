@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...base.errors import ConfigurationError, StoreError
+from ...base.keys import text_digest
 from ..chunk_store import ChunkStore
-from ..codecs import Frame
+from ..codecs import CODECS, Frame
 from ..memory import MemoryBackend
 from ..tiers import Tiers
 from .hot import HotBackend, with_hot
@@ -28,6 +29,7 @@ GRACE_S = 3600.0
 """For which a payload without a row stays."""
 _FIRST_S = 0.6
 """Longest wait of a first question for the texts."""
+_MOST_USED = 1 << 20
 STORE_FILE = "store.json"
 
 
@@ -52,8 +54,11 @@ class SharedStore(ChunkStore):
         catalog.on_forgotten = self._drop_copies
         catalog.on_tenant = self._wake
         self.codec = codec
+        self.encoding = threading.Lock()
         self.commits = True
         """False: what is stored waits for :meth:`take_rows`, because another process commits."""
+        self._used: set[tuple[str, bytes]] = set()
+        """Texts without KV that an answer used."""
         self._woken = threading.Event()
         self._polled = threading.Event()
         self._stop = threading.Event()
@@ -149,6 +154,16 @@ class SharedStore(ChunkStore):
         self.catalog.record(entry_of_frame(Frame.parse(data, key)))
         return True
 
+    def wants(self, namespace: str, text: str) -> bool:
+        """A text that was ingested without KV, or lost it to a quota, pays for it from the second use on."""
+        digest = text_digest(text)
+        if (namespace, digest) in self._used or not self.shared.lacks_kv(namespace, digest):
+            return True
+        if len(self._used) >= _MOST_USED:
+            self._used.clear()
+        self._used.add((namespace, digest))
+        return False
+
     def apply_limit(self) -> None:
         """There is none."""
 
@@ -214,9 +229,10 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
     if found is None:
         raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}")
-    if not isinstance(found, dict) or found.get("layout") != LAYOUT or "codec" not in found:
-        layout = found.get("layout") if isinstance(found, dict) else None
+    is_ours = isinstance(found, dict) and found.get("codec", "") in (None, *CODECS)
+    if not is_ours or found.get("layout") != LAYOUT:
         raise StoreError(
-            f"the shared store {url} has layout {layout}, but this version of cacheclip-rag reads {LAYOUT}."
+            f"expected a store of layout {LAYOUT} at {url}, got {str(found)[:200]}. Use the version of cacheclip-rag "
+            "that made it."
         )
     return found

@@ -7,7 +7,9 @@ time cost retries: let one process commit (:class:`cacheclip_rag.ingest.Commit`)
 from __future__ import annotations
 
 import io
+import logging
 import math
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +22,15 @@ from ...base.errors import StoreError
 from ...base.keys import is_key, text_digest
 from ...finding.texts import TextRow, text_row
 from ..codecs import CODECS
-from .place import SharedPlace, need, tenant_folder
+from .place import SharedPlace, need, said, tenant_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_RETRIES = 6
+logger = logging.getLogger(__name__)
+
+_CONFLICTS_S = 30.0
+"""For which a commit is tried again that others come before."""
 _PLACES = TextRow._fields[1:]
 _IDENTITY = ["digest", "source", "document", "version"]
 _CONFIGURATION = {
@@ -35,6 +40,10 @@ _CONFIGURATION = {
 }
 _DIGEST = re.compile("[0-9a-f]{32}")
 Result = TypeVar("Result")
+
+
+class DamagedFileError(StoreError):
+    """A file of the table is not what a commit wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +106,16 @@ def rows_of(namespace: str, texts: Iterable[SharedText]) -> pa.Table:
 
 def is_whole(row: dict[str, Any]) -> bool:
     """Whether a row is what :func:`rows_of` writes: its digest is its text's, and names of payloads are names."""
-    payloads = all(is_key(each["key"]) and each["codec"] in CODECS for each in row["kv"] or ())
-    return payloads and row["digest"] == text_digest(row["text"] or "").hex()
+    names = all(isinstance(row[name], str) for name in ("digest", "text", "source", "document", "version"))
+    places = {type(row[name]) for name in _PLACES} in ({int}, {type(None)})
+    payloads = all(is_payload(each) for each in row["kv"] or ())
+    return names and places and payloads and row["digest"] == text_digest(row["text"]).hex()
+
+
+def is_payload(kv: Any) -> bool:
+    """Whether a row's entry names a payload."""
+    sizes = kv is not None and all(isinstance(kv[name], int) for name in ("bytes", "tokens"))
+    return sizes and is_key(kv["key"]) and kv["codec"] in CODECS
 
 
 def place_of(row: dict[str, Any]) -> TextRow | None:
@@ -144,15 +161,22 @@ class TextTable:
         return tuple(f"{self.folder}/{path}" for path in actions["path"].to_pylist())
 
     def read(self, file: str, columns: Sequence[str] | None = None) -> pa.Table | None:
-        """Rows of a file; None if it is gone, because a later commit replaced it."""
+        """Rows of a file; None if it is gone, because a later commit replaced it. Raises StoreError, as
+        DamagedFileError if it is damaged or of another table."""
         obstore, parquet = need("obstore"), need("pyarrow.parquet")
 
         def run() -> pa.Table | None:
             try:
-                data = obstore.get(self._place.objects, file).bytes()
+                data = obstore.get(self._place.patient, file).bytes()
             except FileNotFoundError:
                 return None
-            return parquet.read_table(io.BytesIO(bytes(data)), columns=columns)
+            try:
+                return parquet.read_table(io.BytesIO(bytes(data))).select(columns or schema().names)
+            except (need("pyarrow").ArrowException, KeyError) as error:
+                url = self._place.url
+                raise DamagedFileError(
+                    f"{file} in {url} is damaged: {said(error)}. Run: cacheclip store verify --store {url}"
+                ) from error
 
         return self._tried(run)
 
@@ -168,7 +192,13 @@ class TextTable:
         for file in self.files():
             if file in known:
                 self._index[file] = known[file]
-            elif (table := self.read(file, _IDENTITY)) is not None:
+                continue
+            try:
+                table = self.read(file, _IDENTITY)
+            except DamagedFileError as error:  # it holds up no commit
+                logger.warning("%s", error)
+                table = schema().empty_table()
+            if table is not None:
                 self._index[file] = [row for row in table.to_pylist() if _DIGEST.fullmatch(row["digest"] or "")]
         return self._index
 
@@ -182,16 +212,7 @@ class TextTable:
             StoreError: storage does not answer, or others go on committing.
         """
         removed = removed or Removal()
-        for attempt in range(_RETRIES):
-            try:
-                return self._tried(lambda: self._commit(rows, removed))
-            except StoreError as error:
-                is_conflict = type(error.__cause__).__name__ in ("CommitFailedError", "TableNotFoundError")
-                if not is_conflict or attempt == _RETRIES - 1:
-                    raise
-                self._table = None
-                time.sleep(0.05 * 2**attempt)
-        raise AssertionError("the last attempt returns or raises")
+        return self._in_turn(lambda: self._commit(rows, removed))
 
     def _commit(self, rows: pa.Table, removed: Removal) -> int:
         new = rows.to_pylist()
@@ -204,7 +225,7 @@ class TextTable:
         kept = {_identity(row): row for row in before if not _is_removed(row, versions, removed)}
         payloads: dict[str, dict[tuple[str, str], Any]] = {}
         for row in (*(row for row in before if row["digest"] not in removed.digests), *new):
-            named = {(each["key"], each["codec"]): each for each in row["kv"]}
+            named = {(each["key"], each["codec"]): each for each in row["kv"] or () if is_payload(each)}
             gone = removed.payloads.get(row["digest"], set())
             payloads.setdefault(row["digest"], {}).update({name: named[name] for name in {*named} - gone})
         with_row, count = {row["digest"] for row in kept.values()}, 0
@@ -213,20 +234,20 @@ class TextTable:
             if _identity(row) not in kept and not is_known:
                 kept[_identity(row)], count = row, count + 1
         for name, row in kept.items():
-            if len(row["kv"]) != len(payloads[row["digest"]]):
+            if len(row["kv"] or ()) != len(payloads[row["digest"]]):
                 kept[name] = {**row, "kv": [*payloads[row["digest"]].values()]}
         after = [*kept.values()]
         if {id(row) for row in before} == {id(row) for row in after}:
             return 0
         table = need("pyarrow").Table.from_pylist(after, schema=schema())
-        options: dict[str, Any] = {"storage_options": self._place.delta_options}
         if self._table is None:
-            options["configuration"] = _CONFIGURATION
-        if before:
-            options |= {"mode": "overwrite", "predicate": _predicate(before, after)}
-        else:
-            options["mode"] = "append"
-        self._delta.write_deltalake(self._table if self._table is not None else self.address, table, **options)
+            options = {"storage_options": self._place.delta_options, "configuration": _CONFIGURATION}
+            self._table = self._delta.DeltaTable.create(self.address, schema(), mode="ignore", **options)
+            return self._commit(rows, removed)  # another one may have made it
+        mode = {"mode": "overwrite", "predicate": _predicate(before, after)} if before else {"mode": "append"}
+        # nothing is added behind a commit that was not seen: it may have added the same
+        once = self._delta.CommitProperties(max_commit_retries=0)
+        self._delta.write_deltalake(self._table, table, commit_properties=once, **mode)
         return count
 
     def compact(self) -> dict[str, int]:
@@ -234,9 +255,23 @@ class TextTable:
         table = self._tried(self._open)
         if table is None:
             return {"files": 0, "removed": 0}
-        found = self._tried(table.optimize.compact)
+        found = self._in_turn(lambda: self._open().optimize.compact())
         self._tried(table.create_checkpoint)
         return {"files": len(self.files()), "removed": int(found["numFilesRemoved"])}
+
+    def repair(self) -> list[str]:
+        """Take files that are damaged, and such as are gone, out of the table; returns the damaged ones."""
+        damaged = []
+        for file in self.files():
+            try:
+                self.read(file)
+            except DamagedFileError:
+                damaged.append(file)
+        if self._table is not None:
+            if damaged:
+                self._tried(lambda: need("obstore").delete(self._place.patient, damaged))
+            self._in_turn(lambda: self._open().repair())
+        return damaged
 
     def vacuum(self, hours: float) -> int:
         """Delete files that no version of the last ``hours`` needs; returns how many."""
@@ -248,16 +283,28 @@ class TextTable:
         self._tried(table.cleanup_metadata)
         return len(found)
 
+    def _in_turn(self, run: Callable[[], Result]) -> Result:
+        """Run what commits, again while others come before it."""
+        until, pause_s = time.monotonic() + _CONFLICTS_S, 0.1
+        while True:
+            try:
+                return self._tried(run)
+            except StoreError as error:
+                if type(error.__cause__).__name__ != "CommitFailedError" or time.monotonic() > until:
+                    raise
+                self._table = None
+                time.sleep(random.uniform(0.0, pause_s))
+                pause_s = min(2 * pause_s, 2.0)
+
     def _tried(self, run: Callable[[], Result]) -> Result:
         try:
             return run()
         except StoreError:
             raise
         except _kinds() as error:
-            text = " ".join(str(error).split())[:300]
             raise StoreError(
-                f"the texts of the shared store {self._place.url} cannot be read or changed now: {text}. Check that "
-                "the storage answers, and who may write to it."
+                f"the texts of the shared store {self._place.url} cannot be read or changed now: {said(error)}. Check "
+                f"that the storage answers, who may write to it, and whether {self.folder} is a table of ours."
             ) from error
 
 

@@ -1,0 +1,130 @@
+"""GGUF files that are not what they seem: each is refused with what llama.cpp found, or is read whole."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.models import load
+from cacheclip_rag.models.load import unload_models
+from tests.conftest import CHUNKS, QUESTION
+from tests.llamacpp.tiny_gguf import write_gguf
+
+PROMPT = "\n\n".join([*CHUNKS[:2], QUESTION])
+
+DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "failed to read magic"),
+    "a web page": (lambda data: b"<!DOCTYPE html>", "expected 'GGUF'"),
+    "half": (lambda data: data[: len(data) // 2], "not within the file bounds"),
+    "header": (lambda data: data[:300], r"\(\w"),
+    "version": (lambda data: data[:4] + struct.pack("<I", 99) + data[8:], "version 99"),
+    "huge count of fields": (lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:], "1152921504606846976"),
+    "huge key": (lambda data: data[:24] + struct.pack("<Q", 1 << 62) + data[32:], r"\(\w"),
+    "architecture": (lambda data: data.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0qwenX", 1), "'qwenX'"),
+    "tokenizer": (lambda data: data.replace(b"gpt-2", b"gpt-X", 1), "gpt-X"),
+}
+
+
+def engine_of(file: Path, store: Path | None = None) -> CacheClipEngine:
+    return CacheClipEngine(primary=file, auxiliary=None, method="epic", store=store)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_says_what_llama_cpp_found(files: dict[str, Path], tmp_path: Path, name: str) -> None:
+    change, reason = DAMAGED[name]
+    file = tmp_path / "model.gguf"
+    content = change(files["qwen2"].read_bytes())
+    assert content != files["qwen2"].read_bytes()
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=reason) as found:
+        engine_of(file).generate(PROMPT)
+    assert "Fetch it again" in str(found.value) and str(file) in str(found.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "loop", "nothing"])
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "model.gguf"
+    made: dict[str, Callable[[], object]] = {
+        "folder": file.mkdir,
+        "pipe": lambda: os.mkfifo(file),
+        "dangling": lambda: file.symlink_to("nowhere"),
+        "loop": lambda: file.symlink_to(file),
+        "nothing": lambda: None,
+    }
+    made[kind]()
+    with pytest.raises(UnknownModelError, match="no GGUF file"):
+        engine_of(file).generate(PROMPT)
+
+
+@pytest.mark.parametrize("context", [0, 1 << 31])
+def test_a_context_of_no_positions_is_refused(files: dict[str, Path], tmp_path: Path, context: int) -> None:
+    file = write_gguf(tmp_path, "qwen2", files["qwen2"].parent / "model", context=context)
+    with pytest.raises(UnsupportedModelError, match=r"trained for -?\d+ positions"):
+        engine_of(file).generate(PROMPT)
+
+
+def test_a_file_that_changes_while_it_is_loaded(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, digest = tmp_path / "model.gguf", load.gguf_digest
+    file.write_bytes(files["qwen2"].read_bytes())
+
+    def exchanged(parts: list[Path]) -> str:
+        found = digest(parts)
+        (tmp_path / "other").write_bytes(files["llama"].read_bytes())
+        (tmp_path / "other").replace(file)
+        return found
+
+    monkeypatch.setattr(load, "gguf_digest", exchanged)
+    with pytest.raises(ModelError, match="changed while it was loaded"):
+        engine_of(file).generate(PROMPT)
+
+
+def test_a_link_is_the_model_it_leads_to(files: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "link.gguf").symlink_to(files["qwen2"])
+    assert engine_of(tmp_path / "link.gguf").primary is engine_of(files["qwen2"]).primary
+
+
+class TestSplit:
+    """A model in several files, as hubs have large ones, often as links to files with other names."""
+
+    @pytest.fixture
+    def first(self, files: dict[str, Path], tmp_path: Path) -> Path:
+        unload_models()
+        source = files["qwen2"].parent / "model"
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "snapshot").mkdir()
+        write_gguf(tmp_path / "blobs", "qwen2", source, split_max_tensors=20)
+        for number, part in enumerate(sorted((tmp_path / "blobs").glob("*.gguf"))):
+            (tmp_path / "snapshot" / part.name).symlink_to(part.rename(part.with_name(f"blob{number}")))
+        return min((tmp_path / "snapshot").iterdir())
+
+    def test_it_is_the_whole_model(self, files: dict[str, Path], first: Path) -> None:
+        assert len(list(first.parent.iterdir())) > 1
+        found, whole = (engine_of(file).generate(PROMPT, max_tokens=8) for file in (first, files["qwen2"]))
+        assert found.token_ids == whole.token_ids
+
+    def test_kv_of_another_part_is_not_used(self, first: Path, tmp_path: Path) -> None:
+        engine_of(first, tmp_path / "store").precompute(CHUNKS[:2])
+        assert engine_of(first, tmp_path / "store").generate(PROMPT, max_tokens=1).stats.hits == 2
+        unload_models()
+        last = max(first.parent.iterdir()).resolve()
+        content = bytearray(last.read_bytes())
+        content[-1] ^= 1  # of a weight
+        last.write_bytes(content)
+        assert engine_of(first, tmp_path / "store").generate(PROMPT, max_tokens=1).stats.hits == 0
+
+    def test_a_part_is_missing(self, first: Path) -> None:
+        max(first.parent.iterdir()).unlink()
+        with pytest.raises(ModelError, match=r"-of-\d{5}\.gguf"):
+            engine_of(first).generate(PROMPT)
+
+    def test_another_part_than_the_first(self, first: Path) -> None:
+        with pytest.raises(ModelError, match="first split"):
+            engine_of(max(first.parent.iterdir())).generate(PROMPT)
