@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -135,6 +136,25 @@ class TestMachines:
         shutil.rmtree(shared(one).place.replica.parent)
         shared(one).poll()
         assert hits(one) == len(CHUNKS)
+
+    @pytest.mark.parametrize("kind", ["no database", "pages", "another version"])
+    def test_a_copy_that_is_damaged_is_made_anew(self, machine: Machine, kind: str) -> None:
+        one = machine()
+        one.precompute(CHUNKS)
+        one.close()
+        file = shared(one).place.replica / "replica.sqlite3"
+        data = bytearray(file.read_bytes())
+        data[0 if kind == "no database" else 100 : 16 if kind == "no database" else len(data)] = b"x" * 16
+        if kind == "another version":
+            with sqlite3.connect(file) as database:
+                database.execute("PRAGMA user_version = 1")
+        else:
+            file.write_bytes(data)
+        other = CacheClipEngine(one.config)
+        for _ in range(2):
+            shared(other).poll()
+        assert len(other.library.index.find(rag_prompt(CHUNKS))) == hits(other) == len(CHUNKS)
+        other.close()
 
     def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(
         self, machine: Machine, store_url: str

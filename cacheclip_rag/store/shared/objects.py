@@ -271,7 +271,7 @@ class ObjectBackend(Backend):
         while (page := self.breaker.call(next, pages, None)) is not None:
             yield from page
 
-    def object_at(self, name: str) -> list[dict[str, Any]]:
+    def object_at(self, name: str) -> Sequence[dict[str, Any]]:
         """As :meth:`objects_of`, of an object itself."""
         try:
             return [self._ask("head", name)] if name else []

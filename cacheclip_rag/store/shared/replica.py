@@ -10,8 +10,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
-from ...base.database import Database, OutageWarning
+from ...base.database import Database, FormatError, OutageWarning, may_be_whole
 from ...base.errors import ConfigurationError, StoreError
 from ...base.keys import is_key, text_digest
 from ...finding.texts import SCHEMA as TEXTS_SCHEMA
@@ -92,11 +93,24 @@ class SharedCatalog(Catalog):
                 try:
                     more, less = self._poll(namespace)
                 except StoreError as error:
-                    self._outage.failed(error)
+                    if not self._thrown_away(error):
+                        self._outage.failed(error)
                     continue
                 self._outage.worked()
                 added, removed = added + more, removed + less
         return added, removed
+
+    def _thrown_away(self, error: StoreError) -> bool:
+        """Whether the copy was damaged, or of another version of the package. The next poll makes it anew."""
+        path = self.objects.place.replica / FILE_NAME
+        if str(path) not in str(error) or (may_be_whole(error) and not isinstance(error, FormatError)):
+            return False
+        logger.warning("the copy of the shared store's catalog on this machine is made anew: %s", error.__cause__)
+        self.database.close()
+        with suppress(OSError):
+            for each in path.parent.glob(f"{FILE_NAME}*"):
+                each.unlink(missing_ok=True)
+        return True
 
     def _poll(self, namespace: str) -> tuple[int, int]:
         table = self._tables[namespace]

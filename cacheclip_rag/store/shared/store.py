@@ -229,8 +229,7 @@ def read_store_file(objects: ObjectBackend) -> dict[str, Any]:
         raise StoreError(f"{url}/{STORE_FILE} is not a file of cacheclip-rag: {error}.") from error
     if found is None:
         raise StoreError(f"there is no shared store at {url}. Make one: cacheclip store create {url}")
-    is_ours = isinstance(found, dict) and found.get("codec", "") in (None, *CODECS)
-    if not is_ours or found.get("layout") != LAYOUT:
+    if not isinstance(found, dict) or found.get("layout") != LAYOUT or found.get("codec", "") not in (None, *CODECS):
         raise StoreError(
             f"expected a store of layout {LAYOUT} at {url}, got {str(found)[:200]}. Use the version of cacheclip-rag "
             "that made it."
