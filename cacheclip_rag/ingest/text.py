@@ -270,8 +270,8 @@ class _Page(HTMLParser):
     _VOID = frozenset("area base br col embed frame hr img input link meta source track wbr".split())
     _BLOCKS = frozenset(
         (
-            "address article aside blockquote center details dialog div dl fieldset figcaption figure footer form header "
-            "hgroup hr legend main menu nav ol p pre search section summary table ul"
+            "address article aside blockquote center details dialog div dl fieldset figcaption figure footer form "
+            "header hgroup hr legend main menu nav ol p pre search section summary table ul"
         ).split()
     )
     _APART = frozenset("button option select text textarea".split())
