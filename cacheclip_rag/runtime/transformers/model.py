@@ -122,6 +122,7 @@ class ModelRuntime(TextModel):
         model.set_attn_implementation(ATTENTION_NAME)
         super().__init__(model, tokenizer, name)
         config = model.config
+        config.return_dict = True  # whatever its file says
         self.fingerprint = fingerprint
         self._fuse = fuse
         self.rope_pin = rope_pin(config)
@@ -154,7 +155,7 @@ class ModelRuntime(TextModel):
                 "Fetch config.json again."
             )
         if not self._offloaded and self.model.device.type != "meta":
-            self.prefill(positions, 2)
+            self.encode([0, 0])  # without the vocabulary, whose packed weights a model that only scores never has
 
     def _find_layer_kinds(self, config: Any) -> list[str | None]:
         """Per layer the kind of its rotary tables: None without RoPE, else a layer type (``""`` if all are equal)."""
