@@ -197,7 +197,7 @@ class _Shown:
         reasoning, opened in the middle of a line, before the call. None if this is not certain yet. Without it, they
         are mere signs."""
         now = self._now
-        if now.text.endswith("`") or (now.perhaps and now.perhaps in rest):
+        if now.text.endswith("`") or now.text.lstrip().startswith(">") or (now.perhaps and now.perhaps in rest):
             return True
         line, ended, _ = rest.partition("\n")
         runs = {*_TICKS.findall(now.text)}

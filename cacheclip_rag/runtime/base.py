@@ -58,16 +58,12 @@ def markers_among(special: Mapping[int, str]) -> dict[int, str]:
     return {token: text for token, text in special.items() if text in known}
 
 
-def ends_of_reasoning(template: object, markers: Mapping[int, str]) -> tuple[str, ...]:
-    """Markers that end reasoning, of those that a chat template (or one of several by name) or the special tokens know.
-    GPT-OSS's ends other messages, too."""
+def known_reasoning(template: object, markers: Mapping[int, str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether some of the special tokens that are ``markers`` are for reasoning; and the markers that end it, of those
+    that they or the chat template (or one of several by name) know. GPT-OSS's ends other messages, too."""
+    marks = not {*_CHANNELS, *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
     known = f"{template}{[*markers.values()]}"
-    return tuple(dict.fromkeys(end for _, end in REASONING_MARKERS if end in known and end != "<|end|>"))
-
-
-def mark_reasoning(markers: Mapping[int, str]) -> bool:
-    """Whether some of the markers are for reasoning."""
-    return not {*_CHANNELS, *(opening for opening, _ in REASONING_MARKERS)}.isdisjoint(markers.values())
+    return marks, tuple(dict.fromkeys(end for _, end in REASONING_MARKERS if end in known and end != "<|end|>"))
 
 
 Message = dict[str, Any]
@@ -139,7 +135,7 @@ class Runtime(ABC):
     marks_reasoning: bool = False
     """Whether markers of reasoning are special tokens, which :meth:`decode_ids` leaves out."""
     reasoning_ends: Sequence[str] = ()
-    """Markers that end reasoning (:func:`ends_of_reasoning`): in answers, also reasoning that no marker opened."""
+    """Markers that end reasoning (:func:`known_reasoning`): in answers, also reasoning that no marker opened."""
     can_constrain: bool = False
     """Whether answers can follow a JSON schema (:meth:`constrain`)."""
     template_variables: frozenset[str] = frozenset()

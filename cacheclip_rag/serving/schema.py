@@ -64,7 +64,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
         ("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw", "safe_prompt", "background"),
         (False,),
     ),
-    "reasoning_format": ("auto", "deepseek"),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
     "add_bos_token": (True,),
     "ban_eos_token": (False,),
     **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical", "typ_p"), (1,)),

@@ -14,7 +14,7 @@ from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
-from cacheclip_rag.runtime.base import REASONING_MARKERS, ends_of_reasoning, mark_reasoning, markers_among
+from cacheclip_rag.runtime.base import REASONING_MARKERS, known_reasoning, markers_among
 from tests.integrations.fakes import Watched, fake_models, watched
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
@@ -161,9 +161,9 @@ class TestUnopened:
     def test_only_where_the_template_knows_it(self, opening: str, closing: str) -> None:
         assert streamed(f"So.{closing}Twelve.", [], "") == ("", f"So.{closing}Twelve.", False)
         template = f"{{{{ content.split('{closing}')[-1] }}}}"
-        assert ends_of_reasoning(template, {}) == ends_of_reasoning(None, {3: closing}) == (closing,)
-        assert ends_of_reasoning({"default": "", "tool_use": template}, {}) == (closing,)
-        assert ends_of_reasoning("<|end|>", {}) == ends_of_reasoning(None, {}) == ()
+        assert known_reasoning(template, {})[1] == known_reasoning(None, {3: closing})[1] == (closing,)
+        assert known_reasoning({"default": "", "tool_use": template}, {})[1] == (closing,)
+        assert known_reasoning("<|end|>", {})[1] == known_reasoning(None, {})[1] == ()
 
     @pytest.mark.parametrize("tools", [[], ["f"]])
     def test_of_an_engine(self, tools: list[str]) -> None:
@@ -270,10 +270,9 @@ class TestChannels:
         assert [*markers_among(tokens)] == [0, 1, 2, 4]
         assert [*markers_among({0: "<|end|>", 3: "<|im_end|>", 4: "<think>"})] == [4]
         assert [*markers_among(dict(enumerate(["<|channel>", "<channel|>", "<|turn>", "<thought>"])))] == [0, 1, 3]
-        assert mark_reasoning({0: "<|channel>"})
-        assert (
-            mark_reasoning({1: "<|channel|>"}) and mark_reasoning({1: "[THINK]"}) and not mark_reasoning({0: "<|end|>"})
-        )
+        for token in ("<|channel>", "<|channel|>", "[THINK]"):
+            assert known_reasoning(None, {1: token})[0]
+        assert not known_reasoning(None, {0: "<|end|>"})[0]
 
 
 class TestStopStrings:
@@ -311,6 +310,7 @@ class TestCalls:
             f"1. So:\n   ~~~\n   {CALL}\n   ~~~\n",
             f"Write `{CALL}` for a call.",
             f'Write "{CALL}" for a call.',
+            f"As he said:\n\n> {CALL}\n",
             f"Write '{CALL}' for a call.",
             f"Write “{CALL}”, „{CALL}“ or «{CODER}».",
             f'Write "so: {CALL} and so on" for a call.',
@@ -365,6 +365,7 @@ class TestCalls:
             f'It\'s "the mast". {CALL}',
             f'It is 5" wide. {CALL}',
             f'"So it is."\n{CALL}',
+            f"> So it is.\n{CALL}",
             f'He asked: "\n{CALL}',
             f"It`s the mast.\n{CALL}",
             f"Three ``` open code.\n{CALL}",

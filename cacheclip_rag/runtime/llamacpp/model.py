@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...base.errors import ModelError
-from ..base import TokenizedText, ends_of_reasoning, mark_reasoning
+from ..base import TokenizedText, known_reasoning
 from ..transformers.constraint import Grammars, SchemaConstraint
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
@@ -129,8 +129,7 @@ class LlamaRuntime(ChatText):
         self.eos_ids = self._vocabulary.eos_ids
         self.control_ids = self._vocabulary.control_ids
         self.opening = self._vocabulary.opening
-        self.marks_reasoning = mark_reasoning(self._vocabulary.markers)
-        self.reasoning_ends = ends_of_reasoning(weights.template, self._vocabulary.markers)
+        self.marks_reasoning, self.reasoning_ends = known_reasoning(weights.template, self._vocabulary.markers)
         self.num_layers = int(weights.meta("{}.block_count") or 1)
         heads = int(weights.meta("{}.attention.head_count") or 1)
         self.num_kv_heads = int(weights.meta("{}.attention.head_count_kv") or heads)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_panic
-from ..base import Runtime, TokenizedText, ends_of_reasoning, mark_reasoning, markers_among
+from ..base import Runtime, TokenizedText, known_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
 from .user_text import LeastTokens, text_tokenizer
@@ -165,8 +165,8 @@ class TextModel(ChatText):
         self.text_tokenizer, control = text_tokenizer(tokenizer, self.eos_ids)
         """Tokenizer of text that users and documents wrote."""
         self.control_ids = sorted(control)
-        self.marks_reasoning: bool = mark_reasoning(self._call_markers)
-        self.reasoning_ends = ends_of_reasoning(getattr(tokenizer, "chat_template", None), self._call_markers)
+        template = getattr(tokenizer, "chat_template", None)
+        self.marks_reasoning, self.reasoning_ends = known_reasoning(template, self._call_markers)
 
     @property
     def model(self) -> Any:
