@@ -31,8 +31,8 @@ _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
 each."""
 _TOGETHER = 8
-"""Fewest answers whose next tokens are computed in one call on a CPU. A token of a 4-bit 0.5B takes 22 ms alone, 38 with
-another one, 26 with five others, 17 in eight and 11 in sixteen."""
+"""Fewest answers whose next tokens are computed in one call on a CPU. A token of a 4-bit 0.5B takes 22 ms alone, 38
+with another one, 26 with five others, 17 in eight and 11 in sixteen."""
 _SEPARATOR_TOKENS = 2
 """Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
