@@ -2,6 +2,7 @@
 
     python benchmarks/clients.py
     python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b.gguf --clients 8
+    python benchmarks/clients.py --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m --clients 8
     python benchmarks/clients.py --clients 1,8 --tree /path/to/another/checkout
 
 Starts ``cacheclip serve`` in a process of its own and asks it over HTTP: as many questions as there are clients, first
@@ -17,6 +18,7 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -49,9 +51,8 @@ def main() -> None:
     if args.json:
         print(json.dumps(found, indent=2))
         return
-    print(
-        f"{found['processor']}; {args.primary} in {args.dtype}, {args.tokens} tokens of chunks, {args.max_tokens} new"
-    )
+    form = "llama.cpp" if args.primary.endswith(".gguf") else args.dtype
+    print(f"{found['processor']}; {args.primary} in {form}, {args.tokens} tokens of chunks, {args.max_tokens} new")
     print(f"{'clients':>7} {'first token, median':>20} {'last':>8} {'tokens/s':>9} {'in turn':>8} {'times':>6}")
     for row in rows:
         first, rate, alone = row["first_s"], row["tokens_per_s"], row["tokens_per_s_in_turn"]
@@ -87,7 +88,9 @@ def serving(args: argparse.Namespace, store: Path) -> Iterator[str]:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:
             assert process.stdout is not None
-            yield str(json.loads(process.stdout.readline())["address"])
+            if not (line := process.stdout.readline()):
+                raise SystemExit(f"the server ended before it could be asked. See why: {shlex.join(command)}")
+            yield str(json.loads(line)["address"])
         finally:
             process.terminate()
 

@@ -34,4 +34,4 @@ def test_each_says_what_to_use() -> None:
     for name, sentence in {**METHODS, **SETTINGS, **OPTIONS}.items():
         setting, _, value = name.partition("=")
         shown = f"{setting}={value!r}" if value else name
-        assert sentence.startswith(f"{shown} is gone") and sentence.endswith("."), name
+        assert sentence.startswith((f"{shown} is gone", f"{shown} is no option")) and sentence.endswith("."), name

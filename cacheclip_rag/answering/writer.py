@@ -122,8 +122,10 @@ class ChunkWriter:
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
-                    is_known, store = chunk not in found or self._parts.library.index.known(chunk), self._parts.store
-                    if is_known and store.chunk_store.wants(store.namespace, chunk):
+                    if chunk in found and not self._parts.library.index.known(chunk):
+                        continue
+                    wants = self._parts.store.chunk_store.wants
+                    if wants is None or wants(self._parts.config.namespace, chunk):
                         self._store_missing(chunk, behind, known)
                 except CacheClipError as error:
                     if is_busy(error) and len(self.late) < _MOST_LATE:

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
+from ..base.keys import text_digest
 from ..base.paths import is_url
 from ..base.progress import progress_bar
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
+from ..prompt.segments import normalise_chunk
 from ..store.shared.care import room
 from ..store.shared.objects import ObjectBackend
 from ..store.shared.place import SharedPlace, need
@@ -80,6 +82,10 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
         logger.warning("a text of %s is left out: %s", ", ".join(names), error)
 
     with store.encoding:  # rows of another thread's table would be taken with these
+        try:
+            store.look_again(engine.config.namespace, [text_digest(normalise_chunk(text)).hex() for text in texts])
+        except OSError as error:
+            raise StoreError(f"payloads of {engine.config.store} cannot be looked for: {error}.") from error
         computed = engine.precompute(texts, skipped=skipped)
         rows = store.take_rows(engine.config.namespace)
     version = pa.array([versions.get(document, "") for document in rows["document"].to_pylist()], pa.string())

@@ -325,7 +325,7 @@ def _load_gguf(name: str, device: str) -> Runtime:
     from ..fusion.in_order import fuse_in_order
     from ..runtime.llamacpp.model import LlamaRuntime
     from ..runtime.llamacpp.weights import GgufWeights
-    from .memory import check_room
+    from .memory import check_room, free_bytes
 
     _check_llama_device(device)  # before a long download
     file = resolve(name)
@@ -337,7 +337,8 @@ def _load_gguf(name: str, device: str) -> Runtime:
             check_room(sum(size for _, _, size, _, _ in states), name, device)
             digest, weights = gguf_digest(parts), GgufWeights(file, name, device=device)
             _check_unchanged(states_of(parts), states, name, file)
-            _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order)
+            free = partial(free_bytes, device)
+            _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order, free_bytes=free)
         return _registry[key]
 
 

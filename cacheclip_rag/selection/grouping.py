@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,8 +119,8 @@ class AlignedWindows(Grouping):
 def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
     kept = _joined(among)
     sums = np.append(0, kept.numpy().cumsum(dtype=np.int64))
-    starts = _starts(among)
-    counts = sums[starts + [len(a) for a in among]] - sums[starts]
+    stops = np.array([len(a) for a in among], np.int64).cumsum()
+    counts = np.diff(sums[stops], prepend=0)
     return list(_joined(values)[kept].split(counts.tolist()))
 
 
@@ -132,18 +131,13 @@ def _joined(values: Scores) -> torch.Tensor:
     return torch.cat(list(values)) if values else torch.empty(0)
 
 
-def _starts(values: Scores) -> np.ndarray[Any, Any]:
-    """Of each chunk the number of its first token among all."""
-    lengths = np.array([len(v) for v in values], np.int64)
-    return lengths.cumsum() - lengths
-
-
 class _Runs:
     """All windows of some chunks: every run of ``size`` consecutive tokens, and each shorter chunk as a whole. All
     chunks are computed at once, because one by one they would cost hundreds of small operations."""
 
     def __init__(self, scores: Scores, size: int) -> None:
-        lengths, starts = np.array([len(s) for s in scores], np.int64), _starts(scores)
+        lengths = np.array([len(s) for s in scores], np.int64)
+        starts = lengths.cumsum() - lengths
         self._size, self._num_tokens = size, int(lengths.sum())
         self._short = [(n, starts[lengths == n]) for n in sorted({*lengths.tolist()}) if 0 < n < size]
         counts = np.where(lengths >= size, lengths - size + 1, (lengths > 0).astype(np.int64))

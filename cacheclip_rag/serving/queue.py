@@ -43,10 +43,13 @@ class Queue:
     most_bytes: float = math.inf
     """Bytes of KV that running answers may hold together. An answer that needs more runs alone."""
 
-    def __init__(self, most_running: int, most_waiting: int, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, most_running: int, most_waiting: int, *, is_shared: bool = False, most_starting: int = _MOST_STARTING
+    ) -> None:
         """``most_running`` answers, whatever they hold; ``most_waiting`` of one tenant. With several tenants
         (``is_shared``), one place is kept free of each of them."""
         self._most_running, self._most_waiting, self._is_shared = most_running, most_waiting, is_shared
+        self._most_starting = most_starting
         self._places: list[Place] = []
         """Of running answers."""
         self._waiting: dict[str, deque[Place]] = {}
@@ -83,7 +86,7 @@ class Queue:
         own, kept = [place for place in self._places if place.tenant == tenant], int(self._is_shared)
         if len(own) >= max(1, self._most_running - kept):
             return True
-        if sum(place.is_starting for place in own) >= _MOST_STARTING - kept:
+        if sum(place.is_starting for place in own) >= self._most_starting - kept:
             return True
         held = sum(place.num_bytes for place in own)
         return self._is_shared and held > _SHARE_OF_ONE * self.most_bytes
@@ -91,7 +94,7 @@ class Queue:
     def _may_run(self, place: Place) -> bool:
         if self._is_at_its_limit(place.tenant) or self.running >= self._most_running:
             return False
-        if sum(other.is_starting for other in self._places) >= _MOST_STARTING:
+        if sum(other.is_starting for other in self._places) >= self._most_starting:
             return False
         held = sum(other.num_bytes for other in self._places)
         return not self._places or held + place.num_bytes <= self.most_bytes

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -132,9 +133,8 @@ class ChunkStore:
         """Let other machines find what was stored and released here: nothing to do for a folder."""
         return 0
 
-    def wants(self, namespace: str, text: str) -> bool:
-        """Whether the KV of a text that an answer missed is worth storing."""
-        return True
+    wants: Callable[[str, str], bool] | None = None
+    """Whether the KV of a tenant's text that an answer missed is worth storing; None: always."""
 
     # -- limits -------------------------------------------------------------------------------------------------
 

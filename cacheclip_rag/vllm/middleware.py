@@ -13,8 +13,11 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import Any
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -29,6 +32,7 @@ from ..serving.bounds import check_counts
 from ..serving.connections import timed
 from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
+from ..serving.queue import Queue
 from ..serving.replies import as_json
 from ..serving.schema import read_json
 from .internals import PROBE_TOKENS, check_probe, probe
@@ -40,6 +44,7 @@ from .settings import ServerSettings
 from .shadow_checks import ShadowChecks, ask_itself
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CHAT, _COMPLETION = "/v1/chat/completions", "/v1/completions"
 _READERS: dict[str, Callable[[Mapping[str, Any], str], PlannablePrompt]] = {
@@ -59,6 +64,8 @@ _CLOSING_S = 5
 did not end, and would wait for their connections forever."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
+_MOST_SEQUENCES, _MOST_WAITING = 256, 512
+"""Of vLLM at once, if it does not say; and requests of one of several tenants that wait."""
 _SWITCH = TypeAdapter(bool)
 _MOST_SALT = 1024
 """Most characters of a client's ``cache_salt``, as vLLM has it."""
@@ -78,6 +85,8 @@ class CacheClip:
         self._counters = Counters()
         self._bodies = Bodies(self._settings.body_bytes)
         self._running = 0
+        self._places: Queue | None = None
+        """Of vLLM's sequences, if there are several tenants: vLLM serves first who came first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -108,6 +117,10 @@ class CacheClip:
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
                 else:
                     _limit_connections(scope)
+                    if self._access.tenants:
+                        most = _most_sequences(scope)
+                        self._places = Queue(most, _MOST_WAITING, is_shared=True, most_starting=most)
+                        self._places.most_bytes = most
                     self._tell_ready()
             elif message["type"] == "lifespan.shutdown.complete":
                 await asyncio.to_thread(self.planning.close)
@@ -204,7 +217,8 @@ class CacheClip:
         return counted
 
     def _metrics(self) -> bytes:
-        counters = self._counters.text(running=self._running, waiting=self.planning.waiting)
+        waiting = self.planning.waiting + (0 if self._places is None else self._places.waiting)
+        counters = self._counters.text(running=self._running, waiting=waiting)
         return (self.planning.text() + counters).encode()
 
     def _with_cards(self, body: bytes) -> bytes:
@@ -252,24 +266,29 @@ class CacheClip:
         self._give_plan(path, body, way)
         if self._access.tenants:
             self._salt(body, tenant)
-        result = Result(way, self._record, self._settings.shows_metrics)
-        result.began -= way.queued_s + way.planning_s
-        kept = _MOST_KEPT if self._checks.rate else 0
-        reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
-        replay = _Replay(as_json(body), leaving, receive)
-        self._running += 1
-        try:
-            await self._app(_with_length(scope, replay.body), replay, reply)
-        finally:
-            self._running -= 1
-            if replay.client_left and not reply.is_done:
-                self._counters.disconnects += 1
-                if result.outcome is None:
-                    self.planning.count("aborted", None)
-        if result.may_be_damaged:
-            self.planning.check(way, tenant)
-        if reply.is_done:
-            self._checks.offer(scope, body, result, reply.body)
+        async with AsyncExitStack() as held:
+            if self._places is not None:
+                came = time.perf_counter()
+                await _unless_left(held.enter_async_context(self._places.place(tenant, _sequences(body))), leaving)
+                way = replace(way, queued_s=way.queued_s + time.perf_counter() - came)
+            result = Result(way, self._record, self._settings.shows_metrics)
+            result.began -= way.queued_s + way.planning_s
+            kept = _MOST_KEPT if self._checks.rate else 0
+            reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
+            replay = _Replay(as_json(body), leaving, receive)
+            self._running += 1
+            try:
+                await self._app(_with_length(scope, replay.body), replay, reply)
+            finally:
+                self._running -= 1
+                if replay.client_left and not reply.is_done:
+                    self._counters.disconnects += 1
+                    if result.outcome is None:
+                        self.planning.count("aborted", None)
+            if result.may_be_damaged:
+                self.planning.check(way, tenant)
+            if reply.is_done:
+                self._checks.offer(scope, body, result, reply.body)
 
     def _add_system_prompt(self, body: dict[str, Any]) -> None:
         """The settings' system prompt, for conversations without one."""
@@ -315,6 +334,19 @@ def _limit_connections(scope: Scope) -> None:
     server.config.http_protocol_class = timed(server.config.http_protocol_class)
 
 
+def _most_sequences(scope: Scope) -> int:
+    """How many sequences vLLM computes side by side."""
+    config = getattr(getattr(scope.get("app"), "state", None), "vllm_config", None)
+    return int(getattr(getattr(config, "scheduler_config", None), "max_num_seqs", None) or _MOST_SEQUENCES)
+
+
+def _sequences(body: Mapping[str, Any]) -> int:
+    """How many of them a request takes."""
+    prompt, count = body.get("prompt"), body.get("n")
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int) else 1
+    return prompts * (count if isinstance(count, int) and count > 0 else 1)
+
+
 def _count_usage(body: dict[str, Any]) -> bool:
     """Let a stream end with token counts, which show what became of the plan. Returns whether the client asked."""
     options = body.get("stream_options")
@@ -335,9 +367,9 @@ def _is_on(given: Any) -> bool:
         return False
 
 
-async def _unless_left(planning: Coroutine[Any, Any, Route], leaving: asyncio.Future[Message]) -> Route:
-    """The route, unless the client leaves before it is there."""
-    task = asyncio.ensure_future(planning)
+async def _unless_left(work: Coroutine[Any, Any, T], leaving: asyncio.Future[Message]) -> T:
+    """What comes of some work, unless the client leaves before it is there."""
+    task = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {task, leaving}
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -41,8 +41,8 @@ def rows(stats: object) -> int:
 PLANTED = {
     "exact KV is not looked at": ("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan),
     "full leaves none": (
-        "cacheclip_rag.plan.kv_sources.KVSources.keeps_exact",
-        lambda self, plan: plan.method.reuses_prefixes,
+        "cacheclip_rag.plan.kv_sources.KVSources.shares_prefixes",
+        lambda self, plan, **_: plan.method.reuses_prefixes,
     ),
 }
 

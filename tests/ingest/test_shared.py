@@ -118,6 +118,33 @@ class TestStages:
             encode(table(("other", "A text that was not there before. " * 3, "1")))
         encode.engine.close()
 
+    @pytest.mark.parametrize("is_cleaned", [True, False])
+    def test_a_later_run_on_the_machine_of_a_killed_one(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, is_cleaned: bool
+    ) -> None:
+        """Its payloads are looked for again: what a cleaning took is computed, and what one might take made young."""
+        url, given = str(config.store), table(*((f"d{n}", text, "1") for n, text in enumerate(CHUNKS)))
+        killed = Encode(config)
+        killed(given)
+        killed.engine.close()
+        if is_cleaned:
+            assert gc(url, grace_s=0)["deleted"] == len(CHUNKS)
+        replaced, made_anew = list[str](), ObjectBackend.replace
+
+        def noted(self: ObjectBackend, name: str, data: bytes) -> None:
+            replaced.append(name)
+            made_anew(self, name, data)
+
+        monkeypatch.setattr(ObjectBackend, "replace", noted)
+        monkeypatch.setattr("cacheclip_rag.store.shared.store.GRACE_S", -10.0)  # it is old by now
+        encode = Encode(config)
+        rows = encode(given)
+        assert sum(rows["computed"].to_pylist()) == (len(CHUNKS) if is_cleaned else 0)
+        assert {name.endswith(".kv") for name in replaced} == {True} and len({*replaced}) == len(CHUNKS)
+        Commit(url)(rows)
+        encode.engine.close()
+        assert verify(url)["missing"] == 0 and gc(url, grace_s=0)["deleted"] == 0
+
     def test_threads_that_share_an_engine_get_the_rows_of_their_tables(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnsupportedModelError
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import load
@@ -187,7 +187,8 @@ class TestMethods:
     def test_ways_to_finish(self, make: MakeEngine, finish: str) -> None:
         engine = make()
         engine.precompute(CHUNKS)
-        full, direct = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("full", "direct"))
+        direct, full = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("direct", "full"))
+        engine.prefixes.clear()
         answer = engine.generate(PROMPT, method="direct", finish=finish, max_tokens=12)
         assert answer.token_ids == (full if finish == "revise" else direct) and full != direct
         assert (answer.stats.verified_tokens is None) == (finish == "none")
@@ -198,6 +199,7 @@ class TestStored:
         engine = make()
         engine.precompute(CHUNKS)
         full = engine.generate(PROMPT, method="full", max_tokens=8)
+        engine.prefixes.clear()
         everything = engine.make_method("epic", 1.0)
         (damaged,) = (tmp_path / "store").rglob(f"*{engine.chunk_caches()[0].key(CHUNKS[2])}*")
         content = bytearray(damaged.read_bytes())
@@ -259,6 +261,21 @@ class TestContext:
         for _ in range(100):
             runtime.prefill(ids, len(ids))
         assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
+
+    def test_a_context_that_memory_has_no_room_for_is_refused(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And what goes on goes on."""
+        runtime = make().primary
+        ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
+        state, _ = runtime.prefill(ids, len(ids))
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "_free_bytes", lambda: 3000 * context.bytes_per_token)
+            runtime.prefill(ids, 2000)
+            with pytest.raises(ModelError, match=r"context of 6144 tokens.*GiB are free.*fewer at a time"):
+                runtime.prefill(ids, 5000)
+            runtime.decode_step(state, 5)
+        runtime.prefill(ids, 5000)
 
     def test_it_takes_as_many_threads_as_torch(self, make: MakeEngine) -> None:
         runtime, before = make().primary, torch.get_num_threads()

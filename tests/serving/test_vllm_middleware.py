@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from cacheclip_rag.vllm.settings import ServerSettings
 from cacheclip_rag.vllm.shadow import SHADOW_TOKENS
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
-from tests.serving.test_fairness import HALVES, wait_for_the_end
+from tests.serving.test_fairness import HALVES, until, wait_for_the_end
 
 PROMPT = rag_prompt(CHUNKS)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -74,8 +75,11 @@ class Served:
 
 
 @contextmanager
-def running(settings: ServerSettings) -> Iterator[Served]:
+def running(settings: ServerSettings, sequences: int | None = None) -> Iterator[Served]:
+    """``sequences``: that vLLM computes at once."""
     inner = Inner()
+    if sequences:
+        inner.app.state.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=sequences))
     middleware = CacheClip(inner.app, settings)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -138,6 +142,13 @@ def guarded(config: EngineConfig, tmp_path_factory: pytest.TempPathFactory) -> I
     file = tmp_path_factory.mktemp("keys") / "tenants.json"
     file.write_text(json.dumps({NORTH: "north", BOTH: ["south", "north"]}))
     with running(ServerSettings(config, "tiny", api_key=OWN, tenants=file, seal=SEAL)) as found:
+        yield found
+
+
+@pytest.fixture
+def crowded(guarded: Served) -> Iterator[Served]:
+    """The same before a vLLM that computes four sequences at once."""
+    with running(guarded.middleware._settings, sequences=4) as found:
         yield found
 
 
@@ -803,6 +814,21 @@ class TestKeys:
         assert len(set(salts)) == 4 and salt(NORTH) == salts[1]
         assert salt(BOTH, cacheclip={"tenant": "north"}) == salts[1], "the tenant's, not the key's"
         assert salt(NORTH, cache_salt="a") == salts[3] and salt(NORTH, cache_salt="x" * 2000) == "x" * 2000
+
+    def test_a_flood_leaves_room_for_others(self, crowded: Served) -> None:
+        """One tenant's answers fill three of four places; others get theirs at once."""
+        inner, places, headers = crowded.inner, crowded.middleware._places, {"authorization": f"Bearer {NORTH}"}
+        assert places is not None
+        inner.gate.clear()
+        asked = {"prompt": "Where?", "stream": True}
+        with ThreadPoolExecutor(12) as many:
+            floods = [many.submit(crowded.client.post, COMPLETION, json=asked, headers=headers) for _ in range(11)]
+            until(lambda: len(inner.bodies) == 3 and places.waiting == 8)
+            assert crowded.ask("What?", key=BOTH).status_code == 200
+            assert len(inner.bodies) == 4, "none of the flood's before the other's"
+            inner.gate.set()
+            assert [each.result().status_code for each in floods] == [200] * 11
+        until(lambda: not places.waiting and not places.running)
 
     def test_tenants_use_few_paths(self, guarded: Served) -> None:
         headers = {"authorization": f"Bearer {NORTH}"}

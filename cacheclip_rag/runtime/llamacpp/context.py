@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,11 @@ class Context:
     """One context of a model. It grows when more cells are asked for. Safe to share between threads: one computes at a
     time."""
 
-    def __init__(self, weights: GgufWeights) -> None:
+    def __init__(self, weights: GgufWeights, free_bytes: Callable[[], int | None] = lambda: None) -> None:
+        """``free_bytes``: of the device; None if that is not known."""
+        self.bytes_per_token = 0
+        """Of KV; 0: not known yet."""
+        self._free_bytes = free_bytes
         self.released: deque[tuple[int, ...]] = deque()
         """Sequences that nobody refers to any more. Whatever thread drops the last reference, it waits for nobody."""
         self._weights = weights
@@ -310,6 +314,7 @@ class Context:
 
     def _grow(self, num_cells: int) -> None:
         """Make a larger context, and move what is in this one there."""
+        self._check_room(num_cells)
         kept = [
             (cells, start, stop, self.dump(cells, start, stop))
             for cells in self._live
@@ -323,6 +328,16 @@ class Context:
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
             assert is_moved, "llama.cpp reads what it has written"
+
+    def _check_room(self, num_cells: int) -> None:
+        """The system kills a process without a message. What is in this context is there twice for a moment."""
+        free, used = self._free_bytes(), sum(cells.length for cells in self._live)
+        needed = (num_cells - self._num_cells + used) * self.bytes_per_token
+        if free is not None and needed > free:
+            raise ModelError(
+                f"a context of {num_cells} tokens of model {self._weights.name!r} needs {needed / 2**30:.1f} GiB more, "
+                f"and only {free / 2**30:.1f} GiB are free. Ask shorter questions, or fewer at a time."
+            )
 
     def _open(self, num_cells: int) -> None:
         api = library()

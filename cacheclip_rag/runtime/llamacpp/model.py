@@ -92,10 +92,19 @@ class LlamaRuntime(ChatText):
     kv_codec = "opaque"
     rope_pin = "gguf"
 
-    def __init__(self, weights: GgufWeights, *, digest: str, name: str, fuse: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        weights: GgufWeights,
+        *,
+        digest: str,
+        name: str,
+        fuse: Callable[..., Any] | None = None,
+        free_bytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """
         Args:
             digest: SHA-256 of the file.
+            free_bytes: memory for KV that is free now; None if that is not known.
             fuse: :func:`cacheclip_rag.fusion.in_order.fuse_in_order`; None for a runtime that is never asked to fuse.
 
         Raises:
@@ -123,10 +132,11 @@ class LlamaRuntime(ChatText):
             weights.meta("{}.attention.key_length") or int(weights.meta("{}.embedding_length") or heads) // heads
         )
         self.dtype, self.device = torch.float16, torch.device("cpu")
-        self._context = Context(weights)
+        self._context = Context(weights, free_bytes)
         self.vocab_size = self._context.vocab_size
         one, two = (len(self._encoded([0] * count, None)) for count in (1, 2))
         self._bytes_per_token, self._bytes_per_run = two - one, 2 * one - two
+        self._context.bytes_per_token = self._bytes_per_token
 
     # -- text ---------------------------------------------------------------------------------------------------
 

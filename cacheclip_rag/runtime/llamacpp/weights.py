@@ -34,7 +34,7 @@ class GgufWeights:
         _, _, number = device.partition(":")
         if number:  # one GPU of several
             params.split_mode, params.main_gpu = api.LLAMA_SPLIT_MODE_NONE, int(number)
-        self.name = name
+        self.name, self._has_weights = name, not vocabulary_only
         errors.clear()
         self.pointer = api.llama_model_load_from_file(os.fsencode(path), params)
         if not self.pointer:
@@ -83,8 +83,6 @@ class GgufWeights:
 
     def _obstacle(self) -> str | None:
         api, model = library(), self.pointer
-        if self.context_tokens <= 0:
-            return f"its file says that it was trained for {self.context_tokens} positions"
         if not api.llama_model_has_decoder(model) or api.llama_model_has_encoder(model):
             return "it is no decoder of text"
         if self.meta("{}.attention.causal") == "false":
@@ -102,4 +100,6 @@ class GgufWeights:
             return "its rotary frequencies change with the size of the context (LongRoPE)"
         if self.meta("general.architecture") in _CHUNKED_ATTENTION:
             return "it attends within chunks of positions, so that moved KV would be in another one"
+        if self._has_weights and self.context_tokens <= 0:
+            return f"its file says that it was trained for {self.context_tokens} positions"
         return None

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from ...base.database import Database, FormatError, OutageWarning, may_be_whole
 from ...base.errors import ConfigurationError, StoreError
@@ -223,27 +224,36 @@ class SharedCatalog(Catalog):
             known.names |= removal.names
 
     def waiting(self, namespace: str) -> list[SharedText]:
-        """Take the texts that wait for a commit, with what is stored of them. A text with a source needs no row without
-        one."""
+        """Take the texts that wait for a commit. A text with a source needs no row without one."""
         with self._lock:
             texts = [*self._added.pop(namespace, {}).values()]
         with_source = {each.digest for each in texts if each.source or each.document}
-        chosen = [each for each in texts if each.source or each.document or each.digest not in with_source]
-        return [
-            SharedText(each.text, each.source, each.document, each.version, self._kv_of(namespace, each))
-            for each in chosen
-        ]
+        return [each for each in texts if each.source or each.document or each.digest not in with_source]
+
+    def with_kv(self, namespace: str, texts: Iterable[SharedText]) -> list[SharedText]:
+        """Texts with what is stored of them."""
+        return [replace(each, kv=self._kv_of(namespace, each)) for each in texts]
 
     def _kv_of(self, namespace: str, text: SharedText) -> tuple[tuple[str, str, int, int], ...]:
         sql = "SELECT key, codec, bytes, num_tokens, written FROM payloads WHERE namespace = ? AND digest = ?"
         found = self.database.query(sql, (namespace, bytes.fromhex(text.digest)))
         return tuple((key, codec, size, tokens) for key, codec, size, tokens, _ in found)
 
-    def old_payloads(self, namespace: str, digests: Iterable[str], before: float) -> list[str]:
-        """Names of objects of texts that were found in storage, not written here, and are older than ``before``."""
-        sql = "SELECT key, codec FROM payloads WHERE namespace = ? AND digest = ? AND written > 0 AND written < ?"
-        found = [self.database.query(sql, (namespace, bytes.fromhex(digest), before)) for digest in digests]
-        return [object_name(namespace, key, codec) for rows in found for key, codec in rows]
+    def old_payloads(self, namespace: str, digests: Iterable[str], before: float) -> list[tuple[str, str, bool]]:
+        """Key and codec of payloads of texts that nobody here wrote or saw since ``before``, and whether a row names
+        the text."""
+        sql = "SELECT key, codec FROM payloads WHERE namespace = ? AND digest = ? AND written < ?"
+        found = []
+        for digest in map(bytes.fromhex, digests):
+            if rows := self.database.query(sql, (namespace, digest, before)):
+                is_named = bool(self.database.query(_ROWS_OF_TEXT, (namespace, digest)))
+                found += [(key, codec, is_named) for key, codec in rows]
+        return found
+
+    def seen(self, key: str, codec: str) -> None:
+        """A payload is in storage now."""
+        sql = "UPDATE payloads SET written = ? WHERE key = ? AND codec = ?"
+        self.database.execute(sql, (time.time(), key, codec))
 
     def take_removed(self, namespace: str) -> Removal:
         with self._lock:
@@ -333,7 +343,7 @@ class SharedCatalog(Catalog):
 
     def record(self, entry: Entry) -> None:
         self._missing.pop(entry.key, None)
-        self._write([(entry, 0.0)])
+        self._write([(entry, time.time())])
 
     def remove(self, namespace: str, keys: Sequence[str], delete: Callable[[Sequence[str]], int] | None = None) -> int:
         """Forget entries on this machine. Their payloads stay: servers never delete."""

@@ -99,7 +99,8 @@ class SharedStore(ChunkStore):
         for namespace in self.shared.namespaces_waiting() if self.commits else ():
             removed, texts = self.shared.take_removed(namespace), self.shared.waiting(namespace)
             try:
-                self.keep_young(namespace, [each.digest for each in texts])
+                self.look_again(namespace, [each.digest for each in texts])
+                texts = self.shared.with_kv(namespace, texts)
                 count += self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
                 self.shared.after_commit(namespace, texts)
             except (OSError, StoreError) as error:
@@ -107,15 +108,28 @@ class SharedStore(ChunkStore):
                 raise error if isinstance(error, StoreError) else StoreError(f"not committed: {error}") from error
         return count
 
-    def keep_young(self, namespace: str, digests: Sequence[str]) -> None:
-        for name in self.shared.old_payloads(namespace, digests, time.time() - GRACE_S / 2):
-            self.objects.replace(name, self.objects.fetch(name))  # as young as a new one
+    def look_again(self, namespace: str, digests: Sequence[str]) -> None:
+        """Look for payloads that this machine saw long ago. Those that are gone are forgotten; those that no row names,
+        and which a cleaning might take, are made as young as new ones. Raises OSError."""
+        before = time.time() - GRACE_S / 2
+        old = self.shared.old_payloads(namespace, digests, before)
+        found = self.objects.locate(namespace, [*{key for key, *_ in old}]) if old else {}
+        for key, codec, is_named in old:
+            each = next((each for each in found.get(key, ()) if each.codec == codec), None)
+            try:
+                if each is None:
+                    raise FileNotFoundError
+                if not is_named and each.modified.timestamp() < before:
+                    self.objects.replace(each.name, self.objects.fetch(each.name))
+                self.shared.seen(key, codec)
+            except FileNotFoundError:
+                self.shared.remove(namespace, [key])
 
     def take_rows(self, namespace: str) -> Any:
         """Rows of what was stored since the last call, for another process to commit (a ``pyarrow.Table``)."""
         texts = self.shared.waiting(namespace)
-        self.keep_young(namespace, [each.digest for each in texts])
-        return rows_of(namespace, texts)
+        self.look_again(namespace, [each.digest for each in texts])
+        return rows_of(namespace, self.shared.with_kv(namespace, texts))
 
     def _wake(self) -> None:
         """Start the thread, and give it a moment: a first question should find the texts."""
