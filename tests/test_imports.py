@@ -21,7 +21,7 @@ ROOT = Path(cacheclip_rag.__file__).parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
-    ("finding",),
+    ("finding", "sampling"),
     ("store",),
     # the protocol of a running model; transformers' internals
     ("runtime",),
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("plan",),
     ("fusion",),
-    ("models",),
+    ("models", "types"),
     ("guards",),
     ("timing",),
     ("answering",),
@@ -240,3 +240,11 @@ class TestSpinning:
 
     def test_unchanged_where_torch_has_read_it(self) -> None:
         assert self.spins(", torch") == "unset"
+
+
+def test_modules_of_earlier_names_stay() -> None:
+    """Programs of users import them."""
+    from cacheclip_rag import fusion, sampling, types
+
+    assert sampling.SamplingParams is SamplingParams
+    assert [getattr(types, name) for name in types.__all__] == [getattr(fusion.answer, name) for name in types.__all__]

@@ -16,7 +16,7 @@ from tests.test_imports import MODULES, imported, layer_of, tree
 
 REPOSITORY = Path(__file__).parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 57, 351
+MOST_FILES, MOST_FUNCTIONS = 57, 350
 """That one ``generate`` passes (``cacheclip``, four hits)."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0
