@@ -188,8 +188,8 @@ def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) 
                 wait_for(logits.device)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    insert, may_keep = kv_sources.prefix_cache.insert, kv_sources.shares_prefixes(plan, plain=True)
-    keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if may_keep else None
+    insert = kv_sources.prefix_cache.insert
+    keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)
     stats = replace(

@@ -36,12 +36,11 @@ class KVSources:
             held = each.held(held)
         return tuple(span for span in spans if span.whole in held)
 
-    def shares_prefixes(self, plan: Plan, *, plain: bool = False) -> bool:
-        """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens.
-        ``plain``: whether that holds for KV of plain prefill, which every method may leave."""
+    def shares_prefixes(self, plan: Plan) -> bool:
+        """Whether the method shares prefixes, and its KV is valid for every prompt with the same first tokens."""
         runtime = self.primary.runtime
         is_same = runtime.keeps_prefixes and plan.layout.num_tokens <= runtime.reuse_tokens
-        return is_same and (plain or plan.method.reuses_prefixes)
+        return is_same and plan.method.reuses_prefixes
 
     def match(self, plan: Plan, *, usable: bool = True) -> Match:
         """The prompt's longest prefix in the prefix cache, without its last token, whose logits are needed. None of it

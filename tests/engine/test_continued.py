@@ -40,10 +40,6 @@ def rows(stats: object) -> int:
 
 PLANTED = {
     "exact KV is not looked at": ("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan),
-    "full leaves none": (
-        "cacheclip_rag.plan.kv_sources.KVSources.shares_prefixes",
-        lambda self, plan, **_: plan.method.reuses_prefixes,
-    ),
 }
 
 
@@ -78,7 +74,7 @@ def wrong_in_history(
             wrong += asked != "full" and rows(stats) > len(ids) - known
             wrong += any(used) is not (stats.continued_tokens > stats.cached_prefix_tokens)
             wrong += (stats.continued_turns > 0) is not any(used)
-            exact += [ids] if asked in ("full", "prefix") else []
+            exact += [ids] if asked == "prefix" else []
     return wrong
 
 

@@ -187,8 +187,7 @@ class TestMethods:
     def test_ways_to_finish(self, make: MakeEngine, finish: str) -> None:
         engine = make()
         engine.precompute(CHUNKS)
-        direct, full = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("direct", "full"))
-        engine.prefixes.clear()
+        full, direct = (engine.generate(PROMPT, method=name, max_tokens=12).token_ids for name in ("full", "direct"))
         answer = engine.generate(PROMPT, method="direct", finish=finish, max_tokens=12)
         assert answer.token_ids == (full if finish == "revise" else direct) and full != direct
         assert (answer.stats.verified_tokens is None) == (finish == "none")
@@ -199,7 +198,6 @@ class TestStored:
         engine = make()
         engine.precompute(CHUNKS)
         full = engine.generate(PROMPT, method="full", max_tokens=8)
-        engine.prefixes.clear()
         everything = engine.make_method("epic", 1.0)
         (damaged,) = (tmp_path / "store").rglob(f"*{engine.chunk_caches()[0].key(CHUNKS[2])}*")
         content = bytearray(damaged.read_bytes())
