@@ -35,7 +35,7 @@ $(VENV)/.llamacpp: $(VENV)/.installed
 	touch $@
 
 # Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
-PARALLEL := -n 2 --dist loadgroup -m "not weights"
+PARALLEL := -n 2 --dist loadgroup -m "not weights" --ignore tests/llamacpp
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)

@@ -130,14 +130,18 @@ def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All architectures in the tests of exactness only, few elsewhere; ``CACHECLIP_TEST_ALL=1`` runs all everywhere.
+    """All architectures in the tests of exactness only, few elsewhere, and no long tests; ``CACHECLIP_TEST_ALL=1`` runs
+    all.
 
-    Tests with real weights run in one process: loaded once, and never downloaded by two.
+    Tests with real weights run in one process: loaded once, and never downloaded by two. Tests of whole programs come
+    first, so that no process ends with one while the other has nothing left to do.
     """
     if not os.environ.get("CACHECLIP_TEST_ALL"):
-        left_out = [item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in {*left_out}]
+        left_out = {item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}}
+        left_out |= {item for item in items if item.get_closest_marker("long") is not None}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
     for item in items:
         if item.get_closest_marker("slow") is not None and item.config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("weights"))

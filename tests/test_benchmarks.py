@@ -80,6 +80,7 @@ def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "(4 equal)" in whats
 
 
+@pytest.mark.long
 def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
     """``store_attack.py shared``, without the part that times answers."""
     pytest.importorskip("moto", reason="the extra shared is not installed: pip install -e '.[shared]' --group test")

@@ -74,7 +74,9 @@ def test_each_has_its_row() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
 @pytest.mark.filterwarnings("ignore::ResourceWarning:ray", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", list(SAID))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if "ray" in name else name for name in SAID]
+)
 def test_runs(name: str, surroundings: None, capsys: pytest.CaptureFixture[str]) -> None:
     main: Any = load(name).main
     if inspect.iscoroutinefunction(main):
