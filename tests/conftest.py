@@ -129,6 +129,13 @@ def some_of(step: int, **values: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(",".join(values), rows if os.environ.get("CACHECLIP_TEST_ALL") else rows[::step])
 
 
+@pytest.fixture(scope="module")
+def no_garbage() -> None:
+    """Errors of finalizers are shown with the source around them, which is parsed: CPython 3.11 fails if this happens
+    while a test parses."""
+    gc.collect()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """All architectures in the tests of exactness only, few elsewhere, and no long tests; ``CACHECLIP_TEST_ALL=1`` runs
     all.

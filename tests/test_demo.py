@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 

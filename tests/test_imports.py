@@ -16,6 +16,8 @@ import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from tests.conftest import CHUNKS, rag_prompt
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 PACKAGE = "cacheclip_rag"
 ROOT = Path(cacheclip_rag.__file__).parent
 

@@ -10,9 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from cacheclip_rag import CacheClipEngine
 from tests.conftest import CHUNKS
 from tests.test_imports import MODULES, imported, layer_of, tree
+
+pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[1]
 

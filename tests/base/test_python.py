@@ -15,6 +15,8 @@ from cacheclip_rag.models.packaged import pull
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.vllm.options import absolute_paths
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 REPOSITORY = Path(__file__).parents[2]
 STARTS = {"models/packaged/pull.py", "testing/object_storage.py", "vllm/launch.py"}
 """Files that start a process, with :mod:`cacheclip_rag.base.python`."""
