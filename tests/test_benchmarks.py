@@ -61,6 +61,7 @@ def test_cold_reads(run: Any) -> None:
     assert row["media"]["throttled"]["constant"] > 0.0005, "the latency is found"
 
 
+@pytest.mark.long
 def test_limits(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its question in a process of its own is asked in this one, by the same command."""
 

@@ -42,6 +42,7 @@ def program(path: Path, text: str) -> Path:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="stands in for interpreters with shell scripts")
+@pytest.mark.long
 def test_the_same_prompts_and_what_each_system_reuses(
     peers: Any,
     tiny_models: dict[str, str],
