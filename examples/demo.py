@@ -34,12 +34,13 @@ from cacheclip_rag import CacheClipEngine, SamplingParams, get_engine
 from cacheclip_rag.ingest import Embedder, Library, LibrarySettings, ingest
 
 HERE = Path(__file__).resolve().parent
-STORE = str(HERE.parent / ".demo" / "store")
 MODELS = {
     "primary": os.environ.get("PRIMARY", "packaged:qwen2.5-coder-0.5b"),
     "auxiliary": "packaged:smollm2-135m",
 }
 """Weights from the package index, so that the demo needs no model hub."""
+STORE = str(HERE.parent / ".demo" / Path(MODELS["primary"]).name.replace(":", "-"))
+"""A store of texts is for one primary."""
 SETTINGS = LibrarySettings(**MODELS, embedding="packaged:all-MiniLM-L6-v2")
 TOP_K = 6
 MAX_TOKENS = 80

@@ -31,11 +31,13 @@ def test_each_prompt_is_compared_with_its_own_prefill(
     """Longer prompts are no spread, and a run that was disturbed shows."""
     for name in ("library.Library", "embedding.Embedder"):
         monkeypatch.setattr(f"cacheclip_rag.ingest.{name}", lambda *_: None)
+    monkeypatch.setenv("PRIMARY", f"packaged:{primary}")
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     assert spec is not None and spec.loader is not None
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     get_dispatcher().event_handlers.remove(demo.last_chat)  # it would see the chats of other tests
+    assert Path(demo.STORE).name == f"packaged-{primary}", "a store of texts is for one primary"
     times = {"full": [10, 20, 40], "direct": [1, 2, 4], without_auxiliary: [5, 5, 10], "cacheclip": [2, 20, 8]}
 
     def generate(messages: Any, params: Any, *, method: str) -> Any:
