@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -449,10 +449,19 @@ def ray_cluster(s3_address: str, tmp_path_factory: pytest.TempPathFactory) -> It
     ray.shutdown()
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def on_ray(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks of a test that starts Ray, which leaves warnings behind."""
+    ignored = (
+        "DeprecationWarning:ray",
+        "FutureWarning:ray",
+        "ResourceWarning",
+        "pytest.PytestUnraisableExceptionWarning",
+    )
+    marked: Callable[..., None] = pytest.mark.filterwarnings(*(f"ignore::{each}" for each in ignored))(test)
+    return pytest.mark.long(marked)
+
+
+@on_ray
 def test_a_job_on_ray_survives_a_killed_worker(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,10 +482,7 @@ class FailingEncode(Encode):
         raise ConfigurationError("planted, over\nlines")
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray", "ignore::FutureWarning:ray")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@on_ray
 def test_what_a_worker_of_ray_raises_is_one_line(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
