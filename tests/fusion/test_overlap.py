@@ -58,6 +58,17 @@ class Slow:
         if self.hook is not None:
             self.hook(key, start, num_bytes)
 
+    def hold(self) -> threading.Event:
+        """Hold every read behind a header until the event is set."""
+        given = threading.Event()
+
+        def wait(_: str, start: int, __: int) -> None:
+            if start:
+                given.wait(20)
+
+        self.hook = wait
+        return given
+
     def ask(self, method: str = "cacheclip", prompt: str = PROMPT, ratio: float = 0.3) -> Any:
         self.reads.clear()
         made = preset(method)
@@ -477,13 +488,7 @@ class TestReadAhead:
         slow.ask()
         key = slow.keys("primary")[0]
         damage(slow, key, 1)
-        given = threading.Event()
-
-        def hold(_: str, start: int, __: int) -> None:
-            if start:  # behind the header
-                given.wait(20)
-
-        slow.hook = hold
+        given = slow.hold()
         with ReadAhead(slow.engine.store, [key]) as reading:
             first = reading.kv(0)
             given.set()
@@ -511,8 +516,10 @@ class TestReadAhead:
                 reading.wait(0)
             seen.set()
 
+        given = slow.hold()
         with ReadAhead(slow.engine.store, keys, once=True) as reading:
             assert all(reading.kv(number) for number in range(len(keys)))
+            given.set()
             threading.Thread(target=wait, daemon=True).start()
             assert seen.wait(10)
 
