@@ -116,6 +116,7 @@ def pytest_collection_finish() -> None:
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 
