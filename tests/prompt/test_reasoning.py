@@ -52,7 +52,6 @@ def streamed(text: str, stop: list[str], prompt_end: str | None, ends: Sequence[
 
 
 class TestReader:
-    @PAIRS
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
         [
@@ -72,9 +71,10 @@ class TestReader:
             ("\n", "", "\n"),
         ],
     )
-    def test_at_the_beginning(self, opening: str, closing: str, text: str, reasoning: str, said: str) -> None:
-        marked = [each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said)]
-        assert read(marked[0]) == (marked[1], marked[2])
+    def test_at_the_beginning(self, text: str, reasoning: str, said: str) -> None:
+        for opening, closing in REASONING_MARKERS:
+            marked = [each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said)]
+            assert read(marked[0]) == (marked[1], marked[2])
 
     @pytest.mark.parametrize(
         "answer",
@@ -96,7 +96,6 @@ class TestReader:
         assert calls_in(said) == (said, [])
 
     @PAIRS
-    @pytest.mark.parametrize("end", ["O", "x\nO\n"])
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
         [
@@ -106,12 +105,11 @@ class TestReader:
             ("So", "So", ""),
         ],
     )
-    def test_a_template_that_opens_it(
-        self, opening: str, closing: str, end: str, text: str, reasoning: str, said: str
-    ) -> None:
-        text, end = (each.replace("O", opening).replace("C", closing) for each in (text, end))
-        assert read(text, end) == (reasoning, said)
-        assert streamed(text, ["never"], end) == (reasoning, said, False)
+    def test_a_template_that_opens_it(self, opening: str, closing: str, text: str, reasoning: str, said: str) -> None:
+        text = text.replace("O", opening).replace("C", closing)
+        for end in (opening, f"x\n{opening}\n"):
+            assert read(text, end) == (reasoning, said)
+            assert streamed(text, ["never"], end) == (reasoning, said, False)
 
     @PAIRS
     def test_a_template_that_closes_it(self, opening: str, closing: str) -> None:
@@ -133,7 +131,6 @@ class TestUnopened:
     )
 
     @PAIRS
-    @pytest.mark.parametrize("end", ["<|im_start|>assistant\n", "O\n\nC\n\n"])
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
         [
@@ -154,9 +151,10 @@ class TestUnopened:
             ("So:\n```\nC\n```\nis it.", "", "So:\n```\nC\n```\nis it."),
         ],
     )
-    def test_its_end_is_found(self, opening: str, closing: str, end: str, text: str, reasoning: str, said: str) -> None:
-        put = {each: each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said, end)}
-        assert streamed(put[text], ["never"], put[end], [closing]) == (put[reasoning], put[said], False)
+    def test_its_end_is_found(self, opening: str, closing: str, text: str, reasoning: str, said: str) -> None:
+        for end in ("<|im_start|>assistant\n", "O\n\nC\n\n"):
+            put = {each: each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said, end)}
+            assert streamed(put[text], ["never"], put[end], [closing]) == (put[reasoning], put[said], False)
 
     @PAIRS
     def test_only_where_the_template_knows_it(self, opening: str, closing: str) -> None:

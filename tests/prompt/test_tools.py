@@ -446,14 +446,10 @@ SCHEMA_KEYS = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$def
 class TestReader:
     @pytest.mark.parametrize("name", ANSWERS)
     def test_formats(self, name: str) -> None:
+        """In pieces of any size."""
         answer, text, calls = ANSWERS[name]
-        assert read([answer]) == (text, calls)
-
-    @pytest.mark.parametrize("name", [name for name, (answer, *_) in ANSWERS.items() if len(answer) < 1000])
-    @pytest.mark.parametrize("size", [1, 3, 7])
-    def test_pieces(self, name: str, size: int) -> None:
-        answer, text, calls = ANSWERS[name]
-        assert read(answer[n : n + size] for n in range(0, len(answer), size)) == (text, calls)
+        for size in (1, 3, 7, len(answer)) if len(answer) < 1000 else (len(answer),):
+            assert read(answer[n : n + size] for n in range(0, len(answer), size)) == (text, calls), size
 
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.sampled_from([*"{}[]\"':, \n", "a", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"])))

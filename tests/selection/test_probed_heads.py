@@ -44,15 +44,15 @@ def blocks() -> dict[str, Any]:
 @pytest.mark.parametrize("logits", [True, False])
 @pytest.mark.parametrize("kind", ["block", "geometry", "side by side"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("heads", [[0], [1, 4], [0, 1, 2], [2, 3, 5], [*range(NUM_HEADS)]])
-def test_some_heads_are_those_of_all_heads(rule: str, kind: str, heads: list[int], logits: bool) -> None:
+def test_some_heads_are_those_of_all_heads(rule: str, kind: str, logits: bool) -> None:
     torch.manual_seed(1)
     query, key = torch.randn(NUM_HEADS, 4, SIZE), torch.randn(NUM_KV_HEADS, NUM_KEYS, SIZE)
     block = blocks()[kind]
     every = query_attention(query, key, block, RULES[rule], logits=logits)
-    some = query_attention(query, key, block, RULES[rule], logits=logits, heads=heads)
-    expected = every[:, heads] if kind == "side by side" else every[heads]
-    torch.testing.assert_close(some, expected, atol=1e-6, rtol=1e-6)
+    for heads in ([0], [1, 4], [0, 1, 2], [2, 3, 5], [*range(NUM_HEADS)]):
+        some = query_attention(query, key, block, RULES[rule], logits=logits, heads=heads)
+        expected = every[:, heads] if kind == "side by side" else every[heads]
+        torch.testing.assert_close(some, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["plain", "softcap"])

@@ -205,26 +205,26 @@ class TestWhoLosesWhat:
             left[max(full, key=most)].pop(0)
         return {name: [each for each, _ in entries] for name, entries in left.items()}
 
-    @pytest.mark.parametrize("seed", range(60))
-    def test_with_sizes_of_all_kinds(self, seed: int) -> None:
-        chance = random.Random(seed)
-        catalog, held, number = Catalog(), dict[str, list[tuple[str, int]]](), 0
-        for name in "abcd"[: chance.randrange(1, 5)]:
-            held[name] = []
-            for _ in range(chance.randrange(0, 14)):
-                number, size = number + 1, chance.choice((1, 2, 3, 10, 40)) * 100
-                held[name].append((key(number), size))
-                catalog.record(Entry(key(number), name, None, size, 1, "float32"))
-        total = sum(size for entries in held.values() for _, size in entries)
-        limit, writing = chance.randrange(total // 3, total + 200), chance.choice("abcde")
-        size = min(limit, chance.choice((100, 1000, total // 2)))
-        catalog.set_limit(limit)
-        evicted: list[str] = []
-        with catalog.database.transaction() as run:
-            fits, count = make_room(run, writing, key(999), size, evicted.extend)
-        expected = self.brute_force(held, limit, writing, size)
-        assert {name: catalog.keys(name) for name in held} == expected
-        assert fits and len(evicted) == count == number - sum(map(len, expected.values()))
+    def test_with_sizes_of_all_kinds(self) -> None:
+        for seed in range(60):
+            chance = random.Random(seed)
+            catalog, held, number = Catalog(), dict[str, list[tuple[str, int]]](), 0
+            for name in "abcd"[: chance.randrange(1, 5)]:
+                held[name] = []
+                for _ in range(chance.randrange(0, 14)):
+                    number, size = number + 1, chance.choice((1, 2, 3, 10, 40)) * 100
+                    held[name].append((key(number), size))
+                    catalog.record(Entry(key(number), name, None, size, 1, "float32"))
+            total = sum(size for entries in held.values() for _, size in entries)
+            limit, writing = chance.randrange(total // 3, total + 200), chance.choice("abcde")
+            size = min(limit, chance.choice((100, 1000, total // 2)))
+            catalog.set_limit(limit)
+            evicted: list[str] = []
+            with catalog.database.transaction() as run:
+                fits, count = make_room(run, writing, key(999), size, evicted.extend)
+            expected = self.brute_force(held, limit, writing, size)
+            assert {name: catalog.keys(name) for name in held} == expected, seed
+            assert fits and len(evicted) == count == number - sum(map(len, expected.values())), seed
 
     def test_a_large_write_takes_from_all_that_are_large(self) -> None:
         catalog = Catalog()
