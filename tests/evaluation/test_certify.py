@@ -242,7 +242,7 @@ class TestCertify:
             for item in (full, {**own, "answer": "same", **(unsure if number < differing else sure)})
         ]
         items.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        certificate = certify(config, max_differ=0.1, answers=tmp_path / "eval")
+        certificate = certify(config, quick=True, max_differ=0.1, answers=tmp_path / "eval")
         assert certificate.guarantee and certificate.guarantee.n == 60
         gates = [(e.ratio, e.min_confidence, e.differing, round(e.cost, 2)) for e in certificate.guarantee.gates]
         # the strictest of those that cost the same
