@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[1]
 
-MOST_FILES, MOST_FUNCTIONS = 57, 350
+MOST_FILES, MOST_FUNCTIONS = 57, 349
 """That one ``generate`` passes (``cacheclip``, four hits)."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0

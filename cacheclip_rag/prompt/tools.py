@@ -270,14 +270,12 @@ def _short_id(given: str) -> str:
     return given if _SHORT.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
+@dataclass(frozen=True)
 class Marks:
-    """Marks strings, and finds them in what a template made of them.
+    """Marks strings, and finds them in what a template made of them."""
 
-    The marks are random, so that no text can contain them.
-    """
-
-    def __init__(self) -> None:
-        self.nonce = secrets.token_hex(12)
+    nonce: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Random, so that no text can contain it."""
 
     def mark(self, value: Any) -> Any:
         """A JSON value with all its strings and keys marked."""
