@@ -14,6 +14,7 @@ from tests.fusion.cases import make_engine
 
 METHODS = ("cacheclip", "direct", "cacheblend", "ape", "query_attention")
 """With a correction, without, with rows that leave between layers, with other positions, with two passes."""
+MODELS = ("llama", "gemma3", "gpt-oss", "smollm3", "phi3-longrope")
 PROMPT = rag_prompt(CHUNKS)
 
 
@@ -31,8 +32,11 @@ def stored(primary: str, auxiliary: str, method: str, dtype: str = "float32") ->
     return engine
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("primary", ["llama", "gemma3", "gpt-oss", "smollm3", "phi3-longrope"], indirect=True)
+@pytest.mark.parametrize(
+    ("primary", "method"),
+    [(name, METHODS[(n + more) % len(METHODS)]) for n, name in enumerate(MODELS) for more in (0, 2)],
+    indirect=["primary"],
+)
 def test_they_are_made_once(primary: str, tiny_models: dict[str, str], method: str) -> None:
     engine = stored(primary, tiny_models["auxiliary"], method)
     runtime = engine.primary

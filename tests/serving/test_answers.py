@@ -171,8 +171,7 @@ class TestOpenAI:
         counted = served.client.get("/metrics").text
         assert 'field="other"' in counted and '{field="x"' not in counted
 
-    @pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 7, "top_k": 3}])
-    @pytest.mark.parametrize("count", [0, 3])
+    @pytest.mark.parametrize(("options", "count"), [({}, 0), ({"temperature": 1.5, "seed": 7, "top_k": 3}, 3)])
     def test_logprobs(self, served: Served, client: OpenAI, options: dict[str, Any], count: int) -> None:
         """As one full prefill of prompt and answer has them, whatever the sampling."""
         given: dict[str, Any] = {"extra_body": {"cacheclip": {"method": "full"}}, **options}

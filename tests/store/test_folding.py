@@ -19,7 +19,7 @@ from cacheclip_rag.finding.folding import fold
 
 LANGUAGES = {
     "English": 'The lease says: "no pets & no smoking". Rent < 900; it\'s due on the 1st - see C:\\new\\table.txt.',
-    "apostrophes": "It's the keeper's lamp that wasn't lit, said O'Neill; the captain's log doesn't tell who'd left it.",
+    "apostrophes": "It's the keeper's lamp that wasn't lit, said O'Neill; the log doesn't tell who'd left it.",
     "French": "Le château fut bâti près de l’île\u00a0; l’évêque y reçut… où la façade fût réparée.",
     "Vietnamese": "Tiếng Việt có sáu thanh điệu, và một chữ có thể có hai dấu.",
     "Korean": "항구의 등대는 천팔백사십칠년에 세워졌다. 등대지기는 두 명의 조수와 살았다.",

@@ -500,7 +500,7 @@ class TestReading:
         assert prediction.seconds == pytest.approx(0.55 * prediction.plain_s), "as long as reading takes"
         assert sum(PROFILE.fused_s(Work.of(plan, 0), stats.nominal_ratio + 0.05)) > prediction.seconds
 
-    @pytest.mark.parametrize("latency_s", [0.001, 0.02, 0.05])
+    @pytest.mark.parametrize("latency_s", [0.001, 0.05])
     @pytest.mark.parametrize(("gigabits", "kind"), [(0.1, "plain"), (0.6, "some"), (1.0, ""), (10.0, "all")])
     @pytest.mark.parametrize("count", [4, 50])
     def test_nothing_else_is_a_tenth_sooner(
