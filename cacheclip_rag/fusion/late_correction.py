@@ -20,7 +20,7 @@ from ..runtime.llamacpp.written import WrittenKV
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _CorrectedChunk:
     """A chunk with recomputed and stale tokens."""
 
     start: int
@@ -57,14 +57,14 @@ class LateCorrection:
         """
         self._runtime, self._held, self._weight = runtime, held, weight
         self._rotations = (runtime.rotations or []) if spans else []
-        self._chunks = list[_Chunk]()
+        self._chunks = list[_CorrectedChunk]()
         for start, stop in spans if self._rotations else ():
             inside = [(max(a, start), min(b, stop)) for a, b in runs if a < stop and b > start]
             edges = [start, *(edge for run in inside for edge in run), stop]
             stale = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
             recomputed = [run for run in inside if run[1] <= runs[-1][0]]
             if recomputed and stale:
-                self._chunks.append(_Chunk(start, stop, recomputed, stale, runtime.written(held, start, stop)))
+                self._chunks.append(_CorrectedChunk(start, stop, recomputed, stale, runtime.written(held, start, stop)))
 
     def __call__(self, state: Cells) -> None:
         for chunk in self._chunks:
@@ -74,7 +74,7 @@ class LateCorrection:
             span = chunk.start, chunk.stop
             state.context.replace(state, self._held, chunk.stored.data, span, chunk.stale)
 
-    def _correct(self, chunk: _Chunk, fresh: Sequence[WrittenKV], rotation: Rotation) -> None:
+    def _correct(self, chunk: _CorrectedChunk, fresh: Sequence[WrittenKV], rotation: Rotation) -> None:
         layers = rotation.layers
         new = [torch.cat([kv.take(layers, is_value) for kv in fresh], dim=1) for is_value in (False, True)]
         old = [chunk.stored.take(layers, is_value) for is_value in (False, True)]
