@@ -24,7 +24,7 @@ class UnknownLayoutError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _NeighbouringTokens:
     """Neighbouring tokens."""
 
     layers: list[tuple[_Array, _Array]]
@@ -44,7 +44,7 @@ class WrittenKV:
         """
         self.data = bytearray(data)
         self._at = 0
-        self._runs, expected = list[_Tokens](), start
+        self._runs, expected = list[_NeighbouringTokens](), start
         while self._at < len(data):
             run, first, last = self._run()
             if first != expected:
@@ -77,11 +77,11 @@ class WrittenKV:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def _run(self) -> tuple[_Tokens, int, int]:
+    def _run(self) -> tuple[_NeighbouringTokens, int, int]:
         """The next run, its first and its last position. A model with a sliding window has two groups of layers."""
         head = bytes(self.data[:_HEAD])
         self._at += _HEAD
-        run, ends = _Tokens([], []), set[tuple[int, int]]()
+        run, ends = _NeighbouringTokens([], []), set[tuple[int, int]]()
         while self._at < len(self.data) and self.data[self._at : self._at + _HEAD] != head:
             num_streams, count = self._fields("II")
             if num_streams != 1 or not 0 < count <= len(self.data) // 12:
