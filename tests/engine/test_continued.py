@@ -140,16 +140,20 @@ class TestContinued:
         expected = engine.primary.extend(before.cache, found.layout.ids[start:], start)
         torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
 
-    def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str]) -> None:
+    @pytest.mark.parametrize("num_chats", [1, 2])
+    def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str], num_chats: int) -> None:
+        """Several on the same documents in turn, too: what a chat has alone takes no other one's place."""
         engine = make(method="cacheclip", recompute_ratio=0.4)
         engine.precompute(passages)
-        messages = [{"role": "user", "content": rag(passages)}]
-        length = 0
-        for turn in range(4):
-            answer = engine.generate(messages, SHORT)
-            assert answer.stats.continued_turns == turn and answer.stats.continued_tokens >= length
-            length = answer.stats.prompt_tokens
-            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": f"More {turn}?"}]
+        chats = [[{"role": "user", "content": rag(passages)}] for _ in range(num_chats)]
+        lengths = [0] * num_chats
+        for turn in range(5):
+            for number, messages in enumerate(chats):
+                answer = engine.generate(messages, SHORT)
+                assert answer.stats.continued_turns >= turn and answer.stats.continued_tokens >= 7 / 8 * lengths[number]
+                lengths[number] = answer.stats.prompt_tokens
+                question = f"What does number {number} say of the harbour in turn {turn}?"
+                messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
 
     def test_a_new_chunk_has_the_whole_ratio(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", recompute_ratio=0.4)
@@ -177,13 +181,24 @@ class TestContinued:
         expected[list(trace.recomputed)] = False
         assert stale.tolist() == expected[: len(stale)].tolist()
 
+    @pytest.mark.parametrize("is_cancelled", [False, True])
     @pytest.mark.parametrize("method", METHODS)
-    def test_the_same_prompt_again_has_the_same_answer(self, make: Make, passages: list[str], method: str) -> None:
+    def test_the_same_prompt_again_has_the_same_answer(
+        self, make: Make, passages: list[str], method: str, is_cancelled: bool
+    ) -> None:
+        """Also if the reader left in the middle of the first one."""
         engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0)
         engine.precompute(passages)
-        first, *others = (engine.generate(rag(passages), SHORT) for _ in range(3))
-        for again in others:
-            assert again.token_ids == first.token_ids
+        stream = engine.stream(rag(passages), SHORT)
+        first = next(stream).text
+        if is_cancelled:
+            stream.close()
+        else:
+            first += "".join(event.text for event in stream)
+        later = [engine.generate(rag(passages), SHORT) for _ in range(2)]
+        assert len({answer.token_ids for answer in later}) == 1
+        for again in later:
+            assert first and again.text.startswith(first)
             assert (again.stats.fresh_tokens, again.stats.recomputed_tokens) == (1, 0)
 
     @pytest.mark.parametrize("other", [{"method": "direct"}, {"recompute_ratio": 0.3}])
@@ -291,6 +306,18 @@ class TestLimit:
             engine.generate(rag(order), SHORT)
         assert engine.plan(rag(first, "Who?")).continues and engine.plan(rag(third, "Who?")).continues
         assert not engine.plan(rag(second, "Who?")).continues
+
+    def test_of_a_long_prompt_as_much_as_fits(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="epic", recompute_ratio=0.4)
+        probe.precompute(passages)
+        whole = probe.generate(rag(passages), SHORT).stats
+        size = probe.prefixes.stats.continued_bytes
+        engine = make(method="epic", recompute_ratio=0.4, prefix_cache_bytes=size)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        stats = engine.generate(rag(passages, "Where?"), SHORT).stats
+        assert engine.prefixes.stats.continued_bytes <= size // 2
+        assert whole.prompt_tokens / 4 < stats.continued_tokens < whole.prompt_tokens * 0.6 and stats.hits == 5
 
     def test_tenants_have_it_together(self, make: Make, passages: list[str]) -> None:
         probe = make(method="epic", recompute_ratio=0.4)

@@ -136,18 +136,21 @@ class ContinuedCache:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
     def insert(self, method: object, ids: Sequence[int], cache: KeptKV, *, stale: _Array, turns: int) -> None:
-        """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``, after ``turns``
-        answers. It takes the place of a conversation of which it has half the tokens or more. ``stale``:
-        ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not."""
-        count = len(ids)
+        """Keep the KV of a prompt and its answer, or of as many first tokens as there is room for. It is copied from
+        slots 0 on, after ``turns`` answers. ``stale``: ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the
+        tokens after them are not.
+
+        It takes the place of a conversation of which it has all but an eighth: the one before it, or another question
+        on the same documents. Two chats on them keep a place each, or each turn would compute the chat so far again."""
+        count = min(len(ids), self._max_bytes() // cache.token_bytes)
         num_bytes = count * cache.token_bytes
-        wanted = np.asarray(ids, np.int64)
+        wanted = np.asarray(ids[:count], np.int64)
         with self._lock:
             near, length = self._nearest(method, wanted)
-            if near is not None and 2 * length >= len(near.ids):
+            if near is not None and length >= 7 / 8 * len(near.ids):
                 self._drop(near)
             self._make_room(num_bytes)
-            if self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
+            if not count or self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
                 return
             self._bytes += num_bytes
         try:
