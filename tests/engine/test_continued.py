@@ -240,6 +240,21 @@ class TestContinued:
         ]()
         assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
 
+    @pytest.mark.parametrize("method", ["cacheclip", "prefix", "cacheclip-gated"])
+    @pytest.mark.parametrize("finish", ["none", "verify", "idle"])
+    def test_texts_that_are_released_while_an_answer_is_read(
+        self, make: Make, passages: list[str], method: str, finish: str
+    ) -> None:
+        engine = make(method=method, recompute_ratio=0.4, finish=finish)
+        engine.precompute(passages)
+        events = engine.stream(rag(passages), SHORT)
+        next(events)
+        engine.release(passages[:1])
+        list(events)
+        engine.wait_for_observers()
+        assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
+        engine.close()
+
     def test_without_bytes_nothing_is_kept(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", prefix_cache_bytes=0)
         engine.precompute(passages)
@@ -338,14 +353,23 @@ class TestLimit:
 
 class TestNeverInAnExactCache:
     @pytest.mark.parametrize("planted", [False, True])
-    def test_plain_prefill_after_fused_answers(self, make: Make, passages: list[str], planted: bool) -> None:
-        """Planted: approximate KV is put into the prefix cache. The comparison must find it."""
-        engine = make(method="direct")
+    @pytest.mark.parametrize("is_evicted", [False, True])
+    def test_plain_prefill_after_fused_answers(
+        self, make: Make, passages: list[str], is_evicted: bool, planted: bool
+    ) -> None:
+        """Planted: approximate KV is put into the prefix cache. The comparison must find it. If the store has evicted
+        all chunks but an exact one, the second answer continues approximate KV without reusing any."""
+        engine, method = make(method="direct"), preset("direct")
         engine.precompute(passages)
         for question in ("Who?", "Where?", "And then?"):
-            engine.generate(rag(passages, question), SHORT)
+            if is_evicted and question == "Where?":
+                plan = engine.plan(rag(passages, question))
+                assert plan.reused[:1] == plan.exact
+                engine._answering.parts.kv_sources(method).primary.store.delete(plan.keys[1:])
+            stats = engine.generate(rag(passages, question), SHORT).stats
+            assert not is_evicted or question != "Where?" or (stats.hits, stats.continued_turns) == (1, 1)
         if planted:
-            prefilled = logits(engine, rag(passages, "Who?"), preset("direct"))
+            prefilled = logits(engine, rag(passages, "Who?"), method)
             engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
         expected = logits(engine, rag(passages, "Who?"), preset("full")).logits
         found = logits(engine, rag(passages, "Who?"), preset("prefix"))
