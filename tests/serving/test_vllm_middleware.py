@@ -621,6 +621,9 @@ class TestReplies:
         served.ask()
         answers = [span for span in spans.get_finished_spans() if span.name.startswith("chat ")]
         assert [span.attributes["cacheclip.hits"] for span in answers] == [len(CHUNKS)]
+        phases = ["lookup", "select", "recompute"]
+        names = [span.name.removeprefix("cacheclip ") for span in spans.get_finished_spans()]
+        assert [name for name in names if name in phases] == phases
 
     def test_reasons_are_counted_apart_up_to_a_number(self, settings: ServerSettings) -> None:
         planning = Planning(settings)
