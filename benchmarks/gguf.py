@@ -150,9 +150,9 @@ def in_spans(runtime: Any, size: int) -> Iterator[None]:
     """Let llama.cpp compute so many tokens of a prompt in each call."""
     whole, spare = runtime.compute_in_order, runtime._context.spare
 
-    def cut(ids: Any, held: Any, runs: Any, capacity: int) -> Any:
+    def cut(ids: Any, held: Any, runs: Any, capacity: int, **options: Any) -> Any:
         spans = [(at, min(at + size, stop)) for start, stop in runs for at in range(start, stop, size)]
-        return whole(ids, held, spans, capacity)
+        return whole(ids, held, spans, capacity, **options)
 
     runtime.compute_in_order, runtime._context.spare = cut, lambda: 0
     try:

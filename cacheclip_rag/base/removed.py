@@ -54,7 +54,7 @@ OPTIONS: dict[str, str] = {
     "--embedding": "--embedding is gone: the store knows what its passages were embedded with. Leave it out.",
     "--explain": "--explain is gone: bench --json has the seconds of every phase.",
     "--max-ttft": "--max-ttft is gone: write max_ttft_s = SECONDS in the file of --settings.",
-    "--memory": "--memory is gone: write memory_bytes = BYTES in the file of --settings.",
+    "--memory": "--memory is gone here: write memory_bytes = BYTES in the file of --settings.",
     "--overlap": "--overlap is gone: write overlap_tokens = TOKENS under [ingest] in the file of --settings.",
     "--overwrite": "--overwrite is gone: name another folder, or delete the old report.",
     "--ratio": "--ratio is gone here: write recompute_ratio = RATIO in the file of --settings.",

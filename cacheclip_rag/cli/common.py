@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -94,6 +95,19 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size as a number of bytes, or as text such as ``8GiB`` or ``500 MB``.
+
+    Raises:
+        typer.BadParameter: it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i)?)?b?", str(text).strip().lower())
+    if found is None:
+        raise typer.BadParameter(f"expected a size such as 8GiB, 500MB or a number of bytes, got {text!r}.")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** ("kmgt".index(unit) + 1)) if unit else int(float(number))
 
 
 def guarded(run: Callable[[], None]) -> None:

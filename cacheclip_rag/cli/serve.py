@@ -15,7 +15,7 @@ from ..base.errors import ConfigurationError
 from ..base.paths import is_url, split_hot
 from ..base.removed import OPTIONS, refuse_removed
 from ..config import EngineConfig
-from .common import JsonOption, print_json
+from .common import JsonOption, parse_bytes, print_json
 from .options import CommandSettings, engine_options
 from .tables import ServeTable
 
@@ -43,6 +43,14 @@ def serve(
     hot: Annotated[
         str | None,
         typer.Option(help="Valkey or Redis server before a shared store, such as valkey://cache:6379."),
+    ] = None,
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="SIZE",
+            help="Memory for chunk caches before the store, such as 8GiB; the setting memory_bytes.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
@@ -75,6 +83,8 @@ def serve(
         if not is_url(settings.store):
             raise ConfigurationError(f"--hot needs a shared store, such as s3://bucket/prefix, got {settings.store!r}.")
         settings = replace(settings, engine={**settings.engine, "store": EngineConfig(store=store).store})
+    if memory is not None:
+        settings = replace(settings, engine={**settings.engine, "memory_bytes": memory})
     door = Door(host, port, api_key, tenants, tuple(allow_origin or ()))
     if backend == "vllm":
         _serve_vllm(settings, door, context.args, as_json)

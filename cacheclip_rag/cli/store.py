@@ -9,7 +9,15 @@ import typer
 
 from ..base.errors import ConfigurationError
 from ..base.paths import is_url
-from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, print_json, print_names
+from .common import (
+    ExistingStoreOption,
+    JsonOption,
+    NamespaceOption,
+    format_bytes,
+    parse_bytes,
+    print_json,
+    print_names,
+)
 from .options import existing_folder
 
 if TYPE_CHECKING:
@@ -95,7 +103,9 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
 @app.command("limit")
 def limit(
     store: ExistingStoreOption,
-    max_bytes: Annotated[int, typer.Argument(min=0, help="Bytes; 0: no limit.", metavar="BYTES")],
+    max_bytes: Annotated[
+        int, typer.Argument(parser=parse_bytes, help="Bytes, or a size such as 200GiB; 0: no limit.", metavar="SIZE")
+    ],
     namespace: NamespaceOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,7 +2,7 @@
 
 No token depends on a later one, so that one scattering pass and many short ones in order compute the same. A short one
 costs nearly as much as one of 64 tokens, so that short neighbours share one, in which they see each other's stored KV
-(:func:`cacheclip_rag.runtime.llamacpp.model.grouped`). Nothing is corrected, because the KV cannot be changed.
+(:func:`cacheclip_rag.runtime.llamacpp.model.grouped`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens
 from .fused import Fused
+from .late_correction import LateCorrection
 from .wire import runs_of
 
 
@@ -58,8 +59,13 @@ def _fused(
         return None
     layout, reused = kept.layout, kept.reused
     rows = choose_rows(layout, reused, [(span, mask) for span, mask in chosen.items() if span in reused])
+    runs = runs_of(rows.tolist())
     with clock.phase("recompute"):
-        state, logits = runtime.compute_in_order(layout.token_ids, held, runs_of(rows.tolist()), capacity)
+        # continued KV was corrected when it was assembled
+        spans = [(span.start, span.stop) for span in chosen if span in reused and not layout.is_cached(span)]
+        weight = plan.method.mean_change
+        correct = LateCorrection(runtime, held, spans, runs, weight) if weight else None
+        state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
     computed = chunk_rows(rows, reused)
     return Fused(
         state,

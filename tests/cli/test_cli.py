@@ -21,6 +21,7 @@ import typer
 from cacheclip_rag import CacheClipEngine, Event, __version__
 from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.cli import app, main
+from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.ingest.embedding import Embedder
@@ -547,7 +548,7 @@ def test_options_do_not_become_more() -> None:
     """Options of all commands together, `--help` not counted, a command with two names once. Lower the number when one
     goes; see the settings file before adding one."""
     once = {command.name: command for command in commands() if command.name != "calibrate"}.values()
-    assert len([each for command in once for each in command.params if each.param_type_name == "option"]) <= 121
+    assert len([each for command in once for each in command.params if each.param_type_name == "option"]) <= 122
     assert all("as_json" in [each.name for each in command.params] for command in commands())
 
 
@@ -617,6 +618,26 @@ def test_usage_errors_exit_with_two(cacheclip: Any) -> None:
     assert cacheclip("frobnicate").code == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("4096", 4096), ("8GiB", 2**33), ("8 gib", 2**33), ("1.5kB", 1500), ("200G", 200 * 10**9), ("7B", 7)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_the_servers_memory_tier(cacheclip: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The option counts more than the file, and a wrong size is an error before anything is loaded."""
+    found: list[Any] = []
+    monkeypatch.setattr("cacheclip_rag.cli.serve._serve", lambda settings, *_: found.append(settings.config()))
+    limited = settings(tmp_path, "memory_bytes = 5")
+    assert cacheclip("serve", "--store", tmp_path, *limited, "--memory", "2MiB").code == 0
+    assert cacheclip("serve", "--store", tmp_path, *limited).code == 0
+    assert [config.memory_bytes for config in found] == [2**21, 5]
+    refused = cacheclip("serve", "--store", tmp_path, "--memory", "lots")
+    assert refused.code == 2 and "expected a size such as 8GiB" in refused.err
+
+
 def test_json_knows_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     from cacheclip_rag.cli.common import print_json
 
@@ -637,7 +658,8 @@ class TestStoreCommands:
         shown = cacheclip("store", "stats", "--store", stored).out
         assert "limit 4.1 kB" in shown
         assert cacheclip("store", "limit", 0, "--store", stored, "--json").json["max_bytes"] is None
-        assert cacheclip("store", "limit", -1, "--store", stored).code == 2
+        for wrong in ("-1", "12x", "1e9", "GiB"):
+            assert cacheclip("store", "limit", "--store", stored, "--", wrong).code == 2
 
     def test_verify_and_repair(self, cacheclip: Any, stored: Path) -> None:
         clean = cacheclip("store", "verify", "--store", stored, "--json")

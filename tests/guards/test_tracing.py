@@ -89,16 +89,6 @@ def test_phases_longer_than_the_answer_end_with_it(spans: InMemorySpanExporter) 
     assert seconds(answer, answer) == (0.0, 1.0) and all(seconds(phase, answer)[1] <= 1.0 for phase in phases)
 
 
-def test_without_phases_the_first_token_is_one(spans: InMemorySpanExporter) -> None:
-    record_spans(replace(STATS, phases_s=dict.fromkeys(STATS.phases_s, 0.0), verify_s=0.0), "my/model")
-    *phases, answer = spans.get_finished_spans()
-    assert {phase.name: seconds(phase, answer) for phase in phases} == {
-        "cacheclip queue": (0.0, 0.0625),
-        "cacheclip first token": (0.0625, 2.0),
-        "cacheclip decode": (2.0, 6.0),
-    }
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_engines_answers_stand_in_the_callers_span(
     spans: InMemorySpanExporter, tiny_models: dict[str, str], streamed: bool

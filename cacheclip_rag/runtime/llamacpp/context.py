@@ -171,6 +171,48 @@ class Context:
         target.length = max(target.length, at + count)
         return True
 
+    def replace(
+        self,
+        target: Cells,
+        held: Cells,
+        data: bytes | bytearray,
+        span: tuple[int, int],
+        parts: Sequence[tuple[int, int]],
+    ) -> None:
+        """Let KV as :meth:`dump` writes it take the place of what two sequences have: ``target``, and ``held`` behind
+        the end of ``target``.
+
+        Args:
+            span: positions that ``data`` holds.
+            parts: positions that are replaced, each before or behind the end of ``target``.
+        """
+        api, (at, end) = library(), span
+        with self._lock:
+            new = self.new(0)  # it takes the cells of what it replaces
+            for start, stop in parts:
+                for own in (*target.ids, *held.ids):
+                    api.llama_memory_seq_rm(self._memory, own, start, stop)
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            is_read = self.load(tensor, end - at, new, first=0, count=end - at, at=at)
+            assert is_read, "llama.cpp reads what it has written"
+            for start, stop in parts:
+                for own in (target if stop <= target.length else held).ids:
+                    api.llama_memory_seq_cp(self._memory, new.ids[0], own, start, stop)
+            self.cut(new, 0)
+
+    def alone(self, position: int, ids: Sequence[int]) -> list[bytes]:
+        """What :meth:`dump` writes of tokens that each stand at this position, and see only themselves."""
+        with self._lock:
+            cells = [self.new(1) for _ in ids]
+            for each in cells:
+                each.length, each.room = position, position + 1
+            try:
+                self.decode_many([(each, [token]) for each, token in zip(cells, ids, strict=True)], logits_of=0)
+                return [self.dump(each, position, position + 1) for each in cells]
+            finally:
+                for each in cells:
+                    each.room = 1
+
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         step = self._weights.window or max(1, stop - start)
         for first in range(start, stop, step):

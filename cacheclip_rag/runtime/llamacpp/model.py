@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ from ..transformers.constraint import Grammars, SchemaConstraint
 from ..transformers.text import ChatText, check_encodable, check_process
 from .context import KV_TYPE, Cells, Context
 from .library import library_version
+from .rotary import Rotation, measured_positions, measured_rotations
 from .tokenizer import GgufTokenizer
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
+from .written import UnknownLayoutError, WrittenKV
 
 if TYPE_CHECKING:
     from ...base.clock import PhaseClock
     from ..transformers.continued import ContinuedMatch
     from ..transformers.prefix_cache import Match
+
+logger = logging.getLogger(__name__)
 
 _CALL_TOKENS = 64
 """Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
@@ -275,13 +280,46 @@ class LlamaRuntime(ChatText):
                 unread.append(piece)
         return held, unread
 
+    def written(self, cells: Cells, start: int, stop: int) -> WrittenKV:
+        """The KV of positions ``[start, stop)``."""
+        return WrittenKV(self._context.dump(cells, start, stop), start, stop)
+
+    @cached_property
+    def rotations(self) -> list[Rotation] | None:
+        """How the keys of all layers are rotated, measured at the first question; None, with a warning, if this version
+        of llama.cpp writes or rotates KV otherwise than those that were tried."""
+        positions = measured_positions(self.reuse_tokens)
+        tokens = [self.vocab_size * part // 8 for part in (1, 3, 5, 7)]
+        try:
+            found = [[WrittenKV(data, p, p + 1) for data in self._context.alone(p, tokens)] for p in positions]
+        except UnknownLayoutError as error:
+            logger.warning("KV of %s is not corrected: llama.cpp writes it in an unknown way (%s)", self.name, error)
+            return None
+        rotations = measured_rotations(
+            found,
+            positions,
+            rotary_dim=int(self._weights.meta("{}.rope.dimension_count") or self.head_dim),
+            head_dim=self.head_dim,
+            in_pairs=self._weights.rotates_pairs,
+        )
+        if rotations is None:
+            logger.warning("KV of %s is not corrected: how llama.cpp rotates its keys is not known", self.name)
+        return rotations
+
     def compute_in_order(
-        self, ids: Sequence[int], held: Cells, runs: Iterable[tuple[int, int]], capacity: int
+        self,
+        ids: Sequence[int],
+        held: Cells,
+        runs: Iterable[tuple[int, int]],
+        capacity: int,
+        *,
+        before_last: Callable[[Cells], None] | None = None,
     ) -> tuple[LlamaState, torch.Tensor]:
         """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``.
 
         Args:
             runs: neighbouring positions that are computed, the prompt's last one among them.
+            before_last: called before the last of them, with what is computed.
 
         Returns:
             The state, and the logits of the prompt's last token, ``(vocab_size,)``.
@@ -291,6 +329,8 @@ class LlamaRuntime(ChatText):
         groups = grouped(earlier, held.runs or (), most=1 + self._context.spare())
         for group in groups:
             self._context.compute_apart(state.cells, held, ids, group)
+        if before_last is not None:
+            before_last(state.cells)
         logits = self._context.compute_apart(state.cells, held, ids, [last], logits_of=1)
         assert logits is not None and state.cells.length == len(ids), "the prompt's last token is computed"
         return state, logits[0]

@@ -72,6 +72,11 @@ class GgufWeights:
         """Tokens of the sliding window; 0: none."""
         return max(0, int(library().llama_model_n_swa(self.pointer)))
 
+    @property
+    def rotates_pairs(self) -> bool:
+        """Whether neighbouring numbers of a key are rotated together, not those half a head apart."""
+        return bool(library().llama_model_rope_type(self.pointer) == library().LLAMA_ROPE_TYPE_NORM)
+
     def check_supported(self) -> None:
         """Raise UnsupportedModelError, with the reason, if the model's KV cannot be moved exactly."""
         why = self._obstacle()
