@@ -510,10 +510,12 @@ async def measure_poisoning(scene: Scene, ours: Server, twin: Server | None) -> 
 
 async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> dict[str, Any]:
     assert twin is not None
-    args, seen, reasons = scene.args, Counter[str](), Counter[str]()
+    args, seen, reasons, differing = scene.args, Counter[str](), Counter[str](), list[Any]()
     async with ours.client() as client, twin.client() as plain:
-        for _ in range(20 * args.failures):
-            body = scene.body(scene.new_order(), args.method, **_SHORT)
+        for number in range(20 * args.failures):
+            # with a salt of its own, so that none goes on from what earlier ones left in vLLM's cache: after exact KV
+            # of the first chunk a fused answer is another one, and rounding is otherwise
+            body = scene.body(scene.new_order(), args.method, **_SHORT, cache_salt=f"{number}")
             with damaged(scene.folder / "store", scene.payloads, scene.rng):
                 answer = await whole(client, body)
                 outcome, reason = (str(answer["cacheclip"].get(name)) for name in ("outcome", "reason"))
@@ -523,16 +525,20 @@ async def measure_failures(scene: Scene, ours: Server, twin: Server | None) -> d
             if outcome == "plain":
                 reasons[reason[:80]] += 1
                 expected = await whole(plain, without_field(body))
-            else:  # with a salt of its own, so that it does not come from vLLM's cache, which rounds otherwise
-                expected = await whole(client, {**body, "cache_salt": f"again {seen.total()}"})
+            else:
+                expected = await whole(client, {**body, "cache_salt": f"again {number}"})
                 seen["second " + str(expected["cacheclip"]["outcome"])] += 1
-            seen["equal" if choices_of(answer) == choices_of(expected) else "different"] += 1
+            is_equal = choices_of(answer) == choices_of(expected)
+            seen["equal" if is_equal else "different"] += 1
+            if not is_equal:
+                differing.append([outcome, expected["cacheclip"] if outcome != "plain" else None, answer, expected])
             failed = sum(count for reason, count in reasons.items() if reason.startswith(_LOAD_FAILED))
             if failed >= args.failures:
                 break
     return {
         "seen": seen,
         "reasons": reasons,
+        "differing": differing[:20],
         "kept": not seen["different"] and failed >= args.failures,
     }
 

@@ -77,8 +77,6 @@ def record_spans(stats: FusionStats, model: str, *, finish_reasons: tuple[str, .
         )
         within = trace.set_span_in_context(answer)
         seconds = {"queue": stats.queued_s, **stats.phases_s}
-        if not any(stats.phases_s.values()):  # vLLM's server does not tell them
-            seconds["first token"] = stats.ttft_s - stats.queued_s
         rest, decode_s, verify_s = max(0.0, stats.ttft_s - sum(seconds.values())), stats.decode_s, stats.verify_s
         if 0 < verify_s <= rest:  # finish="revise": no token stays before it was verified
             spans = [*seconds.items(), ("verify", rest), ("decode", decode_s)]

@@ -21,7 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.logger import init_logger
@@ -56,6 +61,17 @@ class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """Rows that loads may compute in the step."""
     is_idle: bool = False
     """Whether vLLM computes none."""
+
+
+@dataclass
+class LoadTimes(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the workers tell the scheduler of loads that are complete."""
+
+    read_s: dict[str, float] = field(default_factory=dict)
+    """By request, the seconds in which a load waited for stored KV."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadTimes:
+        return self  # workers wait for one another
 
 
 @dataclass
@@ -117,6 +133,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._loader: Loader | None = None
         self._failed_blocks: set[int] = set()
         self._finished: set[str] = set()
+        self._read_s: dict[str, float] = {}
 
     # -- scheduler --------------------------------------------------------------------------------------------------
 
@@ -182,6 +199,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         done, failed = connector_output.finished_recving or (), connector_output.invalid_block_ids
+        times = connector_output.kv_connector_worker_meta
+        self._requests.time(times.read_s if isinstance(times, LoadTimes) else {})
         for request, num_tokens in self._requests.end(done, failed):
             self._blocks.fail(request, num_tokens)
 
@@ -232,7 +251,12 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._warn_once("loading failed, answering by plain prefill: %s", found)
                 logger.debug("request %s", load.request_id, exc_info=found)
             else:
+                self._read_s[load.request_id] = found.read_s
                 self._count(loaded_tokens=load.stop - load.start, computed_rows=found.rows, load_s=found.seconds)
+
+    def build_connector_worker_meta(self) -> LoadTimes | None:
+        found, self._read_s = self._read_s, {}
+        return LoadTimes(found) if found else None
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose load has ended, also because the request has: vLLM keeps its blocks until then."""

@@ -75,6 +75,7 @@ INTERNALS: tuple[Internal, ...] = (
         _CONNECTOR,
         KVConnectorMetadata="",
         KVConnectorRole="SCHEDULER WORKER",
+        KVConnectorWorkerMetadata="aggregate",
         KVConnectorBase_V1="_vllm_config _kv_cache_manager _get_connector_metadata",
         KVConnectorBase_V1__on_new_request="request",
         KVConnectorBase_V1__get_num_new_matched_tokens="request num_computed_tokens",
@@ -85,6 +86,7 @@ INTERNALS: tuple[Internal, ...] = (
         KVConnectorBase_V1__register_kv_caches="kv_caches",
         KVConnectorBase_V1__bind_connector_metadata="connector_metadata",
         KVConnectorBase_V1__start_load_kv="forward_context",
+        KVConnectorBase_V1__build_connector_worker_meta="",
         KVConnectorBase_V1__wait_for_save="",
         KVConnectorBase_V1__get_finished="finished_req_ids",
         KVConnectorBase_V1__get_block_ids_with_load_errors="",
@@ -94,7 +96,7 @@ INTERNALS: tuple[Internal, ...] = (
     *_of("distributed.kv_transfer.kv_connector.v1.metrics", KVConnectorStats="data aggregate reduce reset is_empty"),
     *_of("distributed.parallel_state", get_tensor_model_parallel_rank="", get_tp_group=""),
     *_of("model_executor.models.utils", extract_layer_index="layer_name"),
-    *_of("v1.outputs", KVConnectorOutput="invalid_block_ids"),
+    *_of("v1.outputs", KVConnectorOutput="invalid_block_ids kv_connector_worker_meta"),
     # scheduling.py, prefix_blocks.py
     *_of("v1.kv_cache_interface", FullAttentionSpec="block_size"),
     *_of(

@@ -63,6 +63,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--middleware", _MIDDLEWARE),
         *("--enable-prompt-tokens-details", "--enable-per-request-metrics"),
         *("--shutdown-timeout", str(_SHUTDOWN_S)),
+        *("--api-server-count", "1"),  # by default one for each data-parallel rank
     ]
     environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
     environment["VLLM_USE_RUST_FRONTEND"] = "0"  # it has no middleware

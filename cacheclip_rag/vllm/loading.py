@@ -46,6 +46,8 @@ class Loaded:
     """Computed ones."""
     seconds: float
     """In which it held up its worker."""
+    read_s: float = 0.0
+    """In which it waited for stored KV."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +62,8 @@ class _UnderWay:
     """Those to be carried out; None: none was begun."""
     rows: int = 0
     seconds: float = 0.0
+    came: float = field(default_factory=lambda: time.perf_counter())
+    read_s: float = 0.0
 
 
 class Loader:
@@ -117,6 +121,7 @@ class Loader:
                     if each.passes is None:
                         if not self._is_read(each, waits and not together):
                             break
+                        each.read_s = time.perf_counter() - each.came if each.entries else 0.0
                         each.passes = self._passes(each)
                 except Exception as error:
                     yield self._ended(each, error)
@@ -135,7 +140,7 @@ class Loader:
                 failure = error
             for each in together:
                 if failure is not None or not each.passes:
-                    yield self._ended(each, failure or Loaded(each.rows, each.seconds))
+                    yield self._ended(each, failure or Loaded(each.rows, each.seconds, each.read_s))
 
     def _ended(self, each: _UnderWay, found: Loaded | Exception) -> tuple[Load, Loaded | Exception]:
         self._queue.remove(each)

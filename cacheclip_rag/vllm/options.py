@@ -37,6 +37,10 @@ _OURS = {
     "config": "give the flags of the file themselves",
     **dict.fromkeys(("grpc", "headless"), "plans are made before vLLM's HTTP server, in its process"),
     **dict.fromkeys(
+        ("api-server-count", "data-parallel-multi-port-external-lb"),
+        "every API server would take turns and count for itself. Start this command several times, behind a router",
+    ),
+    **dict.fromkeys(
         (
             *("tokenizer", "tokenizer-mode", "tokenizer-revision", "revision", "hf-overrides"),
             *("chat-template", "chat-template-content-format", "hf-config-path"),
@@ -54,6 +58,8 @@ _FILES = frozenset(
     }
 )
 """Flags of vLLM whose values are files or folders even if they hold no slash."""
+_SHORT = {"-asc": "--api-server-count", "-dpm": "--data-parallel-multi-port-external-lb"}
+"""Other names of these flags."""
 _WHOLE = ("quantization",)
 """Flags of vLLM that are also the beginnings of others."""
 
@@ -68,6 +74,7 @@ def check_given(settings: Collection[str]) -> None:
 def check_flags(flags: Sequence[str]) -> None:
     """Raise ConfigurationError if a flag for vLLM contradicts what this command sets."""
     for flag in flags:
+        flag = _SHORT.get(flag.partition("=")[0], flag)
         meant = next((ours for ours in _OURS if stands_for(flag, ours)), None)
         if meant is not None:
             raise ConfigurationError(f"--{_name(flag)} cannot be passed on to vLLM: {_OURS[meant]}.")

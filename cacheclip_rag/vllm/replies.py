@@ -15,6 +15,8 @@ from .parameters import EXACT, UNREADABLE
 from .planners import Route
 
 _END = b"data: [DONE]"
+_UP_TO_FIRST = ("queue_time_ms", "time_to_first_token_ms")
+"""vLLM's times up to the first token. The second one begins where the request is scheduled, when its KV was loaded."""
 _TOO_LONG = ("maximum context length", "maximum model length")
 """What vLLM's errors of long prompts say; there are several, with no field in common."""
 _NOT_USED = "vLLM did not use the plan; its log says why"
@@ -55,10 +57,13 @@ class Result:
         stats = self._stats(outcome, reason, usage, cached, told or {})
         elapsed = time.perf_counter() - self.began
         ttft_s = elapsed if self.first is None else self.first - self.began
-        in_vllm = (metrics or {}).get("time_to_first_token_ms")
-        if self.first is None and isinstance(in_vllm, int | float):
-            ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + in_vllm / 1000)
-        stats = replace(stats, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
+        told_ms = [each for name in _UP_TO_FIRST if isinstance(each := (metrics or {}).get(name), int | float)]
+        if self.first is None and len(told_ms) == len(_UP_TO_FIRST):
+            ttft_s = min(elapsed, self.way.queued_s + self.way.planning_s + sum(told_ms) / 1000)
+        in_vllm_s = max(0.0, ttft_s - self.way.queued_s - self.way.planning_s)
+        read_s = min(float((told or {}).get("read_s") or 0.0), in_vllm_s)
+        phases = {**stats.phases_s, "read": read_s, "recompute": in_vllm_s - read_s}
+        stats = replace(stats, phases_s=phases, ttft_s=ttft_s, decode_s=elapsed - ttft_s, queued_s=self.way.queued_s)
         self.outcome, self.reason, self.stats = outcome, reason, stats
         self.record(stats, outcome, reason)
         own = {"outcome": outcome, "reason": reason, "planning_s": self.way.planning_s}

@@ -5,7 +5,7 @@ vLLM's objects come in as arguments, and nothing here imports vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +78,20 @@ class RequestLoads:
         load = Load(request_id, tuple(block_ids), start, ready.num_ready, ready.plan, ready.context)
         self._loading[request_id] = load, request
         self._new.append(load)
-        self.tell(request_id, "fused")
+        if is_first:
+            self.tell(request_id, "fused")
         return is_first
 
     def take(self) -> list[Load]:
         """The loads that began since the last call."""
         found, self._new = self._new, []
         return found
+
+    def time(self, read_s: Mapping[str, float]) -> None:
+        """Workers have waited for the KV of these requests for so many seconds. Of several loads, the first counts: a
+        preempted request loads again after its first token."""
+        for request_id, seconds in read_s.items():
+            self._outcomes.get(request_id, {}).setdefault("read_s", seconds)
 
     def end(self, done: Iterable[str], failed: Set[int]) -> list[tuple[Any, int]]:
         """Loads were reported, and some blocks have no KV. Returns the requests whose load failed, and from which token
@@ -132,8 +139,17 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
         "multimodal models are not supported": model.is_multimodal_model,
         "LoRA is not supported, because recompute in a step of an adapter's request would use the adapter: start a "
         "vLLM for adapters without this connector": vllm_config.lora_config is not None,
-        "sleep mode is not supported, because other weights than those of the stored chunks may be loaded meanwhile: "
-        "leave enable_sleep_mode off": model.enable_sleep_mode,
+        "sleep mode and weight transfer are not supported, because other weights than those of the stored chunks may "
+        "be loaded meanwhile: leave enable_sleep_mode and weight_transfer_config out": (
+            model.enable_sleep_mode or getattr(vllm_config, "weight_transfer_config", None) is not None
+        ),
+        "a revision would be another model than that which chunks were computed with: give vLLM its folder": (
+            model.revision not in (None, "main")
+        ),
+        "models that decode by diffusion, or attend to later tokens, are not supported": (
+            getattr(vllm_config, "diffusion_config", None) is not None
+            or getattr(vllm_config.attention_config, "use_non_causal", False)
+        ),
         f"drafters with KV of their own are not supported; use one of {', '.join(_DRAFTERS_WITHOUT_KV)}": (
             draft is not None and draft.method not in _DRAFTERS_WITHOUT_KV
         ),
@@ -159,11 +175,17 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
 def untested(vllm_config: Any) -> list[str]:
     """What is on in an engine and was never tried with reuse."""
     draft, cache, parallel = vllm_config.speculative_config, vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     dtype = str(cache.cache_dtype)
+    offload = getattr(vllm_config, "offload_config", None)
     features = (
         (parallel, ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep", "enable_dbo")),
+        (parallel, ("enable_fault_tolerance", "worker_extension_cls")),
         (cache, ("kv_sharing_fast_prefill", "kv_offloading_size", "kv_cache_dtype_skip_layers")),
         (vllm_config.scheduler_config, ("scheduler_cls",)),
+        (model, ("model_class_overrides",)),
+        (getattr(offload, "uva", None), ("cpu_offload_gb",)),
+        (getattr(offload, "prefetch", None), ("offload_group_size",)),
     )
     on = {name: bool(getattr(each, name, None)) for each, names in features for name in names}
     on |= {
@@ -173,6 +195,7 @@ def untested(vllm_config: Any) -> list[str]:
         "vLLM's V2 model runner (VLLM_USE_V2_MODEL_RUNNER=0 takes the tested one)": vllm_config.use_v2_model_runner,
         f"speculative decoding by {draft and draft.method}": draft is not None and draft.method != "ngram",
         f"kv_cache_dtype {dtype}": dtype not in ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", *DTYPES),
+        "vLLM's models of transformers (model_impl)": model.model_impl == "transformers",
         "a device other than a CPU": vllm_config.device_config.device_type != "cpu",
     }
     return [name for name, is_on in on.items() if is_on]

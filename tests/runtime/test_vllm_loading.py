@@ -284,7 +284,8 @@ class TestLoads:
         worker.loader.load(Load("a", worker.block_ids, 0, worker.plan.num_ready, plan=worker.plan))
         assert [*worker.loader.work(999, waits=False)] == [] and not worker.rows.runs
         gate.set()
-        assert [load.request_id for load, _ in worker.loader.work(999, waits=True)] == ["a"]
+        ((load, found),) = worker.loader.work(999, waits=True)
+        assert load.request_id == "a" and isinstance(found, loading.Loaded) and found.read_s > 0
         worker.check()
 
     def test_what_is_read_ahead_is_limited(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

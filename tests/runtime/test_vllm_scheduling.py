@@ -23,7 +23,11 @@ ENGINE = {
         "hf_overrides": {},
         "hf_config_path": None,
         "enable_sleep_mode": False,
+        "revision": None,
+        "model_impl": "auto",
     },
+    "attention_config": {"use_non_causal": False},
+    "offload_config": {"uva": SimpleNamespace(cpu_offload_gb=0)},
     "parallel_config": {
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
@@ -83,6 +87,10 @@ class TestEngine:
             ("kv_transfer_config", {"kv_load_failure_policy": "fail"}, "recompute"),
             ("whole", {"lora_config": object()}, "LoRA"),
             ("model_config", {"enable_sleep_mode": True}, "sleep mode"),
+            ("whole", {"weight_transfer_config": object()}, "weight transfer"),
+            ("model_config", {"revision": "another"}, "revision"),
+            ("whole", {"diffusion_config": object()}, "diffusion"),
+            ("attention_config", {"use_non_causal": True}, "later tokens"),
             ("", {"groups": 2}, "KV cache groups"),
             ("", {"draft": "eagle3"}, "drafters"),
             ("", {"spec": Window()}, "blocks"),
@@ -117,6 +125,8 @@ class TestEngine:
             ("parallel_config", {"enable_expert_parallel": True}, "enable_expert_parallel"),
             ("cache_config", {"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill"),
             ("scheduler_config", {"scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
+            ("model_config", {"model_impl": "transformers"}, "model_impl"),
+            ("offload_config", {"uva": SimpleNamespace(cpu_offload_gb=4)}, "cpu_offload_gb"),
         ],
     )
     def test_untested(self, part: str, changed: dict[str, Any], what: str) -> None:
@@ -212,16 +222,21 @@ class TestSteps:
         assert scheduler.loads.take() == []
         assert [each.failed_blocks(32) for each in found] == [(6, 11, 12), (4, 1, 7, 8, 2)]
         assert scheduler.loads.end(["a", "c"], set()) == []
-        assert scheduler.loads.finish("a") == {PARAMETER: {"outcome": "fused", "reason": None}}
+        scheduler.loads.time({"a": 0.25, "gone": 9.0})
+        assert scheduler.loads.finish("a") == {PARAMETER: {"outcome": "fused", "reason": None, "read_s": 0.25}}
+        assert scheduler.loads.finish("c") == {PARAMETER: {"outcome": "fused", "reason": None}}
         assert scheduler.loads.finish("a") is None and scheduler.loads.matched("a", 0) == 0
 
     def test_after_a_preemption_it_is_loaded_into_new_blocks(self, scheduler: Scheduler) -> None:
         """And counted once."""
         request = scheduler.begin("a", (1, 2, 3, 4, 5))
-        scheduler.loads.take(), scheduler.loads.end(["a"], set())
+        scheduler.loads.take(), scheduler.loads.time({"a": 0.25}), scheduler.loads.end(["a"], set())
         assert scheduler.loads.matched("a", 0) == 150
         assert not scheduler.loads.begin(request, (6, 7, 8, 9, 10), 150)
         assert scheduler.loads.take() == [Load("a", (6, 7, 8, 9, 10), 0, 150, context="context of a")]
+        scheduler.loads.time({"a": 7.0})
+        told = scheduler.loads.finish("a")
+        assert told is not None and told[PARAMETER]["read_s"] == 0.25, "the second one came after the first token"
 
     @pytest.mark.parametrize(
         ("start", "stop", "blocks"),

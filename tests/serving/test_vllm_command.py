@@ -89,7 +89,7 @@ def test_what_is_started(
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
     assert value(started, "--worker-cls") == "cacheclip_rag.vllm.worker.CPUWorker"
     assert value(started, "--middleware") == "cacheclip_rag.vllm.middleware.CacheClip"
-    assert value(started, "--shutdown-timeout") == "20"
+    assert value(started, "--shutdown-timeout") == "20" and value(started, "--api-server-count") == "1"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
     assert extra == {"store": str(tmp_path / "store"), "sealed": True}
     assert json.loads(started["environment"][NAMESPACES_VARIABLE]) == ["default", "north", "south"]
@@ -199,6 +199,8 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--quantization-config", "{}"], "Give --quantization, a name"),
         (["--quant", "fp8"], "Give --quantization, a name"),
         (["--headless"], "in its process"),
+        (["--", "--api-server-count", "2"], "behind a router"),
+        (["--", "-asc=2"], "--api-server-count cannot be passed on"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -621,6 +621,9 @@ class TestReplies:
         served.ask()
         answers = [span for span in spans.get_finished_spans() if span.name.startswith("chat ")]
         assert [span.attributes["cacheclip.hits"] for span in answers] == [len(CHUNKS)]
+        phases = ["lookup", "select", "recompute"]
+        names = [span.name.removeprefix("cacheclip ") for span in spans.get_finished_spans()]
+        assert [name for name in names if name in phases] == phases
 
     def test_reasons_are_counted_apart_up_to_a_number(self, settings: ServerSettings) -> None:
         planning = Planning(settings)
@@ -841,7 +844,7 @@ class TestKeys:
 
 
 async def test_planning_does_not_block_the_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, may_plan, places, both = Planner.plan, threading.Event(), threading.Semaphore(2), threading.Barrier(2)
+    plan, may_plan, places, both = Planner.plan, threading.Event(), threading.Semaphore(2), threading.Barrier(3)
 
     def slowly(self: Planner, *args: Any, **options: Any) -> Any:
         assert places.acquire(blocking=False), "two prompts at a time"
@@ -862,6 +865,7 @@ async def test_planning_does_not_block_the_server(served: Served, monkeypatch: p
         monkeypatch.setattr(served.middleware.planning._queue, "_most_waiting", 1)
         other = (await client.post(CHAT, json=body)).json()["cacheclip"]
         assert other["reason"] == "too many prompts wait to be planned"
+        await asyncio.to_thread(both.wait, 30)
         may_plan.set()
         found = [(await each).json()["cacheclip"] for each in asked]
     assert [each["outcome"] for each in found] == ["fused"] * 3 and max(each["queued_s"] for each in found) > 0

@@ -18,9 +18,9 @@ from cacheclip_rag.vllm.planners import Planning
 from cacheclip_rag.vllm.requests import NotPlanned
 from cacheclip_rag.vllm.settings import ServerSettings
 
-QUEUED_S, PLANNING_S, FIRST_S, REST_S = 32.0, 8.0, 2.0, 0.5
+QUEUED_S, PLANNING_S, FIRST_S, REST_S, READ_S = 32.0, 8.0, 2.0, 0.5, 0.125
 """In the queue of plans, being planned, until vLLM's first byte, and until its last one. No sum of some of them equals
-another one."""
+another one. Before the first byte, in whole answers, vLLM's workers waited for stored KV."""
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}
 PATHS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What?"}]},
@@ -57,13 +57,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def vllm(clock: Clock, in_vllm_s: float | None) -> Any:
     """An application in place of vLLM's, which says its own time to the first token, if it is given."""
-    metrics = {} if in_vllm_s is None else {"metrics": {"time_to_first_token_ms": in_vllm_s * 1000}}
+    metrics: dict[str, Any] = {"metrics": {"time_to_first_token_ms": 1.0, "queue_time_ms": None}}
+    if in_vllm_s is not None:  # vLLM counts from when the request is scheduled, behind its queue and its load
+        metrics = {"metrics": {"queue_time_ms": in_vllm_s * 750, "time_to_first_token_ms": in_vllm_s * 250}}
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         body = json.loads((await receive())["body"])
         kind = b"text/event-stream" if body.get("stream") else b"application/json"
         choice = {"index": 0, "text": "A", "delta": {"content": "A"}, "finish_reason": "stop"}
-        whole = {"id": "1", "choices": [choice], "usage": USAGE, **metrics}
+        told = {"kv_transfer_params": {"cacheclip": {"read_s": READ_S}}}
+        whole = {"id": "1", "choices": [choice], "usage": USAGE, **metrics, **told}
         events = [{"choices": [choice]}, {"choices": [], "usage": USAGE, **metrics}]
         pieces = [b"data: " + json.dumps(each, separators=(",", ":")).encode() + b"\n\n" for each in events] + [
             b"data: [DONE]\n\n"
@@ -120,6 +123,9 @@ async def test_every_second_is_counted_once(
         "planning_s": PLANNING_S,
         "reason": "a reason",
     }
+    in_vllm_s, read_s = ttft_s - QUEUED_S - PLANNING_S, 0.0 if stream else READ_S
+    phases = {"lookup": 0.0, "read": read_s, "select": 0.0, "assemble": 0.0, "recompute": in_vllm_s - read_s}
+    assert own["phases_s"] == phases
     counted = middleware.planning.metrics.snapshot()
     assert counted["ttft_seconds_sum"] == ttft_s
     middleware.planning.close()

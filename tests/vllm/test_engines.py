@@ -49,11 +49,18 @@ def test_a_shared_store(settings: Any, bucket: str) -> None:  # noqa: F811
         check(setting, fused)
 
 
-def test_chunked_scheduling_and_small_passes(settings: Any) -> None:
-    """Less room in a step than a prompt has, and few runs in a pass."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 160, "max_num_seqs": 9, "enable_chunked_prefill": True},
+        {"enable_prefix_caching": False, "scheduling_policy": "priority", "block_size": 64},
+    ],
+    ids=["small-passes", "without-prefix-cache"],
+)
+def test_scheduling(settings: Any, options: dict[str, Any]) -> None:
+    """Less room in a step than a prompt has, and few runs in a pass; or no prefix cache."""
     setting = settings()
-    room = {"max_num_batched_tokens": 160, "max_num_seqs": 9, "enable_chunked_prefill": True}
-    with started(setting, **room) as fused:
+    with started(setting, **options) as fused:
         check(setting, fused)
 
 

@@ -40,8 +40,17 @@ class TestEngine:
         with pytest.raises(ValueError, match="worker_cls"), started(setting, worker_cls="auto"):
             pass
 
-    def test_a_real_engine_with_adapters(self, settings: Any) -> None:
-        with pytest.raises(ValueError, match="LoRA is not supported"), started(settings(), enable_lora=True):
+    @pytest.mark.parametrize(
+        ("options", "what"),
+        [
+            ({"enable_lora": True}, "LoRA is not supported"),
+            ({"weight_transfer_config": {"backend": "ipc"}}, "weight transfer"),
+            ({"revision": "another"}, "a revision would be another model"),
+        ],
+        ids=["adapters", "weight-transfer", "revision"],
+    )
+    def test_a_real_engine_of_other_weights(self, settings: Any, options: dict[str, Any], what: str) -> None:
+        with pytest.raises(ValueError, match=what), started(settings(), **options):
             pass
 
     def test_a_real_engine_with_several_connectors(self, settings: Any) -> None:

@@ -182,6 +182,8 @@ class TestEqualAnswers:
             assert 1 <= each.usage.prompt_tokens - details.cached_tokens < 60
             assert each.cacheclip["hits"] == 4 and each.cacheclip["prompt_tokens"] == each.usage.prompt_tokens
             assert 0 < each.cacheclip["planning_s"] < each.cacheclip["ttft_s"]
+            phases = each.cacheclip["phases_s"]
+            assert phases["read"] > 0 < phases["recompute"] and sum(phases.values()) <= each.cacheclip["ttft_s"]
             assert each.kv_transfer_params is None and each.metrics is None
         again = served.chat(PROMPTS[0])
         assert again.cacheclip["outcome"] == "cached", "in vLLM's own cache, by the first answer"
