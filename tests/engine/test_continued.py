@@ -366,6 +366,7 @@ class TestNeverInAnExactCache:
                 plan = engine.plan(rag(passages, question))
                 assert plan.reused[:1] == plan.exact
                 engine._answering.parts.kv_sources(method).primary.store.delete(plan.keys[1:])
+                assert not logits(engine, rag(passages, question), method).is_exact
             stats = engine.generate(rag(passages, question), SHORT).stats
             assert not is_evicted or question != "Where?" or (stats.hits, stats.continued_turns) == (1, 1)
         if planted:
