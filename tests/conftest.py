@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -76,7 +77,7 @@ def add_bos(folder: Path) -> None:
 def same_numbers() -> None:
     """Random tensors of a test are the same ones, whatever ran before it."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack for every kind of accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +110,13 @@ def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on, garbage is collected as always, but not searched for in what was imported for the tests."""
+    """From here on, garbage is collected as always, but not searched for in what was imported for the tests. Torch's
+    loggers pass on what they say: pytest adds its handlers to every one that does not, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 

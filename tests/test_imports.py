@@ -244,6 +244,19 @@ class TestSpinning:
         assert self.spins(", torch") == "unset"
 
 
+def test_optional_packages_wait_until_they_are_needed() -> None:
+    """Clients of storage, and what traces."""
+    optional = {"obstore", "deltalake", "pyarrow", "ray", "opentelemetry"}
+    code = f"""
+import sys, cacheclip_rag.store, cacheclip_rag.engine
+from cacheclip_rag.guards.tracing import record_spans
+
+record_spans(None, "m")
+print({optional} & {{name.split(".")[0] for name in sys.modules}})
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 def test_modules_of_earlier_names_stay() -> None:
     """Programs of users import them."""
     from cacheclip_rag import fusion, sampling, types

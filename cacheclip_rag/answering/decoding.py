@@ -56,7 +56,11 @@ def decode(
     answer = _Decoding(runtime, prefilled, params, sampler, beside or Beside(), turn, step, streams, started)
     stats = prefilled.stats
     del prefilled  # the answer drops its KV once it goes on from the exact KV
-    yield from answer.events()
+    try:
+        yield from answer.events()
+    except GeneratorExit:  # the reader has left, and often asks the same again
+        answer.prefilled.keep_prefix(answer.cache, answer.ids)
+        raise
     assert answer.first_s is not None, "text stays at the latest when the answer was verified"
     stats = replace(stats, ttft_s=stats.ttft_s + answer.first_s)
     rest = answer.stream.flush()

@@ -89,7 +89,7 @@ class Answering:
             with turns.prompt():  # until the first text is there: most first tokens have one
                 with waiting_at_most(ANSWER_WAIT_S):
                     plan, prefilled = self._plan_and_prefill(request, read, kv_sources, clock, self.observers)
-                verification = _verification(request, plan.method, kv_sources, prefilled)
+                verification = _verification(request, plan.method, kv_sources, cleared, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
                     verification
@@ -199,7 +199,9 @@ class Answering:
         return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
 
 
-def _verification(request: Request, method: Method, kv_sources: KVSources, prefilled: Prefilled) -> Verification | None:
+def _verification(
+    request: Request, method: Method, kv_sources: KVSources, cleared: int, prefilled: Prefilled
+) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
     runtime, layout = kv_sources.primary.runtime, prefilled.layout
@@ -209,12 +211,13 @@ def _verification(request: Request, method: Method, kv_sources: KVSources, prefi
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
     keeps = runtime.keeps_prefixes
     known = list(layout.token_ids[:-1]) if keeps else []
+    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
     return Verification(
         runtime,
         layout.ids,
         capacity=layout.num_tokens + room_for(request.options.params),
         find_match=lambda: kv_sources.prefix_cache.match(known),
-        keeping=partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens) if keeps else None,
+        keeping=partial(keep, insert, max_tokens=runtime.reuse_tokens) if keeps else None,
         is_greedy=is_greedy(request.options.params),
         revises=request.options.finish == "revise",
     )

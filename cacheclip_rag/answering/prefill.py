@@ -86,17 +86,18 @@ def prefill_plan(
     """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
     also record which tokens were computed again."""
     capacity = plan.layout.num_tokens + answer_tokens
+    cleared = kv_sources.prefix_cache.cleared  # texts that are released from now on stay out of it
     if not plan.reused:
-        return _plain(plan, kv_sources, capacity, clock)
+        return _plain(plan, kv_sources, cleared, capacity, clock)
     if plan.bypass is not None:
         planned = stats_of(plan, clock)  # hits and misses are those of the plan
-        found = _plain_instead(plan, plan.bypass, planned, kv_sources, capacity, clock)
+        found = _plain_instead(plan, plan.bypass, planned, kv_sources, cleared, capacity, clock)
         return replace(found, stats=replace(found.stats, bypassed=True))
     fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=capacity, clock=clock)
     if fused is None:
         why = f"no chunk of {len(plan.layout.chunks)} could be read"
-        return _plain(replace(plan.reusing(()), fallback=why), kv_sources, capacity, clock)
-    found = _fused(fused, kv_sources, clock, trace)
+        return _plain(replace(plan.reusing(()), fallback=why), kv_sources, cleared, capacity, clock)
+    found = _fused(fused, kv_sources, cleared, clock, trace)
     sure = found.stats.confidence
     assert sure is not None, "every prefill has a confidence"
     if found.is_exact or sure >= plan.method.min_confidence:
@@ -105,7 +106,7 @@ def prefill_plan(
     del fused, found  # memory holds one prompt's KV at a time
     least = plan.method.min_confidence
     why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
-    found = _plain_instead(plan, why, tried, kv_sources, capacity, clock)
+    found = _plain_instead(plan, why, tried, kv_sources, cleared, capacity, clock)
     charged = found.stats.charged_ratio + tried.charged_ratio
     return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
 
@@ -115,18 +116,18 @@ _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 
 
 def _plain_instead(
-    plan: Plan, why: str, planned: FusionStats, kv_sources: KVSources, capacity: int, clock: PhaseClock
+    plan: Plan, why: str, planned: FusionStats, kv_sources: KVSources, cleared: int, capacity: int, clock: PhaseClock
 ) -> Prefilled:
     """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
-    found = _plain(replace(plan.reusing(()), fallback=why), kv_sources, capacity, clock)
+    found = _plain(replace(plan.reusing(()), fallback=why), kv_sources, cleared, capacity, clock)
     counts = {name: getattr(planned, name) for name in _COUNTS}
     return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
 
 
-def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock, trace: bool) -> Prefilled:
+def _fused(fused: Fused, kv_sources: KVSources, cleared: int, clock: PhaseClock, trace: bool) -> Prefilled:
     plan, recomputed = fused.plan, fused.recomputed
     stats = stats_of(plan, clock, fused.logits, len(recomputed), fused.charged_tokens)
-    keeping = None if fused.first_computed is None else _keeping(plan, kv_sources, fused.first_computed)
+    keeping = None if fused.first_computed is None else _keeping(plan, kv_sources, cleared, fused.first_computed)
     # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
     stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, kv_sources)])
     is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
@@ -134,8 +135,8 @@ def _fused(fused: Fused, kv_sources: KVSources, clock: PhaseClock, trace: bool) 
     is_exact = is_plain and (not stale or is_recomputed)
     continuing = None
     if not is_exact and fused.stale is not None and kv_sources.shares_prefixes(plan):
-        insert = kv_sources.prefix_cache.continued.insert
-        continuing = partial(keep, partial(insert, plan.method, stale=fused.stale, turns=fused.turns + 1))
+        insert = partial(kv_sources.prefix_cache.continued.insert, plan.method, cleared=cleared)
+        continuing = partial(keep, partial(insert, stale=fused.stale, turns=fused.turns + 1))
     if plan.layout.is_continued and fused.stale is not None:
         first = int(fused.stale.argmax()) if fused.stale.any() else None
         stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
@@ -157,7 +158,7 @@ def _is_plain(plan: Plan, span: Span, kv_sources: KVSources) -> bool:
     return layout.is_exact(span)
 
 
-def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keep | None:
+def _keeping(plan: Plan, kv_sources: KVSources, cleared: int, first_computed: int) -> Keep | None:
     """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
     None if the store holds those tokens already."""
     layout, is_lossy, runtime = plan.layout, kv_sources.primary.is_lossy, kv_sources.primary.runtime
@@ -168,10 +169,11 @@ def _keeping(plan: Plan, kv_sources: KVSources, first_computed: int) -> Keep | N
     num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, kv_sources)), default=None)
     if num_plain is not None and num_plain <= first_computed:
         return None
-    return partial(keep, kv_sources.prefix_cache.insert, max_tokens=runtime.reuse_tokens, num_plain=num_plain)
+    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
+    return partial(keep, insert, max_tokens=runtime.reuse_tokens, num_plain=num_plain)
 
 
-def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) -> Prefilled:
+def _plain(plan: Plan, kv_sources: KVSources, cleared: int, capacity: int, clock: PhaseClock) -> Prefilled:
     """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
     runtime, layout, method = kv_sources.primary.runtime, plan.layout, plan.method
     with clock.phase("lookup"):
@@ -188,7 +190,7 @@ def _plain(plan: Plan, kv_sources: KVSources, capacity: int, clock: PhaseClock) 
                 wait_for(logits.device)
     stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
     stats = replace(stats, charged_ratio=stats.effective_ratio)
-    insert = kv_sources.prefix_cache.insert
+    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
     keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
     if not method.reuses_chunks:
         return Prefilled(layout, state, logits, stats, (), keeping)

@@ -157,7 +157,9 @@ def segment_chat(
                 "this model's chat template does not use tools, so the model cannot be told of them. Use a model that "
                 "was trained to call tools (such as Qwen 2.5, Llama 3 or Mistral), or describe the tools in a message."
             )
-    found = re.split(f'\u2063{marks.nonce}([0-9]+)((?:\\\\*")?)\u2063', rendered)
+    # no pattern holds the nonce: it would be compiled for every prompt
+    first, *rest = rendered.split(f"\u2063{marks.nonce}")
+    found = [first, *(part for each in rest for part in _SENTINEL.split(each)[1:])]
     pieces, numbers, escapes = found[::3], list(map(int, found[1::3])), found[2::3]
     # Mistral's templates leave the system message out after results of tools
     left_out = {n for n, message in enumerate(messages) if calling and message["role"] == "system"}
@@ -191,6 +193,10 @@ def segment_chat(
         else:
             segments += segment_text(text, index, documents, parts=parts)
     return [segment for segment in segments if segment.text]
+
+
+_SENTINEL = re.compile(r'\A([0-9]+)((?:\\*")?)\u2063')
+"""What stands behind the nonce: the message's number, and how its quote was escaped."""
 
 
 def _calls_for(render: Callable[..., str], messages: list[Message], marks: Marks) -> list[Message]:

@@ -140,16 +140,20 @@ class TestContinued:
         expected = engine.primary.extend(before.cache, found.layout.ids[start:], start)
         torch.testing.assert_close(found.logits, expected, rtol=0, atol=1e-4)
 
-    def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str]) -> None:
+    @pytest.mark.parametrize("num_chats", [1, 2])
+    def test_a_chat_continues_with_the_answer_too(self, make: Make, passages: list[str], num_chats: int) -> None:
+        """Several on the same documents in turn, too: what a chat has alone takes no other one's place."""
         engine = make(method="cacheclip", recompute_ratio=0.4)
         engine.precompute(passages)
-        messages = [{"role": "user", "content": rag(passages)}]
-        length = 0
-        for turn in range(4):
-            answer = engine.generate(messages, SHORT)
-            assert answer.stats.continued_turns == turn and answer.stats.continued_tokens >= length
-            length = answer.stats.prompt_tokens
-            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": f"More {turn}?"}]
+        chats = [[{"role": "user", "content": rag(passages)}] for _ in range(num_chats)]
+        lengths = [0] * num_chats
+        for turn in range(5):
+            for number, messages in enumerate(chats):
+                answer = engine.generate(messages, SHORT)
+                assert answer.stats.continued_turns >= turn and answer.stats.continued_tokens >= 7 / 8 * lengths[number]
+                lengths[number] = answer.stats.prompt_tokens
+                question = f"What does number {number} say of the harbour in turn {turn}?"
+                messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
 
     def test_a_new_chunk_has_the_whole_ratio(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", recompute_ratio=0.4)
@@ -177,13 +181,24 @@ class TestContinued:
         expected[list(trace.recomputed)] = False
         assert stale.tolist() == expected[: len(stale)].tolist()
 
+    @pytest.mark.parametrize("is_cancelled", [False, True])
     @pytest.mark.parametrize("method", METHODS)
-    def test_the_same_prompt_again_has_the_same_answer(self, make: Make, passages: list[str], method: str) -> None:
+    def test_the_same_prompt_again_has_the_same_answer(
+        self, make: Make, passages: list[str], method: str, is_cancelled: bool
+    ) -> None:
+        """Also if the reader left in the middle of the first one."""
         engine = make(method=method, recompute_ratio=0.4, min_confidence=0.0)
         engine.precompute(passages)
-        first, *others = (engine.generate(rag(passages), SHORT) for _ in range(3))
-        for again in others:
-            assert again.token_ids == first.token_ids
+        stream = engine.stream(rag(passages), SHORT)
+        first = next(stream).text
+        if is_cancelled:
+            stream.close()
+        else:
+            first += "".join(event.text for event in stream)
+        later = [engine.generate(rag(passages), SHORT) for _ in range(2)]
+        assert len({answer.token_ids for answer in later}) == 1
+        for again in later:
+            assert first and again.text.startswith(first)
             assert (again.stats.fresh_tokens, again.stats.recomputed_tokens) == (1, 0)
 
     @pytest.mark.parametrize("other", [{"method": "direct"}, {"recompute_ratio": 0.3}])
@@ -224,6 +239,21 @@ class TestContinued:
             forget
         ]()
         assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
+
+    @pytest.mark.parametrize("method", ["cacheclip", "prefix", "cacheclip-gated"])
+    @pytest.mark.parametrize("finish", ["none", "verify", "idle"])
+    def test_texts_that_are_released_while_an_answer_is_read(
+        self, make: Make, passages: list[str], method: str, finish: str
+    ) -> None:
+        engine = make(method=method, recompute_ratio=0.4, finish=finish)
+        engine.precompute(passages)
+        events = engine.stream(rag(passages), SHORT)
+        next(events)
+        engine.release(passages[:1])
+        list(events)
+        engine.wait_for_observers()
+        assert engine.prefixes.stats.continued_bytes == 0 == engine.prefixes.stats.bytes
+        engine.close()
 
     def test_without_bytes_nothing_is_kept(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", prefix_cache_bytes=0)
@@ -292,6 +322,18 @@ class TestLimit:
         assert engine.plan(rag(first, "Who?")).continues and engine.plan(rag(third, "Who?")).continues
         assert not engine.plan(rag(second, "Who?")).continues
 
+    def test_of_a_long_prompt_as_much_as_fits(self, make: Make, passages: list[str]) -> None:
+        probe = make(method="epic", recompute_ratio=0.4)
+        probe.precompute(passages)
+        whole = probe.generate(rag(passages), SHORT).stats
+        size = probe.prefixes.stats.continued_bytes
+        engine = make(method="epic", recompute_ratio=0.4, prefix_cache_bytes=size)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        stats = engine.generate(rag(passages, "Where?"), SHORT).stats
+        assert engine.prefixes.stats.continued_bytes <= size // 2
+        assert whole.prompt_tokens / 4 < stats.continued_tokens < whole.prompt_tokens * 0.6 and stats.hits == 5
+
     def test_tenants_have_it_together(self, make: Make, passages: list[str]) -> None:
         probe = make(method="epic", recompute_ratio=0.4)
         probe.precompute(passages)
@@ -311,14 +353,23 @@ class TestLimit:
 
 class TestNeverInAnExactCache:
     @pytest.mark.parametrize("planted", [False, True])
-    def test_plain_prefill_after_fused_answers(self, make: Make, passages: list[str], planted: bool) -> None:
-        """Planted: approximate KV is put into the prefix cache. The comparison must find it."""
-        engine = make(method="direct")
+    @pytest.mark.parametrize("is_evicted", [False, True])
+    def test_plain_prefill_after_fused_answers(
+        self, make: Make, passages: list[str], is_evicted: bool, planted: bool
+    ) -> None:
+        """Planted: approximate KV is put into the prefix cache. The comparison must find it. If the store has evicted
+        all chunks but an exact one, the second answer continues approximate KV without reusing any."""
+        engine, method = make(method="direct"), preset("direct")
         engine.precompute(passages)
         for question in ("Who?", "Where?", "And then?"):
-            engine.generate(rag(passages, question), SHORT)
+            if is_evicted and question == "Where?":
+                plan = engine.plan(rag(passages, question))
+                assert plan.reused[:1] == plan.exact
+                engine._answering.parts.kv_sources(method).primary.store.delete(plan.keys[1:])
+            stats = engine.generate(rag(passages, question), SHORT).stats
+            assert not is_evicted or question != "Where?" or (stats.hits, stats.continued_turns) == (1, 1)
         if planted:
-            prefilled = logits(engine, rag(passages, "Who?"), preset("direct"))
+            prefilled = logits(engine, rag(passages, "Who?"), method)
             engine.prefixes.insert(prefilled.layout.token_ids, prefilled.cache)
         expected = logits(engine, rag(passages, "Who?"), preset("full")).logits
         found = logits(engine, rag(passages, "Who?"), preset("prefix"))

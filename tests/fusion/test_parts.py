@@ -115,7 +115,7 @@ class TestReuse:
         assert (stats.hits, stats.misses, stats.chunk_tokens) == (2, 0, plan.chunk_tokens)
         assert stats.recomputed_tokens == plan.budget_tokens
 
-    @some_of(5, language=LANGUAGES, form=FORMS_OF_TEXTS)
+    @some_of(9, language=LANGUAGES, form=FORMS_OF_TEXTS)
     def test_a_text_in_another_form_is_reused_or_counted(
         self, polyglot: CacheClipEngine, language: str, form: str
     ) -> None:

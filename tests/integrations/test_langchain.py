@@ -486,21 +486,8 @@ def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCa
     assert not caplog.records
 
 
-def test_construction_loads_no_torch() -> None:
+def test_a_missing_framework_is_explained_and_construction_loads_no_torch() -> None:
     """Of both frameworks' components."""
-    code = """
-import sys
-from langchain_cacheclip import ChatCacheClip
-from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
-
-ChatCacheClip(store="s", temperature=0.5)
-CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_missing_framework_is_explained() -> None:
     code = """
 import sys
 for module, framework in ("langchain_cacheclip", "langchain_core"), ("llama_index.llms.cacheclip", "llama_index.core"):
@@ -511,6 +498,14 @@ for module, framework in ("langchain_cacheclip", "langchain_core"), ("llama_inde
         assert "pip install 'cacheclip-rag[" in str(error)
     else:
         raise AssertionError(module)
+    del sys.modules[framework]
+
+from langchain_cacheclip import ChatCacheClip
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+ChatCacheClip(store="s", temperature=0.5)
+CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
+assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -21,13 +21,19 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
 TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>")
 PAIRS = pytest.mark.parametrize(("opening", "closing"), REASONING_MARKERS)
-SIZES = pytest.mark.parametrize("size", [1, 2, 5, 1000])
+SIZES = (1, 2, 5, 1000)
 
 
-def read(text: str, size: int, prompt_end: str = "") -> tuple[str, str]:
-    reader = ReasoningReader(prompt_end)
-    found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
-    return "".join(reasoning for reasoning, _ in found), "".join(said for _, said in found)
+def read(text: str, prompt_end: str = "", sizes: Sequence[int] = SIZES) -> tuple[str, str]:
+    """Reasoning and text, the same in pieces of each size."""
+
+    def of_pieces(size: int) -> tuple[str, str]:
+        reader = ReasoningReader(prompt_end)
+        found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
+        return "".join(reasoning for reasoning, _ in found), "".join(said for _, said in found)
+
+    [found] = {of_pieces(size) for size in sizes}
+    return found
 
 
 def streamed(text: str, stop: list[str], prompt_end: str | None, ends: Sequence[str] = ()) -> tuple[str, str, bool]:
@@ -47,7 +53,6 @@ def streamed(text: str, stop: list[str], prompt_end: str | None, ends: Sequence[
 
 class TestReader:
     @PAIRS
-    @SIZES
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
         [
@@ -67,11 +72,9 @@ class TestReader:
             ("\n", "", "\n"),
         ],
     )
-    def test_at_the_beginning(
-        self, opening: str, closing: str, size: int, text: str, reasoning: str, said: str
-    ) -> None:
+    def test_at_the_beginning(self, opening: str, closing: str, text: str, reasoning: str, said: str) -> None:
         marked = [each.replace("O", opening).replace("C", closing) for each in (text, reasoning, said)]
-        assert read(marked[0], size) == (marked[1], marked[2])
+        assert read(marked[0]) == (marked[1], marked[2])
 
     @pytest.mark.parametrize(
         "answer",
@@ -89,11 +92,10 @@ class TestReader:
     )
     def test_of_published_models(self, answer: str) -> None:
         said = answer.replace("O", f"So. {CALL}") + "Twelve."
-        assert read(said, 4) == (f"So. {CALL}", "Twelve.")
-        assert calls_in(said, 4) == (said, [])
+        assert read(said) == (f"So. {CALL}", "Twelve.")
+        assert calls_in(said) == (said, [])
 
     @PAIRS
-    @SIZES
     @pytest.mark.parametrize("end", ["O", "x\nO\n"])
     @pytest.mark.parametrize(
         ("text", "reasoning", "said"),
@@ -105,23 +107,22 @@ class TestReader:
         ],
     )
     def test_a_template_that_opens_it(
-        self, opening: str, closing: str, size: int, end: str, text: str, reasoning: str, said: str
+        self, opening: str, closing: str, end: str, text: str, reasoning: str, said: str
     ) -> None:
         text, end = (each.replace("O", opening).replace("C", closing) for each in (text, end))
-        assert read(text, size, end) == (reasoning, said)
+        assert read(text, end) == (reasoning, said)
         assert streamed(text, ["never"], end) == (reasoning, said, False)
 
     @PAIRS
     def test_a_template_that_closes_it(self, opening: str, closing: str) -> None:
         """Thinking is switched off."""
-        assert read("Twelve.", 3, f"{opening}\n\n{closing}\n\n") == ("", "Twelve.")
+        assert read("Twelve.", f"{opening}\n\n{closing}\n\n") == ("", "Twelve.")
 
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.sampled_from([*"<>[]/ \na", "think", "<think>", "</think>", "[/THINK]"])), st.integers(1, 9))
     def test_pieces_change_nothing(self, parts: list[str], size: int) -> None:
         text = "".join(parts)
-        assert read(text, size) == read(text, len(text) or 1)
-        assert streamed(text, [], "")[:2] == read(text, size)
+        assert streamed(text, [], "")[:2] == read(text, sizes=(size, len(text) or 1))
 
 
 class TestUnopened:
@@ -214,7 +215,6 @@ NEXT = "<|end|><|start|>assistant"
 class TestChannels:
     """GPT-OSS answers in messages, each in a channel."""
 
-    @SIZES
     @pytest.mark.parametrize(
         ("answer", "reasoning", "said"),
         [
@@ -231,11 +231,10 @@ class TestChannels:
             ("<|start|>assistant<|channel|>final<|message|>Twelve.", "", "Twelve."),
         ],
     )
-    def test_messages(self, size: int, answer: str, reasoning: str, said: str) -> None:
-        assert read(answer, size) == (reasoning, said)
+    def test_messages(self, answer: str, reasoning: str, said: str) -> None:
+        assert read(answer) == (reasoning, said)
         assert streamed(answer, ["never"], "<|start|>assistant") == (reasoning, said, False)
 
-    @SIZES
     @pytest.mark.parametrize(
         ("answer", "said"),
         [
@@ -247,10 +246,9 @@ class TestChannels:
             (f"I look.{NEXT}{CALLED}", "I look."),
         ],
     )
-    def test_calls(self, size: int, answer: str, said: str) -> None:
-        assert calls_in(answer, size) == (said, ["f"])
+    def test_calls(self, answer: str, said: str) -> None:
+        assert calls_in(answer) == (said, ["f"])
 
-    @SIZES
     @pytest.mark.parametrize(
         "text",
         [
@@ -261,8 +259,8 @@ class TestChannels:
             CALLED.removesuffix("}"),
         ],
     )
-    def test_no_calls(self, size: int, text: str) -> None:
-        assert calls_in(text, size) == (text, [])
+    def test_no_calls(self, text: str) -> None:
+        assert calls_in(text) == (text, [])
 
     def test_tokens(self) -> None:
         """Their names are of channels only where there are channels."""
@@ -294,14 +292,12 @@ class TestStopStrings:
 
 class TestCalls:
     @PAIRS
-    @SIZES
     @pytest.mark.parametrize("before", ["", "Let me see.\n"])
-    def test_in_reasoning_there_are_none(self, opening: str, closing: str, size: int, before: str) -> None:
+    def test_in_reasoning_there_are_none(self, opening: str, closing: str, before: str) -> None:
         text = f"{before}{opening}\nI could send {CALL}, but no.\n{closing}\n\nIt would delete the file."
-        assert calls_in(text, size) == (text, [])
-        assert calls_in(f"{text}\n{CALL}", size) == (f"{text}\n", ["f"])
+        assert calls_in(text) == (text, [])
+        assert calls_in(f"{text}\n{CALL}") == (f"{text}\n", ["f"])
 
-    @SIZES
     @pytest.mark.parametrize(
         "shown",
         [
@@ -346,11 +342,10 @@ class TestCalls:
             f"1. a\n\nCalls look so:\n \n     x\n    {CALL}\nUse them.\n",
         ],
     )
-    def test_that_are_only_shown_are_none(self, shown: str, size: int) -> None:
-        assert calls_in(shown, size) == (shown, [])
-        assert calls_in(f"{shown}\n{CALL}", size) == (f"{shown}\n", ["f"]), "a call after it counts"
+    def test_that_are_only_shown_are_none(self, shown: str) -> None:
+        assert calls_in(shown) == (shown, [])
+        assert calls_in(f"{shown}\n{CALL}") == (f"{shown}\n", ["f"]), "a call after it counts"
 
-    @SIZES
     @pytest.mark.parametrize(
         "said",
         [
@@ -382,8 +377,8 @@ class TestCalls:
             f"So:\n\n    x\n{CALL}",
         ],
     )
-    def test_after_what_is_shown(self, said: str, size: int) -> None:
-        assert calls_in(said, size) == (said.removesuffix(CALL), ["f"])
+    def test_after_what_is_shown(self, said: str) -> None:
+        assert calls_in(said) == (said.removesuffix(CALL), ["f"])
 
     @settings(max_examples=300, deadline=None)
     @given(
@@ -393,17 +388,22 @@ class TestCalls:
     )
     def test_pieces_change_nothing(self, parts: list[str]) -> None:
         text = "".join(parts)
-        assert calls_in(text, 1) == calls_in(text, 7) == calls_in(text, len(text) or 1)
+        calls_in(text, (1, 7, len(text) or 1))
 
-    @SIZES
-    def test_a_fence_around_the_whole_answer_is_a_call(self, size: int) -> None:
-        assert calls_in(f"```\n{CALL}\n```", size) == ("", ["f"])
+    def test_a_fence_around_the_whole_answer_is_a_call(self) -> None:
+        assert calls_in(f"```\n{CALL}\n```") == ("", ["f"])
 
 
-def calls_in(text: str, size: int) -> tuple[str, list[str]]:
-    reader = CallReader({"f": {}})
-    found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
-    return "".join(said for said, _ in found), [call.name for _, calls in found for call in calls]
+def calls_in(text: str, sizes: Sequence[int] = SIZES) -> tuple[str, list[str]]:
+    """Text and calls, the same in pieces of each size."""
+
+    def of_pieces(size: int) -> tuple[str, tuple[str, ...]]:
+        reader = CallReader({"f": {}})
+        found = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.close()]
+        return "".join(said for said, _ in found), tuple(call.name for _, calls in found for call in calls)
+
+    [(said, calls)] = {of_pieces(size) for size in sizes}
+    return said, [*calls]
 
 
 class TestAnswers:

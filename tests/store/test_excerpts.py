@@ -20,6 +20,7 @@ from cacheclip_rag.finding import excerpts
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
+from tests.conftest import some_of
 from tests.store.test_folding import FORMS, LANGUAGES
 
 
@@ -79,8 +80,7 @@ class TestFinding:
         assert {match.of for match in matches} == set(texts[:3])
         assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
 
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("language", LANGUAGES)
+    @some_of(5, language=LANGUAGES, form=FORMS)
     def test_a_text_in_another_form(self, language: str, form: str) -> None:
         """The whole of it is told, as stretches that are alike or as what lies between them; each shows the same."""
         text, write = LANGUAGES[language] * 3, FORMS[form]

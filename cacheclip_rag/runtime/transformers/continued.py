@@ -114,6 +114,8 @@ class ContinuedCache:
         self._max_bytes, self._claim = max_bytes, claim
         self._held: OrderedDict[_Conversation, None] = OrderedDict()
         self._bytes = 0
+        self.cleared = 0
+        """How often :meth:`clear` was called."""
         self._lock = threading.Lock()
 
     @property
@@ -135,19 +137,35 @@ class ContinuedCache:
         with self._lock:
             return self._nearest(method, np.asarray(ids, np.int64))[1]
 
-    def insert(self, method: object, ids: Sequence[int], cache: KeptKV, *, stale: _Array, turns: int) -> None:
-        """Keep the KV of a prompt and its answer, which is copied from slots 0 to ``len(ids) - 1``, after ``turns``
-        answers. It takes the place of a conversation of which it has half the tokens or more. ``stale``:
-        ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the tokens after them are not."""
-        count = len(ids)
+    def insert(
+        self,
+        method: object,
+        ids: Sequence[int],
+        cache: KeptKV,
+        *,
+        stale: _Array,
+        turns: int,
+        cleared: int | None = None,
+    ) -> None:
+        """Keep the KV of a prompt and its answer, or of as many first tokens as there is room for. It is copied from
+        slots 0 on, after ``turns`` answers. ``stale``: ``(num_tokens,)`` bool, see :attr:`ContinuedMatch.stale`; the
+        tokens after them are not. Of a prompt from before the last :meth:`clear` nothing is kept: ``cleared`` is what
+        :attr:`cleared` was then.
+
+        It takes the place of a conversation of which it has all but an eighth: the one before it, or another question
+        on the same documents. Two chats on them keep a place each, or each turn would compute the chat so far again."""
+        count = min(len(ids), self._max_bytes() // cache.token_bytes)
         num_bytes = count * cache.token_bytes
-        wanted = np.asarray(ids, np.int64)
+        wanted = np.asarray(ids[:count], np.int64)
         with self._lock:
+            cleared = self.cleared if cleared is None else cleared
+            if cleared != self.cleared:
+                return
             near, length = self._nearest(method, wanted)
-            if near is not None and 2 * length >= len(near.ids):
+            if near is not None and length >= 7 / 8 * len(near.ids):
                 self._drop(near)
             self._make_room(num_bytes)
-            if self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
+            if not count or self._bytes + num_bytes > self._max_bytes() or not self._claim(num_bytes):
                 return
             self._bytes += num_bytes
         try:
@@ -159,6 +177,9 @@ class ContinuedCache:
         marks = np.zeros(count, np.bool_)
         marks[: len(stale)] = stale[:count]
         with self._lock:
+            if cleared != self.cleared:
+                self._give_back(num_bytes)
+                return
             self._held[_Conversation((type(method), repr(method)), wanted, marks, turns, num_bytes, kv)] = None
 
     def shrink(self) -> None:
@@ -167,6 +188,7 @@ class ContinuedCache:
 
     def clear(self) -> None:
         with self._lock:
+            self.cleared += 1
             for conversation in list(self._held):
                 self._drop(conversation)
 
