@@ -146,6 +146,9 @@ def check_engine(vllm_config: Any, kv_cache_config: Any, full_attention: type[An
         "a revision would be another model than that which chunks were computed with: give vLLM its folder": (
             model.revision not in (None, "main")
         ),
+        "a quantization_config alone is not part of the keys of stored chunks: give quantization, a name": (
+            model.quantization is None and getattr(model, "quantization_config", None) is not None
+        ),
         "models that decode by diffusion, or attend to later tokens, are not supported": (
             getattr(vllm_config, "diffusion_config", None) is not None
             or getattr(vllm_config.attention_config, "use_non_causal", False)

@@ -46,8 +46,9 @@ class TestEngine:
             ({"enable_lora": True}, "LoRA is not supported"),
             ({"weight_transfer_config": {"backend": "ipc"}}, "weight transfer"),
             ({"revision": "another"}, "a revision would be another model"),
+            ({"quantization_config": {"linear": "fp8_per_tensor"}}, "a quantization_config alone"),
         ],
-        ids=["adapters", "weight-transfer", "revision"],
+        ids=["adapters", "weight-transfer", "revision", "quantization"],
     )
     def test_a_real_engine_of_other_weights(self, settings: Any, options: dict[str, Any], what: str) -> None:
         with pytest.raises(ValueError, match=what), started(settings(), **options):
