@@ -82,7 +82,7 @@ def test_a_prompt_is_hashed_once(make: Make, monkeypatch: pytest.MonkeyPatch, ma
         return digest(parent, extra, ids)
 
     monkeypatch.setattr(prefix_cache, "block_digest", counted)
-    monkeypatch.setattr(PrefixCache, "insert", lambda *_: 0)  # after the answer
+    monkeypatch.setattr(PrefixCache, "insert", lambda *_, **__: 0)  # after the answer
     engine.generate(rag_prompt(CHUNKS), max_tokens=1, max_ttft_s=max_ttft_s)
     count = len(hashed)
     plan = engine.plan(rag_prompt(CHUNKS), max_ttft_s=max_ttft_s)
