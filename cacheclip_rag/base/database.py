@@ -194,6 +194,12 @@ class Database:
                         raise self._explain(error) from error
             time.sleep(_PAUSE_S)
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """In this block, no other thread of this process changes anything."""
+        with self._lock:
+            yield
+
     def execute(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement in its own transaction; returns the number of rows changed."""
         return self.execute_many([(sql, arguments)])

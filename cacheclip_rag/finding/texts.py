@@ -229,8 +229,9 @@ class TextIndex:
     def _stored(self, hashes: Column, places: dict[int, Column]) -> list[TextRow]:
         """Rows of stored texts that may be in a prompt."""
         try:
-            reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
-            found = [row for (reach,) in reaches for row in self._rows(reach, hashes, places[reach])]
+            with self._database.unchanged():  # of a document that is replaced meanwhile, one version is found
+                reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
+                found = [row for (reach,) in reaches for row in self._rows(reach, hashes, places[reach])]
         except StoreError as error:
             self._outage.failed(error)
             return []

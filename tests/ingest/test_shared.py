@@ -404,7 +404,8 @@ def test_one_machine_ingests_while_another_serves(
     stop.set()
     reader.join()
     assert seen <= versions and (*old,) in seen
-    assert found <= {len(old), len(new), len(old) + len(new)}
+    # one version whole at every moment; a question meanwhile may find a part of the other one
+    assert len(new) == min(len(old), len(new)) <= min(found) and max(found) <= len(old) + len(new)
     engine = CacheClipEngine(config)
     assert engine.release(sources=[str(file)]) == len(old)
     engine.close()

@@ -139,6 +139,33 @@ class TestSharing:
             assert found(looking, LETTERS) == [LETTERS]
         assert found(looking, LETTERS) == [LETTERS]
 
+    @pytest.mark.parametrize("length", [20, 150])
+    def test_one_version_of_a_text_that_is_replaced_meanwhile(
+        self, length: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another thread adds the new version and removes the old one while a prompt with both is searched."""
+        index, new = index_of(LETTERS), (LAMP * 4)[:length]
+        query = index._database.query
+        threads: list[threading.Thread] = []
+
+        def replaced() -> None:
+            index.add([new])
+            index.remove([LETTERS])
+
+        def interrupted(sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+            rows = query(sql, arguments)
+            if not threads:
+                threads.append(threading.Thread(target=replaced))
+                threads[0].start()
+                threads[0].join(0.2)
+            return rows
+
+        with monkeypatch.context() as patch:
+            patch.setattr(index._database, "query", interrupted)
+            matches = index.find_whole(f"{LETTERS} {new}")
+        threads[0].join()
+        assert len(matches) == 1
+
     def test_threads(self, tmp_path: Path) -> None:
         index = shared(tmp_path)
         texts = [f"Text number {n} which is long enough." for n in range(40)]
