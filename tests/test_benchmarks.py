@@ -87,7 +87,9 @@ def test_an_ingestion_that_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("moto", reason="the extra shared is not installed: pip install -e '.[shared]' --group test")
     options = ["--kills", "2", "--texts", "16", "--seconds", "0", "--seed", "7", "--folder", str(tmp_path), "--json"]
     command = [sys.executable, str(BENCHMARKS / "store_attack.py"), "shared", *options]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["shared"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    found = json.loads(ran.stdout)["shared"]
     assert found["broken"] == [] and found["figures"]["kills"] == 2 and found["figures"]["payloads"] == 17
 
 
