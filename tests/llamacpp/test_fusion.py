@@ -97,7 +97,10 @@ class TestExactness:
         assert difference(engine, prompt, RandomTokens(1.0, seed)) < TOLERANCE
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_runs_of_a_call_see_each_other_as_stored(self, make: MakeEngine, architecture: str, seed: int) -> None:
+    def test_runs_of_a_call_see_each_other_as_stored(
+        self, make: MakeEngine, architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model, "_CALL_TOKENS", 64)  # all in one
         chance = random.Random(seed)
         runtime = make(architecture).primary
         ids = runtime.tokenize(PROMPT).ids[:300]
@@ -152,11 +155,27 @@ class RandomTokens(Method):
     ],
     ids=["long", "short", "cut", "long between", "stored nowhere", "many"],
 )
-def test_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
-    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 400)], most=20)
+def test_calls_of_a_long_prompt(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
+    runs = [(start + 3000, stop + 3000) for start, stop in runs]
+    groups = model.grouped(runs, [(0, 3050), (3052, 3100), (3103, 3400)], most=20)
     assert [[stop - start for start, stop in group] for group in groups] == expected
     positions = [n for group in groups for run in group for n in range(*run)]
     assert positions == [n for run in runs for n in range(*run)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(104, 174), (180, 196)], [[70], [16]]),
+        ([(0, 9), (20, 26), (30, 33), (40, 48)], [[9, 6, 3], [8]]),
+        ([(0, 9), (100, 103), (110, 113)], [[9, 3], [3]]),
+        ([(n, n + 1) for n in range(0, 26, 2)], [[1] * 10, [1] * 3]),
+    ],
+    ids=["long", "short", "stored nowhere", "many"],
+)
+def test_only_short_runs_share_a_call(runs: list[tuple[int, int]], expected: list[list[int]]) -> None:
+    groups = model.grouped(runs, [(0, 50), (52, 100), (103, 400)], most=10)
+    assert [[stop - start for start, stop in group] for group in groups] == expected
 
 
 class TestMethods:

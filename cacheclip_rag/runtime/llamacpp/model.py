@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CALL_TOKENS = 64
-"""Tokens that make a call worth its price: with fewer, llama.cpp's attention on a CPU takes nearly twice as long for
-each."""
+_CALL_TOKENS, _LONG_CALL_TOKENS, _LONG = 16, 64, 2048
+"""Tokens that make a call worth its price, in prompts of up to 2,048 tokens and in longer ones: there, llama.cpp's
+attention on a CPU takes nearly twice as long for each token of a smaller call."""
 _TOGETHER = 8
 """Fewest answers whose next tokens are computed in one call on a CPU. A token of a 4-bit 0.5B takes 22 ms alone, 38
 with another one, 26 with five others, 17 in eight and 11 in sixteen."""
@@ -341,15 +341,13 @@ def grouped(
 ) -> list[list[tuple[int, int]]]:
     """Runs that are computed in one call, in which they see each other as stored.
 
-    All calls but the first have 64 tokens or a multiple of it: two more would take a third longer. The first takes what
-    is left, because a token of a small call costs least near the prompt's beginning.
-
     Args:
         runs: neighbouring positions, ascending.
         stored: positions that have stored KV. What has none, and is more than a separator, is computed before all that
             comes after it.
         most: runs of a call.
     """
+    runs = [*runs]
     edges = np.array([edge for pair in stored for edge in pair], np.int64)
     stretches = [list[tuple[int, int]]()]
     for start, stop in runs:
@@ -357,20 +355,36 @@ def grouped(
         new = np.searchsorted(edges, np.arange(start, stop), side="right") % 2 == 0
         if new.sum() > _SEPARATOR_TOKENS:
             stretches.append([])
-    return [group for stretch in stretches for group in _calls(stretch, most)]
+    calls = _long_calls if runs and runs[-1][1] > _LONG else _calls
+    return [group for stretch in stretches for group in calls(stretch, most)]
 
 
 def _calls(runs: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Only short neighbours share a call."""
+    group, rows = list[tuple[int, int]](), 0
+    for start, stop in runs:
+        group.append((start, stop))
+        rows += stop - start
+        if rows >= _CALL_TOKENS or len(group) == most:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
+
+
+def _long_calls(runs: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """All calls but the first have 64 tokens or a multiple of it: two more would take a third longer. The first takes
+    what is left, because a token of a small call costs least near the prompt's beginning."""
     rows = sum(stop - start for start, stop in runs)
-    group, room = list[tuple[int, int]](), rows % _CALL_TOKENS or _CALL_TOKENS
+    group, room = list[tuple[int, int]](), rows % _LONG_CALL_TOKENS or _LONG_CALL_TOKENS
     for start, stop in runs:
         while start < stop:
             if not group:  # a long run sees itself
-                room += max(0, stop - start - room) // _CALL_TOKENS * _CALL_TOKENS
+                room += max(0, stop - start - room) // _LONG_CALL_TOKENS * _LONG_CALL_TOKENS
             group.append((start, start := min(stop, start + room)))
             room -= group[-1][1] - group[-1][0]
             if not room or len(group) == most:
                 yield group
-                group, room = [], _CALL_TOKENS
+                group, room = [], _LONG_CALL_TOKENS
     if group:
         yield group
