@@ -136,7 +136,7 @@ def measure_lines(
         milliseconds, gigabits = map(float, line.split(":"))
         slow.latency_s, slow.bytes_per_s = milliseconds / 1000, gigabits * 1e9 / 8
         seconds: dict[str, list[float]] = {way: [] for way in ways}
-        with parallel(slow, 16):
+        with parallel(engine, 16):
             media = fit_media(measure_reads(engine.store.chunk_store, kv, groups, codec))
         for _ in range(repeats):
             for way in ways:
@@ -146,7 +146,7 @@ def measure_lines(
                 )
                 if way in shares:
                     options = {}
-                with parallel(slow, 1 if way == "one by one" else 16), computing(texts[: shares.get(way, 0)]):
+                with parallel(engine, 1 if way == "one by one" else 16), computing(texts[: shares.get(way, 0)]):
                     plan = engine.plan(prompt, question=QUESTION, **options) if way == "chosen" else None
                     stats = engine.generate(prompt, max_tokens=1, question=QUESTION, **options).stats
                 seconds[way].append(stats.ttft_s)
@@ -166,9 +166,11 @@ def measure_lines(
 
 
 @contextmanager
-def parallel(slow: ThrottledBackend, at_once: int) -> Iterator[None]:
+def parallel(engine: CacheClipEngine, at_once: int) -> Iterator[None]:
     """Reads as from a disk, one after the other, or as from object storage."""
-    slow.reads_at_once, slow.least_read = at_once, 1 << 20 if at_once > 1 else 1 << 18
+    tiers = engine.store.chunk_store.tiers
+    for each in (tiers, tiers.last):
+        each.reads_at_once, each.least_read = at_once, 1 << 20 if at_once > 1 else 1 << 18
     yield
 
 

@@ -504,7 +504,7 @@ class TestReadAhead:
         for owner, name, value in (
             (module, "_AHEAD_BYTES", 0),
             (module, "_LEAST_AHEAD", 0),
-            (Backend, "reads_at_once", at_once),
+            (slow.engine.store.chunk_store.tiers, "reads_at_once", at_once),
         ):
             monkeypatch.setattr(owner, name, value)
         keys = slow.keys("primary")
