@@ -171,7 +171,8 @@ class Database:
         self._connection: sqlite3.Connection | None = None
         self._owner_pid = 0
         self._identity: tuple[int, int] | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """No other thread of this process changes anything while it is held."""
         self._until = 0.0
         """When the statement that runs is interrupted."""
         self.read_only = False
@@ -182,7 +183,7 @@ class Database:
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         began = time.monotonic()
         while True:
-            with self._lock:
+            with self.lock:
                 self._until = time.monotonic() + (_LONGEST_S if _patience.get() is None else _HURRIED_S)
                 try:
                     if self._connection is None and self._path is not None and not os.path.lexists(self._path):
@@ -193,12 +194,6 @@ class Database:
                     if not _may_wait(error, began):
                         raise self._explain(error) from error
             time.sleep(_PAUSE_S)
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """In this block, no other thread of this process changes anything."""
-        with self._lock:
-            yield
 
     def execute(self, sql: str, arguments: Sequence[Any] = ()) -> int:
         """Run one statement in its own transaction; returns the number of rows changed."""
@@ -230,7 +225,7 @@ class Database:
         """The connection in a transaction. Other threads may read while this one waits for it."""
         began = time.monotonic()
         while True:
-            with self._lock:
+            with self.lock:
                 try:
                     connection = self._open()
                     if self.read_only:  # SQLite would let the block run up to its first statement that writes
@@ -282,7 +277,7 @@ class Database:
         self.query("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._path is not None:
                 self._disconnect()
 

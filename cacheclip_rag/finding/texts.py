@@ -229,7 +229,7 @@ class TextIndex:
     def _stored(self, hashes: Column, places: dict[int, Column]) -> list[TextRow]:
         """Rows of stored texts that may be in a prompt."""
         try:
-            with self._database.unchanged():  # of a document that is replaced meanwhile, one version is found
+            with self._database.lock:  # of a document that is replaced meanwhile, one version is found
                 reaches = self._database.query(_REACHES, (json.dumps([*places]), self._namespace))
                 found = [row for (reach,) in reaches for row in self._rows(reach, hashes, places[reach])]
         except StoreError as error:
