@@ -69,19 +69,20 @@ class LateCorrection:
     def __call__(self, state: Cells) -> None:
         for chunk in self._chunks:
             fresh = [self._runtime.written(state, *run) for run in chunk.recomputed]
+            split = chunk.split
             for rotation in self._rotations:
-                self._correct(chunk, fresh, rotation)
+                self._correct(chunk, fresh, split, rotation)
             span = chunk.start, chunk.stop
             state.context.replace(state, self._held, chunk.stored.data, span, chunk.stale)
 
-    def _correct(self, chunk: _CorrectedChunk, fresh: Sequence[WrittenKV], rotation: Rotation) -> None:
+    def _correct(self, chunk: _CorrectedChunk, fresh: Sequence[WrittenKV], split: Split, rotation: Rotation) -> None:
         layers = rotation.layers
         new = [torch.cat([kv.take(layers, is_value) for kv in fresh], dim=1) for is_value in (False, True)]
         old = [chunk.stored.take(layers, is_value) for is_value in (False, True)]
         keys, values = offsets(
             (rotation.heads(new[0]), new[1]),
             (rotation.heads(old[0]), old[1]),
-            chunk.split,
+            split,
             self._weight,
             rotation.tables(torch.arange(chunk.start, chunk.stop)),
         )
