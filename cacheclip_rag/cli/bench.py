@@ -26,7 +26,8 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure methods on a prompt of generated text; the content of the text does not affect the speed.
+    """Measure methods on a prompt of generated text; the content of the text does not affect the speed. A second
+    question on the same text finds what the first left.
 
     Variants whose budget names a ratio keep it.
     """
@@ -51,12 +52,13 @@ def bench(
 
 def _print_table(result: dict[str, Any]) -> None:
     ratios = ("nominal", "effective", "charged")
-    titles = ("method", "TTFT s", "min", "max", "vs full", *ratios, "reused", "recomputed", "peak RSS")
+    titles = ("method", "TTFT s", "min", "max", "vs full", "second s", *ratios, "reused", "recomputed", "peak RSS")
     rows = [
         (
             name,
             *(f"{row['ttft_s'][key]:.2f}" for key in ("median", "min", "max")),
             "" if row["speedup_vs_full"] is None else f"{row['speedup_vs_full']:.2f}x",
+            f"{row['second_ttft_s']['median']:.2f}",
             *(f"{row[f'{ratio}_ratio']:.3f}" for ratio in ratios),
             str(row["reused_tokens"]),
             str(row["recomputed_tokens"]),

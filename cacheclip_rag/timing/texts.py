@@ -8,6 +8,8 @@ from typing import Any
 
 QUESTION = "Which harbour does the northern ferry reach before the winter timetable begins?"
 """Asked of texts of :func:`make_texts`."""
+SECOND_QUESTION = "Who wrote the letter about the new railway that the captain kept on the mountain?"
+"""Asked of the same texts afterwards."""
 _WORDS = (
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so up said what its about "

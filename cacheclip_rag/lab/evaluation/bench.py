@@ -2,6 +2,7 @@
 
 Each round runs every method once, so that a change of the machine's speed affects all methods. Figures are medians.
 Chunk caches are read from disk in every run, by default after the operating system's page cache was dropped for them.
+A run asks two questions on the same chunks: the first finds nothing of earlier prompts, the second what the first left.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.clock import PHASES
 from ...base.errors import ConfigurationError
@@ -25,7 +26,7 @@ from ...methods.base import Method
 from ...models.load import concrete
 from ...selection.budget import Budget
 from ...store import CAN_DROP_PAGE_CACHE
-from ...timing.texts import QUESTION, make_texts
+from ...timing.texts import QUESTION, SECOND_QUESTION, make_texts
 
 
 def bench(
@@ -52,7 +53,7 @@ def bench(
     made = _made(config, methods, variants or {})
     if not any(method.needs_auxiliary for method in made.values()):
         config = replace(config, auxiliary=None)
-    config = replace(concrete(config), prefix_cache_bytes=0)  # otherwise methods would reuse each other's prefix
+    config = concrete(config)
     with tempfile.TemporaryDirectory(prefix="cacheclip-bench-") as folder:
         engine = CacheClipEngine(replace(config, store=folder))
         texts = make_texts(engine.primary.tokenize, max(1, round(context_tokens / chunk_tokens)), chunk_tokens)
@@ -61,8 +62,7 @@ def bench(
                 for method in made.values():
                     engine.precompute([text], method=method)
                 advance(number)
-        prompt = "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
-        results = _measure(engine, texts, prompt, made, runs, keep_page_cache)
+        results = _measure(engine, texts, made, runs, keep_page_cache)
     return {
         "primary": config.primary,
         "auxiliary": config.auxiliary,
@@ -96,16 +96,24 @@ def _check(methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs:
         )
 
 
+class _Run(NamedTuple):
+    first: FusionStats
+    second: FusionStats
+    """Of another question on the same chunks."""
+    peak_rss_bytes: int
+    """Of the first question."""
+
+
 def _measure(
-    engine: CacheClipEngine,
-    texts: Sequence[str],
-    prompt: str,
-    methods: Mapping[str, Method],
-    runs: int,
-    keep_page_cache: bool,
-) -> dict[str, list[tuple[FusionStats, int]]]:
+    engine: CacheClipEngine, texts: Sequence[str], methods: Mapping[str, Method], runs: int, keep_page_cache: bool
+) -> dict[str, list[_Run]]:
     one_token = SamplingParams(max_tokens=1)
-    results: dict[str, list[tuple[FusionStats, int]]] = {name: [] for name in methods}
+    context = "\n\n".join(texts)
+
+    def ask(question: str, method: Method) -> FusionStats:
+        return engine.generate(f"{context}\n\nQuestion: {question}", one_token, method=method, question=question).stats
+
+    results: dict[str, list[_Run]] = {name: [] for name in methods}
     engine.generate(
         texts[0] + f"\n\n{QUESTION}", one_token, method="direct"
     )  # warm up thread pools, allocator and code paths
@@ -113,29 +121,31 @@ def _measure(
     with progress_bar("measuring", runs * len(methods), "runs") as advance:
         for _ in range(runs):
             for name, method in methods.items():
+                engine.prefixes.clear()  # otherwise methods would reuse each other's prefix
                 if not keep_page_cache:
                     _drop_page_cache(engine)
                 reset_peak_rss()
-                stats = engine.generate(prompt, one_token, method=method, question=QUESTION).stats
-                results[name].append((stats, peak_rss_bytes()))
+                first = ask(QUESTION, method)
+                peak = peak_rss_bytes()
+                results[name].append(_Run(first, ask(SECOND_QUESTION, method), peak))
                 done += 1
                 advance(done)
     return results
 
 
-def _summaries(results: Mapping[str, list[tuple[FusionStats, int]]]) -> dict[str, dict[str, Any]]:
-    reference = statistics.median(s.ttft_s for s, _ in results["full"]) if "full" in results else None
-    return {name: _summary(samples, reference) for name, samples in results.items()}
+def _summaries(results: Mapping[str, list[_Run]]) -> dict[str, dict[str, Any]]:
+    reference = statistics.median(run.first.ttft_s for run in results["full"]) if "full" in results else None
+    return {name: _summary(runs, reference) for name, runs in results.items()}
 
 
-def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | None) -> dict[str, Any]:
-    seconds = [stats.ttft_s for stats, _ in samples]
-    median = statistics.median(seconds)
-    last = samples[-1][0]
+def _summary(runs: Sequence[_Run], reference_s: float | None) -> dict[str, Any]:
+    seconds = _spread([run.first.ttft_s for run in runs])
+    last = runs[-1].first
     return {
-        "ttft_s": {"median": median, "min": min(seconds), "max": max(seconds)},
-        "phases_s": {p: statistics.median(stats.phases_s[p] for stats, _ in samples) for p in PHASES},
-        "speedup_vs_full": reference_s / median if reference_s is not None else None,
+        "ttft_s": seconds,
+        "second_ttft_s": _spread([run.second.ttft_s for run in runs]),
+        "phases_s": {p: statistics.median(run.first.phases_s[p] for run in runs) for p in PHASES},
+        "speedup_vs_full": reference_s / seconds["median"] if reference_s is not None else None,
         "nominal_ratio": last.nominal_ratio,
         "effective_ratio": last.effective_ratio,
         "effective_ratio_of_stale": last.effective_ratio_of_stale,
@@ -143,8 +153,12 @@ def _summary(samples: Sequence[tuple[FusionStats, int]], reference_s: float | No
         "prompt_tokens": last.prompt_tokens,
         "reused_tokens": last.reused_tokens,
         "recomputed_tokens": last.recomputed_tokens,
-        "peak_rss_bytes": max(rss for _, rss in samples),
+        "peak_rss_bytes": max(run.peak_rss_bytes for run in runs),
     }
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
 
 
 def _drop_page_cache(engine: CacheClipEngine) -> None:
