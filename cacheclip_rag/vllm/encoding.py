@@ -39,8 +39,8 @@ BATCH_CHARACTERS = 32_000
 meanwhile: of these, and of those that are written."""
 _SHARED_MEMORY = Path("/dev/shm")
 _MOST_DIFFERENCE = 0.1
-"""Of KV behind KV that was given back, by other rounding: a share of what tells tokens apart. Without what comes before,
-it would be all of it."""
+"""Of KV behind KV that was given back, by other rounding: a share of what tells tokens apart. Without what comes
+before, it would be all of it."""
 _SAME_KV = "tokens to have the same KV behind computed KV as behind KV that is given back"
 _LEAST_MEMORY = 4 << 30
 """Bytes that must be free in shared memory for KV to go through it; containers often have little."""

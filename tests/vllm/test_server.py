@@ -139,6 +139,7 @@ def serving(
         *("--tenants", str(tenants), *ours, "--", *FLAGS),
     ]
     environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
