@@ -127,7 +127,7 @@ class ChunkEncoder:
         return [each for each in found if not isinstance(each, str)]
 
     def _check_version(self) -> None:
-        """Raise ConfigurationError unless tokens have the same KV behind computed KV as behind KV that is given back."""
+        """Raise ConfigurationError unless tokens have the same KV behind computed KV as behind KV given back."""
         ids = probe_ids(self._runtime)
         half = len(ids) // 2
         self._is_started = True
