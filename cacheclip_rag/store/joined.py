@@ -21,6 +21,8 @@ import torch
 from .codecs import CODECS, KV, ArrayPart, LayerKV, StoredKV
 
 _ALL_HEADS = slice(None)
+COPIES_BESIDE = ("cuda",)
+"""Kinds of devices that copy from page-locked memory while they compute."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Joined:
         codec = CODECS[first.codec]
         *before, _, width = first.frame.shape[1:]
         parts = codec.parts((*before, 2, width))
-        if torch.device(device).type == "cuda":
+        if torch.device(device).type in COPIES_BESIDE:
             return codec.combine([*self._moved(number, torch.device(device), heads, parts)])
         arrays = []
         for index, part in enumerate(parts):

@@ -55,14 +55,17 @@ class StoreReader:
         if (of_heads := self._heads_of(key, codec)) is not None:
             return of_heads
         sink = FrameSink(key)
-        found = self._tiers.find(key, sink)
+        try:
+            found = self._tiers.find(key, sink)
+            if found is not None:
+                frame = sink.frame or Frame.parse(found[0], key)
+                frame.verify(sink.verified)
+        except FrameError as error:
+            raise FrameError(f"entry {key[:12]}… cannot be used: {error}") from error
         if found is None:
             raise FrameError(f"entry {key[:12]}… is not in {split_hot(str(self.store))[0]}")
-        data, tier = found
-        frame = sink.frame or Frame.parse(data, key)
         self._check(frame, codec)
-        frame.verify(sink.verified)
-        self._tiers.promote(key, data, tier)
+        self._tiers.promote(key, *found)
         return StoredKV(frame)
 
     def _heads_of(self, key: str, codec: str) -> StoredKV | None:

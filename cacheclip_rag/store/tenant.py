@@ -274,7 +274,9 @@ class TenantStore:
             if tier < len(tiers.backends) - 1:  # only a copy
                 tiers.drop_copies([key])
                 return self._get(key, buffer, known, entry, shape, tier + 1)
-            logger.warning("chunk cache %s… is damaged (%s); it is removed and will be computed again", key[:12], error)
+            logger.warning(
+                "chunk cache %s… is damaged (%s); it is removed, and a miss until it is computed again", key[:12], error
+            )
             self._remove_damaged(key)
             return None
         except (OSError, MemoryError, StoreError) as error:  # the medium failed; the payload may be intact

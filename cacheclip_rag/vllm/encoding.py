@@ -30,7 +30,7 @@ from ..models.load import concrete, load_planning
 from ..runtime.transformers.planning import PlanningRuntime
 from ..runtime.transformers.rotary import rotate, unrotate
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
-from .internals import check_vllm
+from .internals import check_vllm, differs, is_tried, probe_ids
 from .offline import engine_options, worker_of
 from .served import Served
 
@@ -38,6 +38,10 @@ BATCH_CHARACTERS = 32_000
 """Characters of chunks that vLLM gets at once: several of its steps. The KV of twice so many is in memory
 meanwhile: of these, and of those that are written."""
 _SHARED_MEMORY = Path("/dev/shm")
+_MOST_DIFFERENCE = 0.1
+"""Of KV behind KV that was given back, by other rounding: a share of what tells tokens apart. Without what comes
+before, it would be all of it."""
+_SAME_KV = "tokens to have the same KV behind computed KV as behind KV that is given back"
 _LEAST_MEMORY = 4 << 30
 """Bytes that must be free in shared memory for KV to go through it; containers often have little."""
 
@@ -83,6 +87,8 @@ class ChunkEncoder:
             if callable(self._llm) and not hasattr(self._llm, "generate"):
                 self._llm = self._llm()
             _check_agreement(Served.of(self._llm.llm_engine.vllm_config), self._llm, self._runtime)
+            if not is_tried():
+                self._check_version()
             self._is_started = True
         return self._llm
 
@@ -119,6 +125,24 @@ class ChunkEncoder:
                 [None if isinstance(each, str) else each for each in found],
             )
         return [each for each in found if not isinstance(each, str)]
+
+    def _check_version(self) -> None:
+        """Raise ConfigurationError unless tokens have the same KV behind computed KV as behind KV given back."""
+        ids = probe_ids(self._runtime)
+        half = len(ids) // 2
+        self._is_started = True
+        try:
+            (whole,) = self([ids])
+            (found,) = self([ids[half:]], whole[:, :, :, :half])
+        except EncodingError as error:
+            raise differs(_SAME_KV, str(error)) from error
+        finally:
+            self._is_started = False
+            self.close()
+        last, expected = found[-1].float(), whole[-1, :, :, half:].float()  # (2, num_kv_heads, num_tokens, head_dim)
+        difference = float((last - expected).norm() / (expected - expected.mean(2, keepdim=True)).norm())
+        if not difference <= _MOST_DIFFERENCE:
+            raise differs(_SAME_KV, f"a difference of {difference:.0%}")
 
     def close(self) -> None:
         """Delete what this encoder left in its folder."""

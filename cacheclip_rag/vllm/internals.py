@@ -3,8 +3,8 @@
 vLLM documents its interface for connectors as experimental, and nothing else here is documented. A series of versions
 that is not in :data:`TRIED` starts with a warning if everything in :data:`INTERNALS` is there, and if a tiny prompt
 whose tokens are all recomputed has the answer of plain prefill (:func:`probe`, :func:`check_probe`). Otherwise the
-start is refused, with what is missing. Of series in :data:`READ`, the source of all internals was read, and nothing
-was run.
+start is refused, with what is missing. Ingestion compares KV of tiny chunks. Of series in :data:`READ`, the source of
+all internals was read, and nothing was run.
 """
 
 from __future__ import annotations
@@ -191,10 +191,15 @@ def check_vllm() -> None:
     )
 
 
+def probe_ids(runtime: PlanningRuntime) -> tuple[int, ...]:
+    """Token ids of a tiny prompt."""
+    vocabulary = min(int(runtime.model.config.vocab_size), 1000)
+    return tuple(7 + 13 * number % (vocabulary - 7) for number in range(_PROBE_PROMPT))
+
+
 def probe(runtime: PlanningRuntime, namespace: str) -> FusionPlan:
     """A plan whose tokens are all recomputed, so that it reads no chunk: its answer is plain prefill's."""
-    vocabulary = min(int(runtime.model.config.vocab_size), 1000)
-    ids = tuple(7 + 13 * number % (vocabulary - 7) for number in range(_PROBE_PROMPT))
+    ids = probe_ids(runtime)
     return FusionPlan(
         ids,
         (StoredPiece(0, "0" * 64, 0, _PROBE_PROMPT - 3),),
@@ -209,8 +214,13 @@ def check_probe(outcome: str | None, fused: list[int], plain: list[int]) -> None
     """Compare the answers to :func:`probe`. Raises ConfigurationError: they differ, or the plan was not carried out."""
     if outcome == "fused" and fused == plain:
         return
+    raise differs(f"a recomputed prompt to have plain prefill's answer {plain}", f"{fused} (outcome {outcome})")
+
+
+def differs(expected: str, got: str) -> ConfigurationError:
+    """The error of a version that was never tried, and does not do the same."""
     distribution, version = installed()
-    raise ConfigurationError(
-        f"expected a recomputed prompt to have plain prefill's answer {plain} in vLLM {version}, never tried before, "
-        f"got {fused} (outcome {outcome}). Install a tried one: pip install '{distribution}=={TRIED[-1]}.*'"
+    return ConfigurationError(
+        f"expected {expected} in vLLM {version}, never tried before, got {got}. Install a tried one: "
+        f"pip install '{distribution}=={TRIED[-1]}.*'"
     )

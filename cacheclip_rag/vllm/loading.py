@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,12 @@ import torch
 from ..fusion.wire import FusionPlan
 from ..runtime.transformers.planning import PlanningRuntime
 from ..store import KV
+from ..store.joined import COPIES_BESIDE
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
 from .scheduling import Load
-from .stored import StoredInterval, check_shape, slots_of, used_pieces
+from .stored import LayersAhead, StoredInterval, check_shape, slots_of, used_pieces
 
 if TYPE_CHECKING:
     from .rows import RowRunner
@@ -84,7 +85,7 @@ class Loader:
         """``layers``: vLLM's attention layers by number; ``row_runner`` makes what runs rows, once a plan computes
         some; ``group``: vLLM's tensor-parallel group. The others are those of
         :class:`~cacheclip_rag.vllm.parameters.Ready`."""
-        self._layers = dict(layers)
+        self._layers = dict(sorted(layers.items()))
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")
         self._settings, self._runtime, self._row_runner, self._group = settings, runtime, row_runner, group
@@ -149,10 +150,9 @@ class Loader:
         return each.load, found
 
     def _keep_while_copied(self, each: _UnderWay) -> None:
-        if each.passes is not None and self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            self._copied.append((event, each.kv))
+        if each.passes is not None and self._side is not None:
+            current = torch.get_device_module(self._device).current_stream()
+            self._copied.append((current.record_event(), each.kv))
 
     def _fits(self, together: Sequence[_UnderWay]) -> bool:
         """Whether the next passes of loads can be one pass: one alone can always."""
@@ -200,6 +200,12 @@ class Loader:
         found: torch.device = self._layers[0].kv_cache.device
         return found
 
+    @cached_property
+    def _side(self) -> Any | None:
+        """The device's stream on which stored KV is copied beside forward passes; None: it is a CPU."""
+        copies = self._device.type in COPIES_BESIDE
+        return torch.get_device_module(self._device).Stream() if copies else None
+
     @staticmethod
     def _cost(each: Pass) -> int:
         """Rows whose computation takes as long as the pass."""
@@ -209,22 +215,24 @@ class Loader:
         """Carry out the next pass of each of these loads."""
         began = time.perf_counter()
         writers, requests = list[_PassWriter](), list[tuple[Any, ...]]()
-        for each in together:
-            assert each.passes, "a load without passes is complete"
-            load, one = each.load, each.passes.popleft()
-            if load.plan is None:
-                self._write_context(load)
-                continue
-            writer = _PassWriter(self, load, load.plan, one, each.kv)
-            each.rows += len(writer.rows)
-            if one.runs:
-                writers.append(writer)
-                requests.append((torch.tensor(load.plan.token_ids, dtype=torch.int64), one.runs, load.block_ids))
-                continue
-            for number, layer in self._layers.items():
-                writer.write(number, layer, layer.impl.do_kv_cache_update)
-        if requests:
-            self._run(writers, requests)
+        with ExitStack() as stack:
+            for each in together:
+                assert each.passes, "a load without passes is complete"
+                load, one = each.load, each.passes.popleft()
+                if load.plan is None:
+                    self._write_context(load)
+                    continue
+                writer = _PassWriter(self, load, load.plan, one, each.kv)
+                stack.callback(writer.layers.close)
+                each.rows += len(writer.rows)
+                if one.runs:
+                    writers.append(writer)
+                    requests.append((torch.tensor(load.plan.token_ids, dtype=torch.int64), one.runs, load.block_ids))
+                    continue
+                for number, layer in self._layers.items():
+                    writer.write(number, layer, layer.impl.do_kv_cache_update)
+            if requests:
+                self._run(writers, requests)
         for each in together:
             each.seconds += (time.perf_counter() - began) / len(together)
 
@@ -302,8 +310,9 @@ class _PassWriter:
     """Writes what a pass of one load does not compute, layer by layer."""
 
     def __init__(self, loader: Loader, load: Load, plan: FusionPlan, each: Pass, kv: Mapping[str, KV]) -> None:
-        self._plan, self._heads, device = plan, loader._heads, loader._device
+        self._plan, device = plan, loader._device
         self._stored = StoredInterval.of(plan, kv, each.begin, each.end, loader._runtime, device)
+        self.layers = LayersAhead(self._stored, loader._heads, len(loader._layers), loader._side)
         self.rows = torch.cat(
             [torch.zeros(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in each.runs)]
         )
@@ -328,7 +337,7 @@ class _PassWriter:
         """Write a layer. ``fresh``: keys and values of the pass's rows, each ``(num_rows, num_kv_heads, head_dim)``,
         which belong to ``slots``."""
         if len(self._slots):
-            stored = self._stored.layer(number, self._heads)
+            stored = self.layers.take(number)
             if fresh is not None and self._split is not None:
                 self._stored.correct(number, stored, fresh, self._split, self._plan.correction)
             write(layer, *_chosen(stored, self._written), layer.kv_cache, self._slots)

@@ -222,10 +222,11 @@ class CacheClip:
         return (self.planning.text() + counters).encode()
 
     def _with_cards(self, body: bytes) -> bytes:
-        """The list of models, of which ours says what clients ask of it."""
+        """The list of models, of which ours says what clients ask of it, and not in which folder it is."""
         found = json.loads(body)
         for card in found.get("data", ()):
             if card.get("id") == self._settings.name:
+                card["root"] = self._settings.name
                 card["cacheclip"] = {"uses_tools": self.planning.uses_tools(), "can_constrain": True}
         return as_json(found)
 

@@ -47,8 +47,10 @@ _OURS = {
         ),
         "plans and stored chunks follow the files in the model's folder. Change them there, and ingest again",
     ),
+    "enable-lora": "adapters are not supported beside reuse. Start a vLLM of its own for them",
+    "enable-sleep-mode": "other weights than those of the stored chunks may be loaded meanwhile",
     "quantization-config": "the keys of stored chunks do not tell it. Give --quantization, a name",
-    "default-chat-template-kwargs": "plans do not follow it. Set it in each request, which is then prefilled in full",
+    "default-chat-template-kwargs": "plans do not follow it. Set chat_template_kwargs in each request",
 }
 """Flags of vLLM that contradict what this command sets, each with what to do instead."""
 _FILES = frozenset(

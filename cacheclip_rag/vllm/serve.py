@@ -5,6 +5,18 @@ vLLM's own command asks for the version of a distribution ``vllm``, and fails wh
 
 from __future__ import annotations
 
+import logging
+
+
+def show_warnings() -> None:
+    """Let this package's warnings go where vLLM's log goes. Sagemaker's library, which vLLM's API server imports, sets
+    the root logger's level to ERROR."""
+    ours, theirs = logging.getLogger("cacheclip_rag"), logging.getLogger("vllm")
+    if ours.level == logging.NOTSET:  # else the file of --log-config-file says it
+        ours.setLevel(logging.WARNING)
+    if not ours.hasHandlers():
+        ours.handlers = [*theirs.handlers]
+
 
 def main() -> None:
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -18,6 +30,7 @@ def main() -> None:
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     args = parser.parse_args()
     configure_logging_from_args(args)
+    show_warnings()
     command.validate(args)
     command.cmd(args)
 

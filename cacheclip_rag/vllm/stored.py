@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ class StoredInterval:
     """Per layer, rotary tables of ``places`` on the device, each ``(num_stored, width)``."""
     _joined: tuple[Joined, ...]
     _dtype: torch.dtype
-    _device: torch.device
+    device: torch.device
 
     @classmethod
     def of(
@@ -63,7 +64,7 @@ class StoredInterval:
             return None
         starts = self.numbers_of(torch.tensor([start for start, _ in chunks])).tolist()
         slots = [(first, first + stop - start) for first, (start, stop) in zip(starts, chunks, strict=True)]
-        return Chunks(slots).split(self.numbers_of(rows), self._device)
+        return Chunks(slots).split(self.numbers_of(rows), self.device)
 
     def correct(
         self,
@@ -88,16 +89,58 @@ class StoredInterval:
         found, first, tables = list[torch.Tensor](), 0, self._tables[number]
         for joined in self._joined:
             is_cut = joined.pieces[0].shape[2] == heads.stop - heads.start  # read so, or the only worker
-            keys, values, scale = joined.layer(number, self._device, slice(None) if is_cut else heads)
+            keys, values, scale = joined.layer(number, self.device, slice(None) if is_cut else heads)
             own = slice(first, first := first + keys.shape[1])
             keys = rotate(keys, None if tables is None else (tables[0][own], tables[1][own]))
             both = (keys, values if scale is None else values * scale)
             if not found:
                 shape = (len(self.places), len(keys), keys.shape[2])
-                found = [torch.empty(shape, dtype=self._dtype, device=self._device) for _ in both]
+                found = [torch.empty(shape, dtype=self._dtype, device=self.device) for _ in both]
             for target, numbers in zip(found, both, strict=True):
                 target[own] = numbers.transpose(0, 1)
         return found[0], found[1]
+
+
+class LayersAhead:
+    """Layers of stored KV, in order. While a device computes with one, the next one is copied, dequantised and rotated
+    on a stream of its own. Its memory is that stream's: a layer is kept until the stream waits for what reads it."""
+
+    def __init__(self, stored: StoredInterval, heads: slice, num_layers: int, stream: Any | None) -> None:
+        """``stream``: of the device; None makes each layer when it is asked for."""
+        self._stored, self._heads, self._num_layers, self._stream = stored, heads, num_layers, stream
+        self._made: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], Any]] = {}
+        """The layer that was taken last, and the next one, each with the event of its end."""
+
+    def take(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`StoredInterval.layer`, of one layer after the other."""
+        if self._stream is None:
+            return self._stored.layer(number, self._heads)
+        if number not in self._made:
+            self._make(number)
+        found, is_made = self._made[number]
+        self._current.wait_event(is_made)
+        if number + 1 < self._num_layers:
+            self._make(number + 1)
+        return found
+
+    def close(self) -> None:
+        """Let the device's current stream wait for what is being copied, also after a failure."""
+        if self._stream is not None:
+            self._current.wait_stream(self._stream)
+            self._stream.wait_stream(self._current)
+            self._made.clear()
+
+    def _make(self, number: int) -> None:
+        assert self._stream is not None, "layers are made ahead"
+        self._stream.wait_stream(self._current)
+        self._made.pop(number - 2, None)
+        with torch.get_device_module(self._stored.device).stream(self._stream):
+            found = self._stored.layer(number, self._heads)
+        self._made[number] = found, self._stream.record_event()
+
+    @property
+    def _current(self) -> Any:
+        return torch.get_device_module(self._stored.device).current_stream()
 
 
 def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor) -> torch.Tensor:

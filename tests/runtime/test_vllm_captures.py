@@ -362,6 +362,7 @@ class TestEncodingInVllm:
     @pytest.fixture(params=["llama", "gemma3"])
     def made(self, request: Any, tiny_models: dict[str, str], tmp_path: Path, monkeypatch: Any) -> tuple[InVllm, Any]:
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+        monkeypatch.setattr(encoding, "is_tried", lambda: True)
         llm = InVllm(tmp_path, tiny_models[request.param])
         return llm, ChunkEncoder(lambda: llm, load_planning(tiny_models[request.param]), tmp_path)
 
@@ -404,6 +405,26 @@ class TestEncodingInVllm:
         llm.fails = refuses
         with pytest.raises(EncodingError, match="vLLM refuses a chunk: longer than max_model_len"):
             encoder([[5, 6]])
+
+    @pytest.mark.parametrize("planted", ["", "what comes before is lost", "it is refused"])
+    def test_a_version_that_was_never_tried(
+        self, made: tuple[InVllm, Any], planted: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """KV behind KV that was given back is compared before anything is stored."""
+        llm, encoder = made
+        monkeypatch.setattr(encoding, "is_tried", lambda: False)
+        if planted == "what comes before is lost":
+            llm.read = lambda capture: llm.model.encode([9] * capture.start) if capture.start else None  # type: ignore[method-assign]
+        if planted == "it is refused":
+            llm.fails = lambda number, kv: "no room" if llm.contexts[-1] else kv
+        if not planted:
+            assert len(encoder([[5, 6]])) == 1 and len(llm.contexts) == 3
+            assert len(encoder([[5, 6]])) == 1 and len(llm.contexts) == 4, "once"
+            return
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match="never tried before, got .*(no room|a difference of)"):
+                encoder([[5, 6]])
+        assert not [*llm.folder.iterdir()], "nothing is left"
 
     def test_other_weights(self, made: tuple[InVllm, Any]) -> None:
         llm, encoder = made

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.store import StoreReader
+from cacheclip_rag.store import StoreReader, joined
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.vllm import loading
 from cacheclip_rag.vllm.captures import write_context
@@ -31,7 +33,7 @@ from cacheclip_rag.vllm.parameters import Settings
 from cacheclip_rag.vllm.passes import passes
 from cacheclip_rag.vllm.planner import Planner
 from cacheclip_rag.vllm.scheduling import Load
-from cacheclip_rag.vllm.stored import slots_of
+from cacheclip_rag.vllm.stored import StoredInterval, slots_of
 from cacheclip_rag.vllm.worker import _telling, model_runner
 from tests.conftest import CHUNKS, rag_prompt
 from tests.object_storage import bucket, s3_address  # noqa: F401
@@ -134,6 +136,44 @@ def made(tiny_models: dict[str, str], tmp_path_factory: Any) -> dict[str, Any]:
     engine.warm_up()
     planner = Planner(**options, method="epic")
     return {"engine": engine, "planner": planner, "runtime": load_planning(tiny_models["llama"]), "store": store}
+
+
+class Stream:
+    """A device's stream: how much of each stream was queued before what it does now."""
+
+    def __init__(self) -> None:
+        self.before: Counter[int] = Counter()
+
+    def work(self) -> Counter[int]:
+        """Queue some work; what has happened when it has ended."""
+        self.before[id(self)] += 1
+        return self.before.copy()
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(before=self.before.copy(), query=lambda: True)
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self.before |= event.before
+
+    def wait_stream(self, other: Stream) -> None:
+        self.before |= other.before
+
+
+class Device:
+    """In place of PyTorch's module of a device that copies while it computes."""
+
+    def __init__(self) -> None:
+        self.main = self.now = Stream()
+        self.Stream = Stream
+
+    def current_stream(self) -> Stream:
+        return self.now
+
+    @contextmanager
+    def stream(self, chosen: Stream) -> Iterator[None]:
+        self.now = chosen
+        yield
+        self.now = self.main
 
 
 class TestLoads:
@@ -287,6 +327,51 @@ class TestLoads:
         ((load, found),) = worker.loader.work(999, waits=True)
         assert load.request_id == "a" and isinstance(found, loading.Loaded) and found.read_s > 0
         worker.check()
+
+    @pytest.mark.parametrize("method", METHODS)
+    @pytest.mark.parametrize("planted", ["", "wait_event", "wait_stream"])
+    def test_a_layer_is_copied_beside_the_one_before(
+        self, made: dict[str, Any], method: str, planted: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a stream of its own; read when it is there, and kept until it was read."""
+        device, log = Device(), list[tuple[str, int]]()
+        ends, layer, update = (
+            dict[str, dict[int, Any]](made={}, read={}),
+            StoredInterval.layer,
+            Writer.do_kv_cache_update,
+        )
+        monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+        for module in (loading, joined):
+            monkeypatch.setattr(module, "COPIES_BESIDE", ("cpu",))
+        worker = Worker(made, method, max_rows=60)
+        numbers = {id(each): number for number, each in worker.layers.items()}
+
+        def making(stored: StoredInterval, number: int, heads: slice) -> Any:
+            assert device.now is not device.main and device.now.before >= ends["read"].get(number - 2, Counter())
+            ends["made"][number] = device.now.work()
+            log.append(("made", number))
+            return layer(stored, number, heads)
+
+        def writing(writer: Writer, of: Any, *given: Any) -> None:
+            number = numbers[id(of)]
+            if number in ends["made"]:  # the first pass may have no stored KV
+                assert device.now is device.main and device.main.before >= ends["made"][number]
+                ends["read"][number] = device.main.work()
+                log.append(("read", number))
+            update(writer, of, *given)
+
+        monkeypatch.setattr(StoredInterval, "layer", making)
+        monkeypatch.setattr(Writer, "do_kv_cache_update", writing)
+        if planted:
+            monkeypatch.setattr(Stream, planted, lambda *_: None)
+            with pytest.raises(AssertionError, match="before"):
+                worker.load()
+            return
+        worker.load()
+        worker.check()
+        last = len(worker.layers) - 1
+        assert last > 1 and all(log.index(("made", n + 1)) < log.index(("read", n)) for n in range(last))
+        assert len(worker.loader._copied) == 1 and device.main.before >= ends["made"][last]
 
     def test_what_is_read_ahead_is_limited(self, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(loading, "_AHEAD_BYTES", 1)

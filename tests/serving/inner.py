@@ -60,7 +60,8 @@ class Inner:
             assert "gzip" not in request.headers.get("accept-encoding", "")
             return PlainTextResponse(METRICS)
         if request.url.path == "/v1/models":
-            cards = [{"id": name, "object": "model", "max_model_len": 4096} for name in ("tiny", "an-adapter")]
+            card = {"object": "model", "root": "/models/tiny", "max_model_len": 4096}
+            cards = [{"id": name, **card} for name in ("tiny", "an-adapter")]
             return JSONResponse({"object": "list", "data": cards})
         return JSONResponse({"path": request.url.path})
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,9 @@ def test_a_free_port_and_the_ready_line(started: dict[str, Any], models: list[st
         (["--hf-c", "elsewhere"], "--hf-c cannot be passed on"),
         (["--quantization-config", "{}"], "Give --quantization, a name"),
         (["--quant", "fp8"], "Give --quantization, a name"),
+        (["--enable-lora"], "adapters are not supported beside reuse"),
+        (["--enable-sleep-mode"], "other weights than those of the stored chunks"),
+        (["--default-chat-template-kwargs", "{}"], "Set chat_template_kwargs in each request"),
         (["--headless"], "in its process"),
         (["--", "--api-server-count", "2"], "behind a router"),
         (["--", "-asc=2"], "--api-server-count cannot be passed on"),
@@ -299,3 +303,15 @@ def test_a_model_with_no_more_said_of_it(started: dict[str, Any], models: list[s
 def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:
     done = run("--store", str(tmp_path / "store"), "--max-model-len", "512")
     assert isinstance(done.exception, ConfigurationError) and "--max-model-len" in str(done.exception)
+
+
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_warnings_go_where_vllms_log_goes(is_configured: bool) -> None:
+    """Though a library that vLLM's server imports lets the root logger take errors only."""
+    lines = ["import logging, sys", "from cacheclip_rag.vllm.serve import show_warnings"]
+    if is_configured:
+        lines += ["handler = logging.StreamHandler(sys.stdout)", "logging.getLogger('vllm').addHandler(handler)"]
+    lines += ["logging.getLogger().setLevel(logging.ERROR)", "show_warnings()"]
+    lines += ["logging.getLogger('cacheclip_rag.store').warning('a chunk cache is damaged')"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert (done.stdout if is_configured else done.stderr) == "a chunk cache is damaged\n"

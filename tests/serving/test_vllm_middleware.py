@@ -600,6 +600,7 @@ class TestReplies:
         assert first == {
             "id": "tiny",
             "object": "model",
+            "root": "tiny",
             "max_model_len": 4096,
             "cacheclip": {"uses_tools": True, "can_constrain": True},
         }

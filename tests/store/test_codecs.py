@@ -11,7 +11,17 @@ import torch
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import CODECS, FrameError, bytes_of, decode_frame, encode_frame, frame_bytes, keeps, layer_of
+from cacheclip_rag.store import (
+    CODECS,
+    FrameError,
+    bytes_of,
+    decode_frame,
+    encode_frame,
+    frame_bytes,
+    joined,
+    keeps,
+    layer_of,
+)
 from cacheclip_rag.store.codecs import FloatCodec, Frame
 from tests.store.samples import frame, key, kv, opened
 
@@ -294,3 +304,16 @@ class TestCodecs:
     )
     def test_keeps(self, codec: str, wanted: str, enough: bool) -> None:
         assert keeps(codec, wanted) is enough
+
+
+@pytest.mark.parametrize("codec", [*FLOATS, "int8"])
+@pytest.mark.parametrize("heads", [slice(None), slice(1, 2)], ids=str)
+def test_pieces_move_to_a_device_one_by_one(codec: str, heads: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that copies beside computing: the same numbers as side by side in memory."""
+    pieces = [decode_frame(encode_frame(kv(n, tokens=n), codec, key(n), namespace="t"), key(n)) for n in (3, 1, 5)]
+    (together,) = joined.join(zip((0, 4, 5), pieces, strict=True))
+    expected = [together.layer(number, "cpu", heads).tensor() for number in range(2)]
+    monkeypatch.setattr(joined, "COPIES_BESIDE", ("cpu",))
+    assert all(torch.equal(together.layer(number, "cpu", heads).tensor(), expected[number]) for number in range(2))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda target, *given, **options: target.zero_())
+    assert not torch.equal(together.layer(1, "cpu", heads).tensor(), expected[1]), "the twin"

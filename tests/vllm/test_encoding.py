@@ -217,6 +217,21 @@ class TestFailures:
         assert again.documents == 6
         check(made, [f"{chunk} Number {number}." for number, chunk in enumerate(CHUNKS)])
 
+    def test_a_version_that_was_never_tried(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+        """KV behind KV that was given back is compared before anything is stored."""
+        from cacheclip_rag.vllm import encoding
+        from cacheclip_rag.vllm.loading import Loader
+
+        monkeypatch.setattr(encoding, "is_tried", lambda: False)
+        check(made, CHUNKS[:2])
+        write = Loader._write
+        other = lambda loader, layer, keys, values, slots: write(loader, layer, keys, values.roll(1, 0), slots)  # noqa: E731
+        monkeypatch.setattr(Loader, "_write", other)
+        engine = made.engine(None)
+        with pytest.raises(ConfigurationError, match="never tried before, got a difference of"):
+            engine.precompute(CHUNKS[:2])
+        assert not engine.is_stored(CHUNKS[0])
+
     def test_a_context_that_is_gone(self, made: Encoding) -> None:
         """vLLM would compute the chunk after other KV: nothing is stored."""
         engine = made.engine(None)

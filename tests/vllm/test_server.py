@@ -50,6 +50,7 @@ TOOL = {
 class Served:
     process: subprocess.Popen[str]
     address: str
+    log: Path
 
     def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0)
@@ -138,6 +139,7 @@ def serving(
         *("--tenants", str(tenants), *ours, "--", *FLAGS),
     ]
     environment = {**os.environ, "CACHECLIP_API_KEY": KEY, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     log = (folder / "log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
@@ -154,7 +156,7 @@ def serving(
                 break
             except httpx.TransportError:
                 time.sleep(0.1)
-        yield Served(process, ready["address"])
+        yield Served(process, ready["address"], folder / "log")
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -241,6 +243,7 @@ class TestEqualAnswers:
             served.forget()
             again = served.chat(PROMPTS[2], field={"method": "direct"}).cacheclip
             assert (again["outcome"], again["hits"], again["misses"]) == ("fused", 3, 1), "it is missing now"
+            assert "1 chunks of a plan could not be read and were removed" in served.log.read_text()
 
     def test_plain_requests_are_those_of_a_vllm_without_us(
         self, served: Served, setting: Setting, without_us: dict[str, Any]
