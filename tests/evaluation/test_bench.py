@@ -70,10 +70,12 @@ def test_first_questions_find_nothing_of_earlier_ones(
 def test_figures_of_several_runs() -> None:
     """By hand: medians over runs, the speed-up of the medians, the largest memory, and the counts of a run."""
 
-    def run(ttft_s: float, peak: int, recomputed: int = 150, second_s: float = 0.5, **phases: float) -> module._Run:
+    def run(
+        ttft_s: float, peak: int, recomputed: int = 150, second_s: float = 0.5, **phases: float
+    ) -> module._TwoQuestions:
         phases_s = {name: phases.get(name, 0.0) for name in PHASES}
         first = stats("epic", ttft_s=ttft_s, phases_s=phases_s, recomputed_tokens=recomputed, charged_ratio=0.3)
-        return module._Run(first, stats("epic", ttft_s=second_s, charged_ratio=0.1), peak)
+        return module._TwoQuestions(first, stats("epic", ttft_s=second_s, charged_ratio=0.1), peak)
 
     found = module._summaries(
         {

@@ -96,7 +96,7 @@ def _check(methods: Sequence[str], context_tokens: int, chunk_tokens: int, runs:
         )
 
 
-class _Run(NamedTuple):
+class _TwoQuestions(NamedTuple):
     first: FusionStats
     second: FusionStats
     """Of another question on the same chunks."""
@@ -106,14 +106,14 @@ class _Run(NamedTuple):
 
 def _measure(
     engine: CacheClipEngine, texts: Sequence[str], methods: Mapping[str, Method], runs: int, keep_page_cache: bool
-) -> dict[str, list[_Run]]:
+) -> dict[str, list[_TwoQuestions]]:
     one_token = SamplingParams(max_tokens=1)
     context = "\n\n".join(texts)
 
     def ask(question: str, method: Method) -> FusionStats:
         return engine.generate(f"{context}\n\nQuestion: {question}", one_token, method=method, question=question).stats
 
-    results: dict[str, list[_Run]] = {name: [] for name in methods}
+    results: dict[str, list[_TwoQuestions]] = {name: [] for name in methods}
     engine.generate(
         texts[0] + f"\n\n{QUESTION}", one_token, method="direct"
     )  # warm up thread pools, allocator and code paths
@@ -127,18 +127,18 @@ def _measure(
                 reset_peak_rss()
                 first = ask(QUESTION, method)
                 peak = peak_rss_bytes()
-                results[name].append(_Run(first, ask(SECOND_QUESTION, method), peak))
+                results[name].append(_TwoQuestions(first, ask(SECOND_QUESTION, method), peak))
                 done += 1
                 advance(done)
     return results
 
 
-def _summaries(results: Mapping[str, list[_Run]]) -> dict[str, dict[str, Any]]:
+def _summaries(results: Mapping[str, list[_TwoQuestions]]) -> dict[str, dict[str, Any]]:
     reference = statistics.median(run.first.ttft_s for run in results["full"]) if "full" in results else None
     return {name: _summary(runs, reference) for name, runs in results.items()}
 
 
-def _summary(runs: Sequence[_Run], reference_s: float | None) -> dict[str, Any]:
+def _summary(runs: Sequence[_TwoQuestions], reference_s: float | None) -> dict[str, Any]:
     seconds = _spread([run.first.ttft_s for run in runs])
     last = runs[-1].first
     return {
