@@ -178,9 +178,9 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
 @lru_cache(8)
 def _gguf_encoder(file: Path, name: str) -> Callable[[str], list[int]]:
     from ..runtime.llamacpp.vocabulary import Vocabulary
-    from ..runtime.llamacpp.weights import GgufWeights
+    from ..runtime.llamacpp.weights import read_header
 
-    vocabulary = Vocabulary(GgufWeights(file, name, vocabulary_only=True))
+    vocabulary = Vocabulary(read_header(file, name))
     return lambda text: list(vocabulary.tokenize(text, control=False).ids)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import weakref
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ...base.errors import ModelError, UnsupportedModelError
@@ -141,3 +142,9 @@ class GgufWeights:
         if self._has_weights and self.context_tokens <= 0:
             return f"its file says that it was trained for {self.context_tokens} positions"
         return None
+
+
+@lru_cache(8)
+def read_header(path: Path, name: str) -> GgufWeights:
+    """Header and vocabulary of a file, without its weights."""
+    return GgufWeights(path, name, vocabulary_only=True)
