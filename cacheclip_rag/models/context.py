@@ -7,33 +7,64 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from .packaged.catalogue import PACKAGED_MODELS, packaged_name
-from .packaged.pull import model_folder
+from ..base.errors import CacheClipError
+from .packaged.catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, packaged_name
+from .packaged.pull import gguf_path, model_folder
+
+_GGUF = ".gguf"
 
 
 def known_context(name: str) -> int | None:
-    """Context of a model in tokens, from the catalogue or its config file. None if the model is not on this machine, or
-    its config does not say. Opens no connection. Raises OSError, ValueError: the config file cannot be read."""
-    if (packaged := packaged_name(name)) and not Path(name).is_dir():
-        return PACKAGED_MODELS[packaged].context_tokens
+    """Context of a model in tokens, from the catalogue, its config file or the header of its GGUF file. None if the
+    model is not on this machine, or its config does not say. Opens no connection. Raises OSError, ValueError: the
+    config file cannot be read."""
+    if packaged := _packaged(name):
+        return packaged.context_tokens
+    if name.lower().endswith(_GGUF):
+        return _header(name)[0]
     file = _file(name, "config.json")
     return _read_context(file) if file else None
 
 
 def is_here(name: str) -> bool:
     """Whether a model's files are on this machine. False for runtimes of other packages."""
-    if (packaged := packaged_name(name)) and not Path(name).is_dir():
-        return (model_folder(packaged) / "config.json").is_file()
-    return _file(name, "config.json") is not None
+    is_file = name.lower().endswith(_GGUF)
+    if packaged := _packaged(name):
+        own = gguf_path(packaged.name) if is_file else model_folder(packaged.name) / "config.json"
+        return own.is_file()
+    return Path(name).expanduser().is_file() if is_file else _file(name, "config.json") is not None
 
 
 def knows_tools(name: str) -> bool | None:
     """Whether the chat template of a model uses tools. None if the model is neither packaged nor on this machine. Opens
     no connection."""
-    if (packaged := packaged_name(name)) and not Path(name).is_dir():
-        return PACKAGED_MODELS[packaged].tools
+    if packaged := _packaged(name):
+        return packaged.tools
+    if name.lower().endswith(_GGUF):
+        return _header(name)[1]
     found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(name, each))]
     return any(map(_mentions_tools, found)) if found else None
+
+
+def _packaged(name: str) -> PackagedModel | None:
+    """The packaged model that ``name`` means, as a folder or as a GGUF file."""
+    is_file = name.startswith(PREFIX) and name.endswith(_GGUF)
+    packaged = packaged_name(name.removesuffix(_GGUF) if is_file else name)
+    return PACKAGED_MODELS[packaged] if packaged and not Path(name).is_dir() else None
+
+
+def _header(name: str) -> tuple[int | None, bool | None]:
+    """Context in tokens, and whether the chat template uses tools, of a GGUF file. None, None if it cannot be read:
+    loading the model reports the reason."""
+    from ..runtime.llamacpp.weights import read_header
+    from .load import resolve
+
+    try:
+        header = read_header(resolve(name), name)
+    except CacheClipError:
+        return None, None
+    tokens = header.meta("{}.context_length")
+    return int(tokens) if tokens else None, _uses_tools(header.template)
 
 
 @lru_cache
@@ -43,6 +74,10 @@ def _mentions_tools(file: str) -> bool:
         template = json.loads(text).get("chat_template") or "" if file.endswith(".json") else text
     except (OSError, ValueError):
         return False
+    return _uses_tools(template)
+
+
+def _uses_tools(template: object) -> bool:
     return re.search(r"\btools\b", str(template)) is not None
 
 

@@ -178,9 +178,9 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
 @lru_cache(8)
 def _gguf_encoder(file: Path, name: str) -> Callable[[str], list[int]]:
     from ..runtime.llamacpp.vocabulary import Vocabulary
-    from ..runtime.llamacpp.weights import GgufWeights
+    from ..runtime.llamacpp.weights import read_header
 
-    vocabulary = Vocabulary(GgufWeights(file, name, vocabulary_only=True))
+    vocabulary = Vocabulary(read_header(file, name))
     return lambda text: list(vocabulary.tokenize(text, control=False).ids)
 
 
@@ -324,7 +324,7 @@ def _load_gguf(name: str, device: str) -> Runtime:
     """A GGUF file in llama.cpp. Its KV has a type of its own, whatever the dtype."""
     from ..fusion.in_order import fuse_in_order
     from ..runtime.llamacpp.model import LlamaRuntime
-    from ..runtime.llamacpp.weights import GgufWeights
+    from ..runtime.llamacpp.weights import GgufWeights, check_header
     from .memory import check_room, free_bytes
 
     _check_llama_device(device)  # before a long download
@@ -335,7 +335,9 @@ def _load_gguf(name: str, device: str) -> Runtime:
             parts = gguf_parts(file)
             states = states_of(parts)
             check_room(sum(size for _, _, size, _, _ in states), name, device)
-            digest, weights = gguf_digest(parts), GgufWeights(file, name, device=device)
+            digest = gguf_digest(parts)
+            check_header(file, name, digest)
+            weights = GgufWeights(file, name, device=device)
             _check_unchanged(states_of(parts), states, name, file)
             free = partial(free_bytes, device)
             _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order, free_bytes=free)

@@ -165,7 +165,7 @@ class Runtime(ABC):
     opaque bytes names ``opaque``."""
     reads_kv: bool = True
     """Whether methods can look at the KV and change it. If not, methods that reuse chunks must plan ahead
-    (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`), and nothing is corrected."""
+    (:attr:`~cacheclip_rag.methods.base.Method.plans_ahead`)."""
     backend: str = ""
     """What runs the model, for certificates; empty for transformers in this process."""
     opening: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
+from cacheclip_rag.models import load
+from cacheclip_rag.models.context import known_context
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
 from cacheclip_rag.runtime.llamacpp.context import Context
@@ -18,6 +21,7 @@ from tests.conftest import CHUNKS, QUESTION
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history
 from tests.llamacpp.conftest import MakeEngine
+from tests.llamacpp.tiny_gguf import write_gguf
 
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
 PARAMS = SamplingParams(max_tokens=16)
@@ -125,6 +129,27 @@ class TestFrameworks:
 
         llm = CacheClipLLM(primary=engine.config.primary, store=engine.config.store, method="epic", max_tokens=4)
         assert llm.complete(PROMPT).additional_kwargs["cacheclip"]["hits"] == len(CHUNKS)
+
+    def test_what_is_known_without_loading(
+        self, files: dict[str, Path], tool_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The file's context and its tools, and whose tokens LlamaIndex counts."""
+        from langchain_cacheclip import ChatCacheClip
+        from llama_index.llms.cacheclip import CacheClipLLM, base
+
+        counted = list[Any]()
+        monkeypatch.setattr(base, "count_with", counted.append)
+        unload_models()
+        with_tools = write_gguf(tmp_path, "llama", Path(tool_model))
+        for file, context, tools in ((with_tools, 4096, True), (files["qwen2"], 2048, False)):
+            metadata = CacheClipLLM(primary=str(file)).metadata
+            assert (metadata.context_window, metadata.is_function_calling_model) == (context, tools)
+            profile: Any = ChatCacheClip(primary=str(file)).profile
+            assert (profile["max_input_tokens"], profile["tool_calling"]) == (context, tools)
+        assert len(counted) == 2 and len(counted[0](CHUNKS[0])) > 5
+        (tmp_path / "damaged.gguf").write_bytes(b"GGUF")
+        assert known_context(str(tmp_path / "damaged.gguf")) is None
+        assert not load._registry, "no weights are loaded"
 
     async def test_server(self, engine: CacheClipEngine) -> None:
         from cacheclip_rag.serving.transformers import TransformersBackend

@@ -49,6 +49,8 @@ def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path:
     assert found.code == 0, found.err
     kl = {name: each["first_token_kl"] for name, each in found.json["methods"].items()}
     assert kl["epic@1"] < 0.001 < kl["direct"]
+    [where] = found.json["measured_on"]
+    assert "llama.cpp 0." in where and "transformers" not in where
     refused = cacheclip("eval", *models, *arguments[:2], "--methods", "full,anchored", "--json")
     assert refused.code == 2 and "looks at the primary's KV" in refused.err and "answers" not in refused.err
 

@@ -13,6 +13,7 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.runtime.llamacpp import weights
 from tests.conftest import CHUNKS, QUESTION
 from tests.llamacpp.tiny_gguf import write_gguf
 
@@ -31,6 +32,33 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+def with_number(key: str, number: bytes) -> Callable[[bytes], bytes]:
+    """What changes one number of a header."""
+
+    def changed(data: bytes) -> bytes:
+        at = data.index(key.encode()) + len(key) + 4  # behind the number's type
+        return data[:at] + number + data[at + len(number) :]
+
+    return changed
+
+
+ENDS_LLAMA_CPP = {
+    "more layers than it takes": ("qwen2", with_number("qwen2.block_count", struct.pack("<I", 513)), "n_layer_all"),
+    "no layers": ("llama", with_number("llama.block_count", struct.pack("<I", 0)), "n_layer_all"),
+    "heads": ("qwen2", with_number("qwen2.attention.head_count", struct.pack("<I", 3)), "ggml_nelements"),
+    "key length": ("qwen2", with_number("qwen2.attention.key_length", struct.pack("<I", 9)), "n_embd_head"),
+    "longer rotation than keys": (
+        "gemma3",
+        with_number("gemma3.rope.dimension_count", struct.pack("<I", 64)),
+        "n_dims",
+    ),
+    "longer than any": ("gemma3", with_number("gemma3.rope.dimension_count", struct.pack("<I", 1 << 31)), "view_src"),
+    "epsilon": ("llama", with_number("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1)), "eps >= 0"),
+    "no rotation": ("gemma3", with_number("gemma3.rope.dimension_count", struct.pack("<I", 0)), "exit code"),
+}
+"""llama.cpp reports none of these: it ends its process, or (the last) computes without end."""
+
+
 def engine_of(file: Path, store: Path | None = None) -> CacheClipEngine:
     return CacheClipEngine(primary=file, auxiliary=None, method="epic", store=store)
 
@@ -45,6 +73,26 @@ def test_a_damaged_file_says_what_llama_cpp_found(files: dict[str, Path], tmp_pa
     with pytest.raises(ModelError, match=reason) as found:
         engine_of(file).generate(PROMPT)
     assert "Fetch it again" in str(found.value) and str(file) in str(found.value)
+
+
+@pytest.mark.parametrize("name", ENDS_LLAMA_CPP)
+def test_wrong_numbers_do_not_end_the_process(
+    files: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    architecture, change, reason = ENDS_LLAMA_CPP[name]
+    monkeypatch.setattr(weights, "_TRIAL_CPU_S", 3)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(change(files[architecture].read_bytes()))
+    for _ in range(2):  # what has failed is not remembered as good
+        with pytest.raises(ModelError, match=rf"would end this process over .*\({reason}|\(GGML_ASSERT\(.*{reason}"):
+            engine_of(file).generate(PROMPT)
+
+
+def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
+    unload_models()
+    monkeypatch.setattr(weights, "python_command", None)
+    engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "dangling", "loop", "nothing"])

@@ -135,7 +135,8 @@ def followed(reference: Reference, prefilled: Prefilled, gold_ids: Sequence[Sequ
 def measured_on(engine: CacheClipEngine) -> str:
     """Processor, threads and library version on which times depend."""
     unit = unit_name(engine.primary.device)
-    return f"{unit}, {torch.get_num_threads()} threads, transformers {transformers.__version__}"
+    library = engine.primary.backend or f"transformers {transformers.__version__}"
+    return f"{unit}, {torch.get_num_threads()} threads, {library}"
 
 
 def item_of(asked: QuestionPrompt, label: str, answered: MethodAnswer, where: str) -> ItemResult:

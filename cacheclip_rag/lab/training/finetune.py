@@ -14,7 +14,7 @@ from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
-from ...models.load import concrete
+from ...models.load import concrete, is_gguf
 from ...runtime.base import weights_digest
 from ...selection.heads import HeadSet
 from ..models import auxiliary_caches, transformers_model
@@ -32,6 +32,11 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
+    if is_gguf(config.primary):
+        raise ConfigurationError(
+            f"expected a primary whose attention can be read, got {config.primary!r}, which llama.cpp runs. Fine-tune "
+            "with its unquantised checkpoint, and name the file (--out) in a method's scorer: docs, how-to/auxiliary."
+        )
     engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
     engine.parts.use_heads(None)
     return engine

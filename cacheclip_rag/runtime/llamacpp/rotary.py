@@ -16,7 +16,7 @@ import torch
 from ..transformers.rotary import Tables, rotate
 from .written import WrittenKV
 
-_STEP = 4
+_STEP = 8
 """From one measured position to the next: what is known by then tells the number of whole turns."""
 _LAST = 1 << 15
 """llama.cpp's angles are float32, and rounded more at later positions."""

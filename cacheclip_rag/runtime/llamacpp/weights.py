@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import subprocess
 import weakref
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 from ...base.errors import ModelError, UnsupportedModelError
-from .library import errors, library
+from ...base.paths import cache_home
+from ...base.python import python_command, python_environment
+from . import trial
+from .library import errors, library, library_version
 
 _ROPE_NONE = -1
 _CHUNKED_ATTENTION = ("llama4",)
 """Architectures whose windows are chunks of positions, in which moved KV would be in another chunk."""
+_TRIAL_CPU_S = 300
+"""Most seconds of a processor for two tokens: the largest models need less."""
+
+
+def check_header(path: Path, name: str, digest: str) -> None:
+    """Let another process load a file first (:mod:`.trial`), once for its ``digest`` and the version of llama.cpp.
+
+    Raises:
+        ModelError: llama.cpp ended that process, or never came to an end.
+    """
+    passed = cache_home() / "fingerprints" / f"{digest}.{library_version()}.loads"
+    if passed.exists():
+        return
+    command = python_command(trial.__file__, os.fspath(path), str(_TRIAL_CPU_S))
+    environment = python_environment(GGML_NO_BACKTRACE="1")  # a debugger would take ten seconds
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
+    if ended.returncode in (0, 1):  # 1: an error of Python, which this process gets as well
+        if not ended.returncode:
+            with suppress(OSError):  # the cache may be read-only
+                passed.touch()
+        return
+    stated = re.findall(rb"\.\w+:\d+: (.+)", ended.stderr)  # a line of its source, and what it says
+    why = stated[-1].decode(errors="replace") if stated else f"exit code {ended.returncode}"
+    raise ModelError(
+        f"model {name!r}: llama.cpp would end this process over {path} ({why}). Expected a GGUF file whose header has "
+        "the numbers of its weights. Fetch it again, or update llama-cpp-python."
+    )
 
 
 class GgufWeights:
@@ -108,3 +142,9 @@ class GgufWeights:
         if self._has_weights and self.context_tokens <= 0:
             return f"its file says that it was trained for {self.context_tokens} positions"
         return None
+
+
+@lru_cache(8)
+def read_header(path: Path, name: str) -> GgufWeights:
+    """Header and vocabulary of a file, without its weights."""
+    return GgufWeights(path, name, vocabulary_only=True)
