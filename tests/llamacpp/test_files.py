@@ -88,6 +88,16 @@ def test_wrong_numbers_do_not_end_the_process(
             engine_of(file).generate(PROMPT)
 
 
+def test_a_trial_that_the_system_ends_says_nothing_of_the_file(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))  # where no file was tried
+    monkeypatch.setattr(weights, "python_command", lambda *_: ["sh", "-c", "kill -9 $$"])
+    with pytest.raises(ModelError, match="Is there memory for it") as found:
+        engine_of(files["qwen2"]).generate(PROMPT)
+    assert "header" not in str(found.value)
+
+
 def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
     unload_models()

@@ -22,6 +22,8 @@ _CHUNKED_ATTENTION = ("llama4",)
 """Architectures whose windows are chunks of positions, in which moved KV would be in another chunk."""
 _TRIAL_CPU_S = 300
 """Most seconds of a processor for two tokens: the largest models need less."""
+_KILLED = -9
+"""Exit code of a process that the system ended, as it does for want of memory."""
 
 
 def check_header(path: Path, name: str, digest: str) -> None:
@@ -43,6 +45,8 @@ def check_header(path: Path, name: str, digest: str) -> None:
         return
     stated = re.findall(rb"\.\w+:\d+: (.+)", ended.stderr)  # a line of its source, and what it says
     why = stated[-1].decode(errors="replace") if stated else f"exit code {ended.returncode}"
+    if ended.returncode == _KILLED:
+        raise ModelError(f"model {name!r}: the system ended a process that loaded {path}. Is there memory for it?")
     raise ModelError(
         f"model {name!r}: llama.cpp would end this process over {path} ({why}). Expected a GGUF file whose header has "
         "the numbers of its weights. Fetch it again, or update llama-cpp-python."
