@@ -43,7 +43,7 @@ if __name__ == "__main__":
         pass
     else:
         seconds = int(sys.argv[2])
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # at the second number, the system kills
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     load_and_compute(sys.argv[1])
     os._exit(0)  # llama.cpp's memory is the system's to free
