@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 FOLLOW_UP_SHARE = 0.5
 """Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
-the tokens that no question has recomputed yet."""
+the tokens that no question has recomputed yet. The least that is shown to answer no worse than a fresh plan: on 100
+later questions F1 minus a fresh plan's is -0.11 at 0, -0.00 [-0.05, +0.04] at 0.25, +0.02 [-0.01, +0.06] at 0.5."""
 
 ROWS_FOR_EXACT_KV = 64
 """Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
