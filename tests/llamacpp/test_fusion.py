@@ -378,6 +378,21 @@ def test_without_the_library_the_command_is_named(
         library.library.cache_clear()
 
 
+@pytest.mark.parametrize("version", [*library.TRIED_VERSIONS, "0.3.99"])
+def test_a_version_that_was_never_tried_is_named(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("llama_cpp.__version__", version)
+    library.library.cache_clear()
+    try:
+        library.library()
+    finally:
+        library.library.cache_clear()
+    warned = [record.getMessage() for record in caplog.records if "never tried" in record.getMessage()]
+    assert len(warned) == (version not in library.TRIED_VERSIONS)
+    assert all(version in each and "cacheclip certify" in each for each in warned)
+
+
 class TestSettings:
     """Those that mean something else, or nothing, for a GGUF file."""
 

@@ -36,6 +36,14 @@ def library() -> Any:
         raise MissingExtraError(what, "llama-cpp") from error
     if not hasattr(found, "LLAMA_STATE_SEQ_VERSION") or not hasattr(found, "llama_memory_seq_add"):
         raise MissingExtraError(f"llama-cpp-python {TRIED_VERSIONS[0]} or newer (the one here is older)", "llama-cpp")
+    import llama_cpp
+
+    if llama_cpp.__version__ not in TRIED_VERSIONS:
+        logger.warning(
+            "llama-cpp-python %s was never tried, only %s. Run cacheclip certify before you trust its answers.",
+            llama_cpp.__version__,
+            ", ".join(TRIED_VERSIONS),
+        )
     found.llama_log_set(_log_callback(found), ctypes.c_void_p(0))
     found.llama_backend_init()
     return found
