@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..base.errors import CacheClipError
+from .load import is_gguf, resolve
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, packaged_name
 from .packaged.pull import gguf_path, model_folder
 
-_GGUF = ".gguf"
+if TYPE_CHECKING:
+    from ..runtime.llamacpp.weights import GgufWeights
 
 
 def known_context(name: str) -> int | None:
@@ -20,19 +24,19 @@ def known_context(name: str) -> int | None:
     config file cannot be read."""
     if packaged := _packaged(name):
         return packaged.context_tokens
-    if name.lower().endswith(_GGUF):
-        return _header(name)[0]
+    if is_gguf(name):
+        header = _header(name)
+        return int((header and header.meta("{}.context_length")) or 0) or None
     file = _file(name, "config.json")
     return _read_context(file) if file else None
 
 
 def is_here(name: str) -> bool:
     """Whether a model's files are on this machine. False for runtimes of other packages."""
-    is_file = name.lower().endswith(_GGUF)
     if packaged := _packaged(name):
-        own = gguf_path(packaged.name) if is_file else model_folder(packaged.name) / "config.json"
+        own = gguf_path(packaged.name) if is_gguf(name) else model_folder(packaged.name) / "config.json"
         return own.is_file()
-    return Path(name).expanduser().is_file() if is_file else _file(name, "config.json") is not None
+    return Path(name).expanduser().is_file() if is_gguf(name) else _file(name, "config.json") is not None
 
 
 def knows_tools(name: str) -> bool | None:
@@ -40,31 +44,28 @@ def knows_tools(name: str) -> bool | None:
     no connection."""
     if packaged := _packaged(name):
         return packaged.tools
-    if name.lower().endswith(_GGUF):
-        return _header(name)[1]
+    if is_gguf(name):
+        header = _header(name)
+        return None if header is None else _uses_tools(header.template)
     found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(name, each))]
     return any(map(_mentions_tools, found)) if found else None
 
 
 def _packaged(name: str) -> PackagedModel | None:
     """The packaged model that ``name`` means, as a folder or as a GGUF file."""
-    is_file = name.startswith(PREFIX) and name.endswith(_GGUF)
-    packaged = packaged_name(name.removesuffix(_GGUF) if is_file else name)
+    is_file = name.startswith(PREFIX) and is_gguf(name)
+    packaged = packaged_name(os.path.splitext(name)[0] if is_file else name)
     return PACKAGED_MODELS[packaged] if packaged and not Path(name).is_dir() else None
 
 
-def _header(name: str) -> tuple[int | None, bool | None]:
-    """Context in tokens, and whether the chat template uses tools, of a GGUF file. None, None if it cannot be read:
-    loading the model reports the reason."""
+def _header(name: str) -> GgufWeights | None:
+    """Header of a GGUF file; None if it cannot be read: loading the model reports the reason."""
     from ..runtime.llamacpp.weights import read_header
-    from .load import resolve
 
     try:
-        header = read_header(resolve(name), name)
+        return read_header(resolve(name), name)
     except CacheClipError:
-        return None, None
-    tokens = header.meta("{}.context_length")
-    return int(tokens) if tokens else None, _uses_tools(header.template)
+        return None
 
 
 @lru_cache

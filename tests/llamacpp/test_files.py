@@ -11,6 +11,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.base.python import python_command
 from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import weights
@@ -54,7 +55,11 @@ ENDS_LLAMA_CPP = {
     ),
     "longer than any": ("gemma3", with_number("gemma3.rope.dimension_count", struct.pack("<I", 1 << 31)), "view_src"),
     "epsilon": ("llama", with_number("llama.attention.layer_norm_rms_epsilon", struct.pack("<f", -1)), "eps >= 0"),
-    "no rotation": ("gemma3", with_number("gemma3.rope.dimension_count", struct.pack("<I", 0)), "exit code"),
+    "no rotation": (
+        "gemma3",
+        with_number("gemma3.rope.dimension_count", struct.pack("<I", 0)),
+        "it computes without end",
+    ),
 }
 """llama.cpp reports none of these: it ends its process, or (the last) computes without end."""
 
@@ -64,7 +69,10 @@ def engine_of(file: Path, store: Path | None = None) -> CacheClipEngine:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_says_what_llama_cpp_found(files: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_says_what_llama_cpp_found(
+    files: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
     change, reason = DAMAGED[name]
     file = tmp_path / "model.gguf"
     content = change(files["qwen2"].read_bytes())
@@ -73,6 +81,7 @@ def test_a_damaged_file_says_what_llama_cpp_found(files: dict[str, Path], tmp_pa
     with pytest.raises(ModelError, match=reason) as found:
         engine_of(file).generate(PROMPT)
     assert "Fetch it again" in str(found.value) and str(file) in str(found.value)
+    assert not [*tmp_path.glob("fingerprints/*.loads")], "a trial that failed is not remembered"
 
 
 @pytest.mark.parametrize("name", ENDS_LLAMA_CPP)
@@ -96,6 +105,24 @@ def test_a_trial_that_the_system_ends_says_nothing_of_the_file(
     with pytest.raises(ModelError, match="Is there memory for it") as found:
         engine_of(files["qwen2"]).generate(PROMPT)
     assert "header" not in str(found.value)
+
+
+def test_a_trial_within_the_users_limit(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may use less of a processor than a trial takes at most has files tried, too."""
+    limited = ("sh", "-c", 'ulimit -t 3; exec "$@"', "sh")
+    monkeypatch.setattr(weights, "python_command", lambda *given: [*limited, *python_command(*given)])
+    architecture, change, _ = ENDS_LLAMA_CPP["no rotation"]
+    file = tmp_path / "model.gguf"
+    file.write_bytes(change(files[architecture].read_bytes()))
+    with pytest.raises(ModelError, match="would end this process over .*computes without end"):
+        weights.check_header(file, "model.gguf", "digest")
+
+
+def test_a_cache_in_which_nobody_may_look(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHECLIP_HOME", "/" + "x" * 300)  # no system has such names
+    engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
 
 
 def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

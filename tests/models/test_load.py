@@ -100,7 +100,7 @@ class TestNames:
         assert one is other and one.fingerprint == load_model(str(folder)).fingerprint
         assert known_context("packaged:smollm2-135m") == known_context("smollm2-135m") == 8192
         assert knows_tools("packaged:smollm2-135m") is False
-        assert known_context("packaged:smollm2-135m.gguf") == 8192
+        assert known_context("packaged:smollm2-135m.gguf") == known_context("packaged:smollm2-135m.GGUF") == 8192
         assert knows_tools("packaged:qwen2.5-coder-0.5b.gguf") is True
         with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
             resolve("packaged:smollm2")

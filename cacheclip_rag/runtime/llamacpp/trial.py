@@ -12,8 +12,8 @@ import os
 import sys
 
 
-def load_and_compute(path: str) -> None:
-    """May not return."""
+def load_and_compute(path: str) -> bool:
+    """Whether llama.cpp did it. May not return."""
     import llama_cpp.llama_cpp as api
 
     api.llama_backend_init()
@@ -22,18 +22,20 @@ def load_and_compute(path: str) -> None:
     model_params.use_extra_bufts = False  # weights are read where the file has them; none is copied
     model = api.llama_model_load_from_file(os.fsencode(path), model_params)
     if not model:
-        return
+        return False
     params = api.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 256, 2, 2
     params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
     context = api.llama_init_from_model(model, params)
     if not context:
-        return
+        return False
     tokens, memory = (ctypes.c_int32 * 2)(), api.llama_get_memory(context)
-    api.llama_decode(context, api.llama_batch_get_one(tokens, 2))
-    if api.llama_memory_can_shift(memory):
-        api.llama_memory_seq_add(memory, 0, -1, -1, 1)  # done at the next call
-        api.llama_decode(context, api.llama_batch_get_one(tokens, 2))
+    if api.llama_decode(context, api.llama_batch_get_one(tokens, 2)):
+        return False
+    if not api.llama_memory_can_shift(memory):
+        return True
+    api.llama_memory_seq_add(memory, 0, -1, -1, 1)  # done at the next call
+    return not api.llama_decode(context, api.llama_batch_get_one(tokens, 2))
 
 
 if __name__ == "__main__":
@@ -42,8 +44,9 @@ if __name__ == "__main__":
     except ImportError:  # Windows
         pass
     else:
-        seconds = int(sys.argv[2])
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # at the second number, the system kills
+        seconds, (_, most) = int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_CPU)
+        if most != resource.RLIM_INFINITY:
+            seconds = min(seconds, most - 1)  # at the second limit, the system kills
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    load_and_compute(sys.argv[1])
-    os._exit(0)  # llama.cpp's memory is the system's to free
+    os._exit(0 if load_and_compute(sys.argv[1]) else 1)  # llama.cpp's memory is the system's to free

@@ -24,6 +24,8 @@ _TRIAL_CPU_S = 300
 """Most seconds of a processor for two tokens: the largest models need less."""
 _KILLED = -9
 """Exit code of a process that the system ended, as it does for want of memory."""
+_ENDLESS = -24
+"""That of a process that needed more of a processor than it may."""
 
 
 def check_header(path: Path, name: str, digest: str) -> None:
@@ -33,18 +35,20 @@ def check_header(path: Path, name: str, digest: str) -> None:
         ModelError: llama.cpp ended that process, or never came to an end.
     """
     passed = cache_home() / "fingerprints" / f"{digest}.{library_version()}.loads"
-    if passed.exists():
+    if os.path.exists(passed):  # False where nobody may look
         return
     command = python_command(trial.__file__, os.fspath(path), str(_TRIAL_CPU_S))
     environment = python_environment(GGML_NO_BACKTRACE="1")  # a debugger would take ten seconds
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
-    if ended.returncode in (0, 1):  # 1: an error of Python, which this process gets as well
+    if ended.returncode in (0, 1):  # 1: an error of llama.cpp or Python, which this process gets as well
         if not ended.returncode:
             with suppress(OSError):  # the cache may be read-only
                 passed.touch()
         return
     stated = re.findall(rb"\.\w+:\d+: (.+)", ended.stderr)  # a line of its source, and what it says
-    why = stated[-1].decode(errors="replace") if stated else f"exit code {ended.returncode}"
+    why = "it computes without end" if ended.returncode == _ENDLESS else f"exit code {ended.returncode}"
+    if stated:
+        why = stated[-1].decode(errors="replace")
     if ended.returncode == _KILLED:
         raise ModelError(f"model {name!r}: the system ended a process that loaded {path}. Is there memory for it?")
     raise ModelError(
