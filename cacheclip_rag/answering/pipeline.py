@@ -147,7 +147,12 @@ class Answering:
             if controller is None:  # there is no profile
                 return plan
             reading = controller.profile.reading(plan, kv_sources, known)
-            return controller.decide(plan, known, request.options.max_ttft_s, reading)
+            decided = controller.decide(plan, known, request.options.max_ttft_s, reading)
+            if decided.bypass is None:  # an earlier prompt may have left KV at the ratio that is chosen now
+                shorter = least_computed(decided, *kv_sources.known_tokens(decided))
+                if shorter.continues or shorter.bypass is not None:
+                    return replace(shorter, prediction=None)
+            return decided
 
     def _read(self, request: Request, kv_sources: KVSources, clock: PhaseClock) -> _ReadPrompt:
         with clock.phase("lookup"):

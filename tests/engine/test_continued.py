@@ -17,6 +17,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
 from cacheclip_rag.runtime.transformers.continued import ContinuedMatch
+from cacheclip_rag.timing.controller import Controller, Cost, Profile
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
 
@@ -208,6 +209,21 @@ class TestContinued:
         engine.generate(rag(passages), SHORT)
         stats = engine.generate(rag(passages, "Where?"), SHORT, **other).stats
         assert stats.continued_tokens == 0 and stats.hits == 5
+
+    def test_a_ratio_that_is_chosen_by_time(
+        self, make: Make, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another one than the method's own."""
+        monkeypatch.setattr(Controller, "_ratios", lambda *_: [0.4, 1.0])
+        engine = make(method="epic", recompute_ratio="auto", min_confidence=0.0)
+        rows = Cost(0.0, 0.001, 0.0)
+        profile = Profile({}, plain=rows, fused=rows, before=Cost(0.0, 0.0, 0.0))
+        engine.parts.controllers.use_profile(engine.make_method(None, "auto"), profile)
+        engine.precompute(passages)
+        found = [engine.generate(rag(passages, question), SHORT).stats for question in ("Who?", "Where?", "And then?")]
+        assert [stats.nominal_ratio for stats in found] == [0.4] * 3 and not any(stats.bypassed for stats in found)
+        assert [stats.continued_turns for stats in found] == [0, 1, 2]
+        assert [stats.predicted_ttft_s is None for stats in found] == [False, True, True], "it is of fresh fusion"
 
     def test_where_it_saves_next_to_nothing_chunks_are_read_again(self, make: Make, passages: list[str]) -> None:
         engine = make(method="direct")
