@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.guards.fidelity import kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
@@ -302,6 +304,34 @@ class TestContinued:
         assert engine.generate(rag(passages), SHORT).stats.gated
         stats = engine.generate(rag(passages, "Where?"), SHORT).stats
         assert (stats.continued_tokens, stats.method) == (0, "prefix") and stats.bypassed
+
+    def test_an_unsure_continued_answer_is_full_prefill(self, make: Make, passages: list[str]) -> None:
+        def confidences(least: float) -> list[FusionStats]:
+            engine = make(method=replace(preset("epic").at(0.4), min_confidence=least))
+            engine.precompute(passages)
+            return [engine.generate(rag(passages, each), max_tokens=1).stats for each in ("Where was it?", "And then?")]
+
+        first, later = confidences(0.0)
+        assert later.continued_tokens and first.confidence and later.confidence
+        assert first.confidence > later.confidence, "else another question is needed here"
+        _, gated = confidences((first.confidence + later.confidence) / 2)
+        assert gated.gated and not gated.continued_tokens and gated.charged_ratio > later.charged_ratio
+
+    def test_shadow_checks_compare_it_with_full_prefill(self, make: Make, passages: list[str]) -> None:
+        engine = make(method="epic", recompute_ratio=0.4, min_confidence=0.0)
+        engine.precompute(passages)
+        engine.generate(rag(passages), SHORT)
+        own = logits(engine, rag(passages, "Where?"), engine.make_method("epic", 0.4))
+        watched = make(method="epic", recompute_ratio=0.4, min_confidence=0.0, shadow_rate=1.0)
+        watched.precompute(passages)
+        sums = list[float]()
+        for prompt in (rag(passages), rag(passages, "Where?")):
+            answer = watched.generate(prompt, SHORT)
+            assert watched.wait_for_observers(30)
+            sums.append(watched.metrics.snapshot()["shadow_first_token_kl_sum"])
+        assert own.stats.continued_tokens == answer.stats.continued_tokens > 0
+        full = logits(watched, rag(passages, "Where?"), preset("full")).logits
+        assert sums[1] - sums[0] == pytest.approx(float(kl_divergence(full, own.logits)), abs=1e-5, rel=1e-3)
 
     def test_a_continued_answer_is_not_exact(self, make: Make, passages: list[str]) -> None:
         engine = make(method="cacheclip", recompute_ratio=0.4, finish="verify")
