@@ -125,7 +125,21 @@ def test_a_cache_in_which_nobody_may_look(files: dict[str, Path], monkeypatch: p
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
 
 
+def test_a_trial_runs_no_code_of_the_current_folder(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llama_cpp", "ctypes", "resource"):
+        (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")  # the first part is the current folder
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))  # where no file was tried
+    unload_models()
+    engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
+    assert [*tmp_path.glob("home/fingerprints/*.loads")] and not [*tmp_path.glob("*.ran")]
+
+
 def test_a_file_is_tried_once(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    unload_models()
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
     unload_models()
     monkeypatch.setattr(weights, "python_command", None)
