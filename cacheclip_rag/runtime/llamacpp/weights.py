@@ -45,12 +45,13 @@ def check_header(path: Path, name: str, digest: str) -> None:
             with suppress(OSError):  # the cache may be read-only
                 passed.touch()
         return
-    stated = re.findall(rb"\.\w+:\d+: (.+)", ended.stderr)  # a line of its source, and what it says
-    why = "it computes without end" if ended.returncode == _ENDLESS else f"exit code {ended.returncode}"
-    if stated:
-        why = stated[-1].decode(errors="replace")
     if ended.returncode == _KILLED:
         raise ModelError(f"model {name!r}: the system ended a process that loaded {path}. Is there memory for it?")
+    stated = re.findall(rb"\.\w+:\d+: (.+)", ended.stderr)  # a line of its source, and what it says
+    if stated:
+        why = stated[-1].decode(errors="replace")
+    else:
+        why = "it computes without end" if ended.returncode == _ENDLESS else f"exit code {ended.returncode}"
     raise ModelError(
         f"model {name!r}: llama.cpp would end this process over {path} ({why}). Expected a GGUF file whose header has "
         "the numbers of its weights. Fetch it again, or update llama-cpp-python."
