@@ -255,6 +255,17 @@ class TestCertify:
         else:
             assert engine.make_method() == replace(preset("cacheclip"), min_confidence=least)
 
+    @pytest.mark.parametrize("setting", ["device", "auxiliary_device", "torch"])
+    def test_answers_of_another_machine_make_no_promise(
+        self, config: EngineConfig, tmp_path: Path, setting: str
+    ) -> None:
+        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+        Lab("planted", records, config, planned_runs(["cacheclip"], [0.2], config), tmp_path).run()
+        settings = json.loads((tmp_path / "settings.json").read_text())
+        (tmp_path / "settings.json").write_text(json.dumps(settings | {setting: "cuda:1"}))
+        with pytest.raises(ConfigurationError, match=f"and there {setting} is 'cuda(:1)?'. Run cacheclip eval again"):
+            certify(config, quick=True, max_differ=0.1, answers=tmp_path)
+
     @pytest.mark.parametrize("planted", [False, True])
     def test_turns_are_compared_with_full_prefill_of_the_same_history(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool

@@ -19,7 +19,7 @@ from cacheclip_rag.lab.evaluation.report import FILES, summarise, write_report
 from cacheclip_rag.lab.evaluation.results import Comparison, ItemResult, Run
 from cacheclip_rag.lab.evaluation.scores import METRICS
 from cacheclip_rag.lab.evaluation.statistics import paired_bootstrap, paired_ratio
-from cacheclip_rag.lab.evaluation.tables import console_tables, gate_table, notes, table
+from cacheclip_rag.lab.evaluation.tables import LENGTHS_TITLE, console_tables, gate_table, notes, table
 
 RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
 QUESTIONS = [Record(f"q{n}", "", f"Who keeps lamp {n}?", ("Ada", "Ada Thornbury"), (), {}) for n in range(1, 6)]
@@ -129,9 +129,10 @@ class TestSummary:
             ]
             questions = [Record(f"q{n}", "", "Who?", ("Ada",), (), {}) for n in range(len(full))]
             runs = [Run("full", "full", None), Run("direct", "direct", None)]
-            found = summarise(Comparison("d", "p", None, runs, questions, items, {}, []))["methods"]
+            summary = summarise(Comparison("d", "p", None, runs, questions, items, {}, []))
+            found, lengths = summary["methods"], console_tables(summary).get(LENGTHS_TITLE)
             assert (found["full"]["no_worse"], found["full"]["flips"]) == ({}, None)
-            return found["direct"]
+            return {**found["direct"], "lengths": lengths}
 
         found = row(lost=2, won=2, same=596)
         assert found["no_worse"] == {"f1": True} and found["flips"] == {"lost": 2, "won": 2, "p": 1.0}
@@ -142,6 +143,9 @@ class TestSummary:
             "4-8": 0.995,
             "17+": 0.995,
         }
+        titles, [cells] = found["lengths"]
+        assert titles == ["Method", "1-3 words", "4-8 words", "17+ words"]
+        assert cells == ["direct", "99.0% of 200", "99.5% of 200", "99.5% of 200"]
         # the mean is 2 points below, the lower bound 6: not shown to be no worse
         found = row(lost=6, won=4, same=90)
         assert found["no_worse"] == {"f1": False} and found["difference_to_full"]["f1"][0] == pytest.approx(-0.02)

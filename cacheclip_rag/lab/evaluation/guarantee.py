@@ -55,10 +55,11 @@ def kept_answers(
         ConfigurationError: the folder holds no comparison, or none with these models, settings and method.
     """
     journal = read_journal(folder)
-    settings, items = journal.settings, list(journal.items.values())
+    settings, items = {**journal.settings}, list(journal.items.values())
     wanted: dict[str, Any] = {
         "primary_sha256": identity.primary_sha256,
         "primary_tokenizer_sha256": identity.primary_tokenizer_sha256,
+        "device": _kind(config.device),
         "dtype": identity.dtype,
         "codec": config.codec or identity.dtype,
         "chunk_context": config.chunk_context,
@@ -69,7 +70,10 @@ def kept_answers(
         wanted |= {
             "auxiliary_sha256": identity.auxiliary_sha256,
             "auxiliary_tokenizer_sha256": identity.auxiliary_tokenizer_sha256,
+            "auxiliary_device": _kind(config.auxiliary_device or config.device),
         }
+    for name in ("device", "auxiliary_device"):
+        settings[name] = _kind(settings.get(name) or "")
     if other := [f"{key} is {settings.get(key)!r}" for key, value in wanted.items() if settings.get(key) != value]:
         raise ConfigurationError(
             f"expected answers with the certified models and versions in {folder}, and there {', '.join(other)}. "
@@ -107,6 +111,11 @@ def guarantee_of(answers: Mapping[float, Pairs], most: float) -> Guarantee:
 
 def _chunks(texts: Sequence[str]) -> tuple[RecordChunk, ...]:
     return tuple(RecordChunk("", text) for text in texts)
+
+
+def _kind(device: str) -> str:
+    """``cuda`` of ``cuda:1``."""
+    return device.partition(":")[0]
 
 
 def _plain(method: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from .records import Record
 from .tables import (
+    LENGTHS_TITLE,
     Cell,
     Column,
     Rows,
     first_skipped,
     gate_table,
     headline,
+    lengths_table,
     notes,
     promise_table,
     score_title,
@@ -64,6 +66,7 @@ def to_html(comparison: Comparison, summary: dict[str, Any]) -> str:
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{title}</h1>\n<p>{escape(headline(summary))}</p>",
         _summary_table(summary),
+        _lengths(summary),
         _gate(summary),
         _tasks(summary),
         _skipped(summary),
@@ -101,6 +104,11 @@ def _rows(titles: Iterable[str], rows: Iterable[tuple[str, str]]) -> str:
 def _cell(cell: Cell) -> str:
     interval = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
     return f"<td>{escape(cell.text)}{interval}</td>"
+
+
+def _lengths(summary: dict[str, Any]) -> str:
+    says = "In words. <code>full-again</code> and <code>full-reordered</code>, if they were asked, are noise floors."
+    return _text_table(LENGTHS_TITLE, says, lengths_table(summary))
 
 
 def _gate(summary: dict[str, Any]) -> str:

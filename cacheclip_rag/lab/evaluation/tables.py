@@ -20,6 +20,7 @@ _SCORES = {
 }
 _SAME = ("equal_answers", "first_token_agreement")
 _PAIRED = "over the questions that both answered"
+LENGTHS_TITLE = "Equal answers by the length of full prefill's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,28 @@ def table(
 
 
 def console_tables(summary: dict[str, Any]) -> dict[str, Rows]:
-    """The brief tables, by title: of all questions, of each task, and of gates."""
+    """The brief tables, by title: of all questions, of each task, of lengths, and of gates."""
     tables = {f"{summary['dataset']}. {headline(summary)}": _as_text(*table(summary, brief=True))}
     tables |= {task_title(summary, task): _as_text(*table(summary, task, brief=True)) for task in summary["tasks"]}
+    lengths = lengths_table(summary)
+    tables |= {LENGTHS_TITLE: lengths} if lengths[1] else {}
     gate = gate_table(summary)
     tables |= {"With a confidence gate": gate} if gate[1] else {}
     promised = promise_table(summary)
     return tables | ({"Guaranteed with 95 % confidence, for questions like these": promised} if promised[1] else {})
+
+
+def lengths_table(summary: dict[str, Any]) -> Rows:
+    """Equal answers by the length of full prefill's. No rows if all lengths are alike."""
+    found = {label: row["equal_answers_by_words"] for label, row in summary["methods"].items()}
+    lengths = {name: each["n"] for row in found.values() for name, each in row.items()}
+    titles = ["Method", *(f"{name} words" for name in lengths)]
+    rows = [
+        [label, *(f"{row[name]['equal_answers']:.1%} of {row[name]['n']}" if name in row else "-" for name in lengths)]
+        for label, row in found.items()
+        if row
+    ]
+    return titles, rows if len(lengths) > 1 else []
 
 
 def gate_table(summary: dict[str, Any]) -> Rows:
@@ -191,7 +207,7 @@ def _columns(summary: dict[str, Any]) -> list[Column]:
         Column("Lost", "full is right and this is wrong, questions", _read("flips", "lost"), "{}", True),
         Column("Won", "the other way round", _read("flips", "won"), "{}", True),
         Column("p", "McNemar's: that chance alone splits lost and won so unevenly", _read("flips", "p"), "{:.2g}"),
-        *(_score(name) for name in summary["scores"] if name not in own),
+        *(column for name in summary["scores"] if name not in own for column in (_score(name), _difference(name))),
         Column("Equal answers", f"share that equal full's, {where}", _read("equal_answers"), "{:.1%}", True),
         Column("Equal first token", "the same of first tokens", _read("first_token_agreement"), "{:.1%}", True),
         _where_right("equal_answers", "Equal answers", "{:.1%}"),
@@ -208,7 +224,7 @@ def _own_score(name: str) -> list[Column]:
     title = score_title(name)
     return [
         _score(name, brief=True),
-        Column(f"{title} - full", f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", True),
+        _difference(name, brief=True),
         Column(f"{title}: no worse", f"whether its lower bound is above {-MARGIN}", _no_worse(name), "{}", True),
         Column(f"{title} / full", f"mean over full's {_PAIRED}", _read("share_of_full", name), "{:.1%}"),
         _where_right(name, title, "{:.3f}"),
@@ -218,6 +234,11 @@ def _own_score(name: str) -> list[Column]:
 def _score(name: str, *, brief: bool = False) -> Column:
     title, meaning = _SCORES.get(name, (name, "mean of this score"))
     return Column(title, f"{meaning}, over the questions scored so", _read(name), "{:.3f}", brief)
+
+
+def _difference(name: str, *, brief: bool = False) -> Column:
+    title = f"{score_title(name)} - full"
+    return Column(title, f"mean difference {_PAIRED}", _read("difference_to_full", name), "{:+.3f}", brief)
 
 
 def _where_right(key: str, title: str, shown: str) -> Column:
