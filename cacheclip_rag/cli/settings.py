@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..ingest.library import Library, LibrarySettings
+from ..ingest.library import MODELS, Library, LibrarySettings
+from ..models.load import is_gguf
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))
-_MODELS = ("primary", "auxiliary", "embedding")
 
 
 def merge_settings(library: Library | None, given: Mapping[str, Any]) -> LibrarySettings:
@@ -35,6 +35,7 @@ def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """The absolute path of a model's folder, because the next command may run in another folder."""
-    folder = Path(str(value)).expanduser()
-    return str(folder.resolve()) if name in _MODELS and (folder / "config.json").is_file() else value
+    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder."""
+    path = Path(str(value)).expanduser()
+    is_model = (path / "config.json").is_file() or (is_gguf(str(value)) and path.is_file())
+    return str(path.resolve()) if name in MODELS and is_model else value

@@ -23,6 +23,7 @@ import numpy as np
 from ..base.database import Database, may_be_whole, set_aside
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
 from ..config import EngineConfig
+from ..models.load import is_gguf
 from ..models.packaged.catalogue import packaged_name
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
@@ -72,9 +73,27 @@ class LibrarySettings:
         return EngineConfig.from_options(None, {**options, **fixed, "store": str(store)})
 
 
-def _same_model(value: Any) -> Any:
-    """A packaged model without ``packaged:``, which older stores do not write; any other setting as it is."""
-    return (packaged_name(value) if isinstance(value, str) else None) or value
+MODELS = ("primary", "auxiliary", "embedding")
+"""Settings that name a model."""
+
+
+def differences(mine: LibrarySettings, theirs: LibrarySettings, names: Iterable[str]) -> str:
+    """Which of these settings differ, in words; empty if none does."""
+    found = ((name, getattr(mine, name), getattr(theirs, name)) for name in names)
+    return "; ".join(f"{name} {there!r}, not {here!r}" for name, here, there in found if _differs(name, here, there))
+
+
+def _differs(name: str, mine: Any, theirs: Any) -> bool:
+    return bool(_same_model(mine) != _same_model(theirs) if name in MODELS else mine != theirs)
+
+
+def _same_model(name: str | None) -> str | None:
+    """A packaged model without ``packaged:``, which older stores do not write; the last part of a path, because files
+    may be moved (KV is found by digests, not by names); any other name as it is."""
+    if name is None or (packaged := packaged_name(name)):
+        return name and packaged
+    path = Path(name).expanduser()
+    return path.name if path.is_absolute() or is_gguf(name) or path.exists() else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +198,9 @@ class Library:
         known = self.settings
         if known is None:
             return
-        mine, theirs = asdict(settings), asdict(known)
-        names = [name for name in mine if _same_model(mine[name]) != _same_model(theirs[name])]
-        differences = [f"{name} {theirs[name]!r}, not {mine[name]!r}" for name in names]
-        if differences:
+        if found := differences(settings, known, asdict(settings)):
             raise ConfigurationError(
-                f"the store {self.folder} was made with {'; '.join(differences)}. Leave these options out to use this "
+                f"the store {self.folder} was made with {found}. Leave these options out to use this "
                 "store, or choose another folder."
             )
 

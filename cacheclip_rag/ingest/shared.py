@@ -34,7 +34,7 @@ from ..store.shared.place import SharedPlace, need
 from ..store.shared.store import SharedStore, read_store_file
 from ..store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from .documents import MARKDOWN_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, digest_file, find_files, read_document
-from .library import LibrarySettings
+from .library import LibrarySettings, differences
 from .splitting import Splitter
 from .text import HTML_SUFFIXES
 
@@ -257,16 +257,10 @@ def fix_settings(url: str, settings: LibrarySettings) -> None:
 
 def check_settings(url: str, settings: LibrarySettings) -> None:
     """Raise ConfigurationError unless these are the settings of a store's first ingestion, if there was one."""
-    known = read_settings(url)
-    mine, theirs = asdict(settings), asdict(known or settings)
-    differences = [
-        f"{n} {theirs[n]!r}, not {mine[n]!r}"
-        for n in mine
-        if mine[n] != theirs[n] and n not in ("namespace", "embedding")
-    ]
-    if differences:
+    names = [name for name in asdict(settings) if name not in ("namespace", "embedding")]
+    if found := differences(settings, read_settings(url) or settings, names):
         raise ConfigurationError(
-            f"the store {url} was made with {'; '.join(differences)}. Leave these options out, or create another store."
+            f"the store {url} was made with {found}. Leave these options out, or create another store."
         )
 
 

@@ -23,6 +23,7 @@ from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.cli import app, main
 from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
+from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
@@ -234,6 +235,18 @@ def test_ask_may_leave_the_auxiliary_out(cacheclip: Any, stored: Path) -> None:
     assert (
         again["stats"]["method"] == "cacheclip" and again["stats"]["fallback"] is None
     )  # the store is what it was made with
+
+
+def test_models_in_the_present_folder_are_kept_by_their_absolute_paths(
+    models: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next command may run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.gguf").touch()
+    Path("model").symlink_to(models[models.index("--primary") + 1])
+    given = given_settings({"primary": "tiny.gguf", "auxiliary": "model", "namespace": "tiny.gguf"})
+    assert given["primary"] == str(tmp_path.resolve() / "tiny.gguf") and Path(given["auxiliary"]).is_absolute()
+    assert given["namespace"] == "tiny.gguf" and given_settings({"primary": "gone.gguf"}) == {"primary": "gone.gguf"}
 
 
 def test_ask_where_ingestion_never_succeeded(cacheclip: Any, models: list[str], tmp_path: Path) -> None:

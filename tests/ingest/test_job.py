@@ -540,3 +540,25 @@ def test_a_packaged_model_is_the_same_with_and_without_its_prefix(tmp_path: Path
     )
     with pytest.raises(ConfigurationError, match="was made with primary 'smollm2-135m', not 'packaged:gemma-3-270m'"):
         library.check_settings(dataclasses.replace(known, primary="packaged:gemma-3-270m"))
+
+
+@pytest.mark.parametrize(
+    ("made", "now"),
+    [
+        ("/old/tiny-llama", "/new/place/tiny-llama"),
+        ("/old/tiny.Q4_K_M.gguf", "./tiny.Q4_K_M.gguf"),
+        ("/old/tiny.gguf", "/new/tiny.gguf"),
+    ],
+)
+def test_a_model_that_was_moved_is_the_same(tmp_path: Path, made: str, now: str) -> None:
+    """By the last part of its path: KV is found by digests."""
+    known = dataclasses.replace(LibrarySettings(), primary=made, auxiliary=made)
+    Library(tmp_path).fix_settings(known)
+    Library(tmp_path).check_settings(dataclasses.replace(known, primary=now, auxiliary=now))
+    for other in (now.replace("tiny", "other"), "owner/tiny-llama", None):
+        with pytest.raises(ConfigurationError, match=re.escape(f"auxiliary {made!r}, not {other!r}. Leave")):
+            Library(tmp_path).check_settings(dataclasses.replace(known, auxiliary=other))
+    library = Library(tmp_path / "another")
+    library.fix_settings(dataclasses.replace(known, namespace="/a/b"))
+    with pytest.raises(ConfigurationError, match="was made with namespace '/a/b', not '/c/b'"):
+        library.check_settings(dataclasses.replace(known, namespace="/c/b"))
