@@ -35,7 +35,9 @@ def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder."""
+    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder. A file
+    keeps its name, by which it is known as GGUF, and its parts are found: it may be a link to another one."""
     path = Path(str(value)).expanduser()
-    is_model = (path / "config.json").is_file() or (is_gguf(str(value)) and path.is_file())
-    return str(path.resolve()) if name in MODELS and is_model else value
+    if name in MODELS and (path / "config.json").is_file():
+        return str(path.resolve())
+    return str(path.absolute()) if name in MODELS and is_gguf(path.name) and path.is_file() else value

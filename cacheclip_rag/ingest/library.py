@@ -79,19 +79,22 @@ MODELS = ("primary", "auxiliary", "embedding")
 
 def differences(mine: LibrarySettings, theirs: LibrarySettings, names: Iterable[str]) -> str:
     """Which of these settings differ, in words; empty if none does."""
-    found = ((name, getattr(mine, name), getattr(theirs, name)) for name in names)
-    return "; ".join(f"{name} {there!r}, not {here!r}" for name, here, there in found if _differs(name, here, there))
-
-
-def _differs(name: str, mine: Any, theirs: Any) -> bool:
-    return bool(_same_model(mine) != _same_model(theirs) if name in MODELS else mine != theirs)
+    found = []
+    for name in names:
+        here, there = getattr(mine, name), getattr(theirs, name)
+        is_same = _same_model(here) == _same_model(there) if name in MODELS else here == there
+        if not is_same:
+            found.append(f"{name} {there!r}, not {here!r}")
+    return "; ".join(found)
 
 
 def _same_model(name: str | None) -> str | None:
     """A packaged model without ``packaged:``, which older stores do not write; the last part of a path, because files
     may be moved (KV is found by digests, not by names); any other name as it is."""
-    if name is None or (packaged := packaged_name(name)):
-        return name and packaged
+    if name is None:
+        return None
+    if packaged := packaged_name(name):
+        return packaged
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or is_gguf(name) or path.exists() else name
 
