@@ -28,4 +28,5 @@ def read_tensors(path: Path, *, version: int | None = None) -> tuple[dict[str, t
         header = dict(file.metadata() or {})
         if version is not None and header.get("format") != str(version):
             raise ValueError(f"its format is {header.get('format')}, this version reads {version}")
-        return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118 (not a dict)
+        # copies: tensors in a mapped file would change with it
+        return {name: file.get_tensor(name).clone() for name in file.keys()}, header  # noqa: SIM118 (not a dict)

@@ -31,6 +31,7 @@ class Embedder:
         except ImportError as error:
             raise MissingExtraError("sentence-transformers", "ingest") from error
         from ..runtime.transformers.text import quiet_transformers
+        from ..runtime.transformers.weight_files import copy_mapped
 
         self._process = os.getpid()
         check_device(device := choose_device(self._device))
@@ -39,7 +40,8 @@ class Embedder:
         folder = resolve(self.name)
         try:
             with quiet_transformers():
-                return SentenceTransformer(str(folder), device=device, local_files_only=True, trust_remote_code=False)
+                options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+                model = SentenceTransformer(str(folder), device=device, **options)
         except (OSError, ValueError, KeyError) as error:
             if "trust_remote_code" in str(error):
                 raise ModelError(
@@ -50,6 +52,8 @@ class Embedder:
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "
                 f"id of one, for instance {DEFAULT_EMBEDDING!r}."
             ) from error
+        copy_mapped(model)
+        return model
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """``(num_texts, dimensions)`` float32; each row has length 1, so that the inner product is the cosine."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import CacheClipError
+from .fingerprint import states_of
 from .load import is_gguf, packaged_gguf, resolve
 from .packaged.catalogue import PACKAGED_MODELS, PackagedModel, packaged_name
 from .packaged.pull import gguf_path, model_folder
@@ -61,7 +62,8 @@ def _header(name: str) -> GgufWeights | None:
     from ..runtime.llamacpp.weights import read_header
 
     try:
-        return read_header(resolve(name), name)
+        file = resolve(name)
+        return read_header(file, name, states_of([file]))
     except CacheClipError:
         return None
 

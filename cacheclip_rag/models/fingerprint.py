@@ -31,25 +31,29 @@ _SPREAD_BYTES = 1 << 18
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
+_READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
+
 FileState = tuple[str, int, int, int, int]
+"""Path, inode, size, time of change and of modification (ns)."""
 
 
-def file_states(folder: Path) -> list[FileState]:
-    """Path, inode, size, time of change and of modification (ns) of the files behind the fingerprint."""
-    return states_of((folder / "config.json", *_weight_files(folder)))
+def file_states(folder: Path) -> tuple[FileState, ...]:
+    """States of the files that a model is loaded from: config, weights, tokenizer, chat templates."""
+    found = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    return states_of(sorted(file for file in found if file.suffix in _READ_SUFFIXES and file.is_file()))
 
 
-def states_of(files: Iterable[Path]) -> list[FileState]:
+def states_of(files: Iterable[Path]) -> tuple[FileState, ...]:
     """The same of some files."""
     stats = ((file, file.stat()) for file in files)
-    return [(os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats]
+    return tuple((os.fspath(f), s.st_ino, s.st_size, s.st_ctime_ns, s.st_mtime_ns) for f, s in stats)
 
 
 def fingerprint(folder: Path) -> str:
     """``WEIGHTS:CONFIG``, the SHA-256 of each. Head sets refer to the weights only, because a config may change without
     them."""
     config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    identity = repr(file_states(folder)[1:]).encode()
+    identity = repr(states_of(_weight_files(folder))).encode()
     memo = cache_home() / "fingerprints" / f"{hashlib.sha256(identity).hexdigest()}.json"
     sample = _sample(folder)
     weights = _remembered(memo, sample)

@@ -28,7 +28,7 @@ from ..base.errors import (
 from ..base.machine import computes_bfloat16
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
-from .fingerprint import file_states, fingerprint, gguf_digest, gguf_parts, is_part, states_of
+from .fingerprint import FileState, file_states, fingerprint, gguf_digest, gguf_parts, is_part, states_of
 from .packaged.catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .packaged.pull import known_names, pull, pull_gguf
 
@@ -59,7 +59,11 @@ DEVICE_MAPS = ("balanced", "balanced_low_0", "sequential")
 RuntimeFactory = Callable[..., "Runtime"]
 """Called with ``(name, dtype=..., device=...)``; returns a runtime."""
 
-_registry: dict[tuple[str, str, str], Runtime] = {}
+_ModelKey = tuple[str, str, str]
+"""Folder, file or name of a model; its dtype, or what stands for it; its device."""
+
+_registry: dict[tuple[_ModelKey, tuple[FileState, ...]], Runtime] = {}
+"""Loaded models, by key and by the states of the files that they were loaded from."""
 _registry_lock = threading.Lock()
 _factories: dict[str, RuntimeFactory] = {}
 
@@ -152,21 +156,31 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     dtype = _choose_dtype(name, device) if dtype == "auto" else dtype
     scheme, _, rest = name.partition(":")
     if rest and scheme in _factories:
-        with _registry_lock:
-            if (name, dtype, device) not in _registry:
-                _registry[name, dtype, device] = _factories[scheme](rest, dtype=dtype, device=device)
-            return _registry[name, dtype, device]
+        return _shared((name, dtype, device), (), lambda: _factories[scheme](rest, dtype=dtype, device=device))
     if is_gguf(name):
         return _load_gguf(name, device)
     packaged = packaged_name(name)
     if packaged and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
     folder = resolve(name)
-    key = (str(folder), dtype, device)
+    files = _read(name, _FOLDER, lambda: file_states(folder))
+    return _shared(
+        (str(folder), dtype, device),
+        files,
+        lambda: _read(name, _FOLDER, lambda: _load(folder, name, dtype, device, files)),
+    )
+
+
+def _shared(key: _ModelKey, files: tuple[FileState, ...], load: Callable[[], Runtime]) -> Runtime:
+    """The loaded model of a key, loaded if there is none of ``files`` as they are now. Engines that have one of earlier
+    files keep it."""
     with _registry_lock:
-        if key not in _registry:
-            _registry[key] = _read(name, _FOLDER, lambda: _load(folder, name, dtype, device))
-        return _registry[key]
+        if (key, files) not in _registry:
+            found = load()
+            for earlier in [each for each in _registry if each[0] == key]:
+                del _registry[earlier]
+            _registry[key, files] = found
+        return _registry[key, files]
 
 
 def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], list[int]]:
@@ -176,20 +190,23 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
     if name.partition(":")[0] in _factories:
         runtime = load_any(name, dtype=dtype, device=device)
         return lambda text: list(runtime.tokenize(text).ids)
-    return _gguf_encoder(resolve(name), name) if is_gguf(name) else _encoder(resolve(name), name)
+    place = resolve(name)
+    if is_gguf(name):
+        return _gguf_encoder(place, name, states_of([place]))
+    return _encoder(place, name, _read(name, _FOLDER, lambda: file_states(place)))
 
 
 @lru_cache(8)
-def _gguf_encoder(file: Path, name: str) -> Callable[[str], list[int]]:
+def _gguf_encoder(file: Path, name: str, files: tuple[FileState, ...]) -> Callable[[str], list[int]]:
     from ..runtime.llamacpp.vocabulary import Vocabulary
     from ..runtime.llamacpp.weights import read_header
 
-    vocabulary = Vocabulary(read_header(file, name))
+    vocabulary = Vocabulary(read_header(file, name, files))
     return lambda text: list(vocabulary.tokenize(text, control=False).ids)
 
 
 @lru_cache(8)
-def _encoder(folder: Path, name: str) -> Callable[[str], list[int]]:
+def _encoder(folder: Path, name: str, files: tuple[FileState, ...]) -> Callable[[str], list[int]]:
     return partial(_load_tokenizer(folder, name).encode, add_special_tokens=False)
 
 
@@ -204,25 +221,27 @@ def load_planning(
     import torch
 
     from ..runtime.transformers.planning import PlanningRuntime
+    from ..runtime.transformers.weight_files import check_layers
+    from .memory import tensor_names
 
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
     folder = resolve(name)
+    files = _read(name, _FOLDER, lambda: file_states(folder))
+
+    def load() -> Runtime:
+        config, tokenizer = _open(folder, name, quantised=True)
+        changed = quantization if quantization_of(folder) is None else None
+        identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
+        check_unchanged(file_states(folder), files, name, folder)
+        runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
+        check_layers(runtime.model, tensor_names(folder), name)
+        runtime.backend, runtime.files = backend, files
+        runtime.check()
+        return runtime
+
     key = (str(folder), dtype, f"none {quantization} {backend}")
-    with _registry_lock:
-        if key not in _registry:
-
-            def load() -> Runtime:
-                config, tokenizer = _open(folder, name, quantised=True)
-                changed = quantization if quantization_of(folder) is None else None
-                identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
-                runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
-                runtime.backend = backend
-                runtime.check()
-                return runtime
-
-            _registry[key] = _read(name, _FOLDER, load)
-        return cast("PlanningRuntime", _registry[key])
+    return cast("PlanningRuntime", _shared(key, files, lambda: _read(name, _FOLDER, load)))
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -333,19 +352,19 @@ def _load_gguf(name: str, device: str) -> Runtime:
 
     _check_llama_device(device)  # before a long download
     file = resolve(name)
-    key = (str(file), "gguf", device)
-    with _registry_lock:
-        if key not in _registry:
-            parts = gguf_parts(file)
-            states = states_of(parts)
-            check_room(sum(size for _, _, size, _, _ in states), name, device)
-            digest = gguf_digest(parts)
-            check_header(file, name, digest)
-            weights = GgufWeights(file, name, device=device)
-            _check_unchanged(states_of(parts), states, name, file)
-            free = partial(free_bytes, device)
-            _registry[key] = LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order, free_bytes=free)
-        return _registry[key]
+    parts = gguf_parts(file)
+    files = states_of(parts)
+
+    def load() -> Runtime:
+        check_room(sum(size for _, _, size, _, _ in files), name, device)
+        digest = gguf_digest(parts)
+        check_header(file, name, digest)
+        weights = GgufWeights(file, name, device=device)
+        check_unchanged(states_of(parts), files, name, file)
+        free = partial(free_bytes, device)
+        return LlamaRuntime(weights, digest=digest, name=name, fuse=fuse_in_order, free_bytes=free)
+
+    return _shared((str(file), "gguf", device), files, load)
 
 
 def _llama_has_gpu() -> bool:
@@ -380,7 +399,7 @@ def _check_llama_device(device: str) -> None:
         )
 
 
-def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
+def _load(folder: Path, name: str, dtype: str, device: str, files: tuple[FileState, ...]) -> Runtime:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -388,10 +407,10 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     from ..runtime.transformers.model import ModelRuntime
     from ..runtime.transformers.packed_weights import pack_weights
     from ..runtime.transformers.text import quiet_transformers
+    from ..runtime.transformers.weight_files import check_tensors, copy_mapped
     from .memory import check_fits
 
     check_device(device)
-    states = file_states(folder)
     config, tokenizer = _open(folder, name)
     check_fits(folder, name, getattr(torch, dtype), device)
     options: dict[str, Any] = {
@@ -403,20 +422,27 @@ def _load(folder: Path, name: str, dtype: str, device: str) -> Runtime:
     if device in DEVICE_MAPS:
         options["device_map"] = device
     with quiet_transformers():
-        load = AutoModelForCausalLM.from_pretrained
-        model = _read(name, "*.safetensors", lambda: load(folder, **options))
-    if device not in DEVICE_MAPS and getattr(config, "quantization_config", None) is None:
+        load = partial(AutoModelForCausalLM.from_pretrained, output_loading_info=True)
+        model, found = _read(name, "*.safetensors", lambda: load(folder, **options))
+    check_tensors(model, found, name)
+    if device not in DEVICE_MAPS:
         model = model.to(device)
+    elif "disk" in getattr(model, "hf_device_map", {}).values():
+        raise ModelError(
+            f"model {name!r} does not fit in the memory of the devices and the processor, and weights on disk would be "
+            "read in every pass. Use a smaller model, or more devices."
+        )
     pack_weights(model)
+    copy_mapped(model)
     logger.debug("loaded %s from %s as %s on %s", name, folder, dtype, device)
     identity = {"name": name, "fingerprint": f"{fingerprint(folder)}:{dtype}"}
-    _check_unchanged(file_states(folder), states, name, folder)
+    check_unchanged(file_states(folder), files, name, folder)
     runtime = ModelRuntime(model, tokenizer, fuse=fuse, **identity)
     runtime.check()
     return runtime
 
 
-def _check_unchanged(after: object, before: object, name: str, place: Path) -> None:
+def check_unchanged(after: object, before: object, name: str, place: Path) -> None:
     if after != before:
         raise ModelError(
             f"the files of model {name!r} in {place} changed while it was loaded, so it is not known what was loaded. "

@@ -67,8 +67,13 @@ def weights_dtype(folder: Path) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Names of a checkpoint's tensors; none if a header cannot be read."""
+    return [each["name"] for each in _tensors(folder)]
+
+
 def _tensors(folder: Path) -> list[dict[str, Any]]:
-    """Headers of all tensors of a checkpoint; none if one cannot be read."""
+    """Names and headers of all tensors of a checkpoint; none if one cannot be read."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -90,7 +95,7 @@ def _header(path: Path) -> list[dict[str, Any]]:
         if length > path.stat().st_size:
             raise ValueError("no safetensors file")
         header = json.loads(file.read(length))
-    return [each for key, each in header.items() if key != "__metadata__"]
+    return [{**each, "name": key} for key, each in header.items() if key != "__metadata__"]
 
 
 def free_bytes(device: str) -> int | None:

@@ -226,7 +226,7 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
                     f"layer {name} ({type(layer.impl).__name__}) writes its cache within another operation, so that no "
                     "other KV can be written. Choose another backend with --attention-backend."
                 )
-        runner = None if self._settings.store is None else model_runner(self._vllm_config)
+        runner = model_runner(self._vllm_config, self._runtime.files)
         self._loader = Loader(
             {extract_layer_index(name): layer for name, layer in chosen.items()},
             self._settings,

@@ -26,7 +26,7 @@ from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
 from .scheduling import Load
-from .stored import LayersAhead, StoredInterval, check_shape, slots_of, used_pieces
+from .stored import LayersAhead, StoredInterval, check_fits, slots_of, used_pieces
 
 if TYPE_CHECKING:
     from .rows import RowRunner
@@ -281,7 +281,7 @@ class Loader:
         if each.load.plan is not None and not is_late:
             try:
                 each.kv = {key: future.result() for key, future in entries.items()}
-                check_shape(each.load.plan, each.kv, self._runtime, self._heads)
+                check_fits(each.load.plan, each.kv, self._runtime, self._heads)
             except Exception as error:
                 failed = error
         if group.world_size > 1:

@@ -158,9 +158,11 @@ def used_pieces(plan: FusionPlan) -> list[StoredPiece]:
     ]
 
 
-def check_shape(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime, heads: slice | None = None) -> None:
-    """Raise ValueError unless all pieces that are used are in entries of this model's shape, of all KV heads or of
-    ``heads``."""
+def check_fits(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime, heads: slice | None = None) -> None:
+    """Raise ValueError unless a plan is for this model's weights, and all pieces that are used are in entries of its
+    shape, of all KV heads or of ``heads``."""
+    if plan.model != runtime.fingerprint:
+        raise ValueError("the plan is for other weights than this process loaded")
     shape = (runtime.num_layers, 2, runtime.head_dim)
     counts = (runtime.num_kv_heads, runtime.num_kv_heads if heads is None else heads.stop - heads.start)
     for piece in used_pieces(plan):

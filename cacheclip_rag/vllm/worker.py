@@ -9,14 +9,19 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_runners: list[weakref.ref[Any]] = []
-"""The model runners of this process, once their weights are loaded. Several engines can live in one process."""
+from ..models.fingerprint import file_states
+from ..models.load import check_unchanged, resolve
+
+_runners: list[tuple[weakref.ref[Any], tuple[object, ...]]] = []
+"""The model runners of this process, once their weights are loaded, and the states of the files that they were loaded
+from. Several engines can live in one process."""
 
 
-def model_runner(vllm_config: Any) -> Any:
+def model_runner(vllm_config: Any, files: tuple[object, ...]) -> Any:
     """The model runner of an engine in this process, by its config or a copy of it with the same ``model_config``.
-    Raises ValueError if the engine was started with another worker class, or with several connectors."""
-    for known in reversed(_runners):
+    Raises ValueError if the engine was started with another worker class, or with several connectors, or if its weights
+    were loaded from files in other states than ``files``."""
+    for known, loaded in reversed(_runners):
         runner = known()
         if runner is None or runner.vllm_config.model_config is not vllm_config.model_config:
             continue
@@ -24,6 +29,11 @@ def model_runner(vllm_config: Any) -> Any:
             raise ValueError(
                 "MultiConnector is not supported: other connectors would keep approximate KV as that of its tokens, "
                 "and give it to plain requests. Give vLLM cacheclip's connector alone."
+            )
+        if loaded != files:
+            raise ValueError(
+                f"the files of model {vllm_config.model_config.model} changed after vLLM loaded its weights, so stored "
+                "KV may be of other weights. Start vLLM again."
             )
         return runner
     raise ValueError(
@@ -38,8 +48,12 @@ def _telling(base: type[Any]) -> type[Any]:
         """The hook of :meth:`shift_positions`."""
 
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            name = self.vllm_config.model_config.model
+            folder = resolve(name)
+            files = file_states(folder)
             result = super().load_model(*args, **kwargs)
-            _runners.append(weakref.ref(self.model_runner))
+            check_unchanged(file_states(folder), files, name, folder)
+            _runners.append((weakref.ref(self.model_runner), files))
             return result
 
         def shift_positions(self, by: int) -> None:

@@ -19,7 +19,7 @@ from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import ChunkStore, DiskBackend, FrameError, StoreReader, TenantStore, codecs
 from cacheclip_rag.vllm.passes import passes
 from cacheclip_rag.vllm.planner import Planner
-from cacheclip_rag.vllm.stored import StoredInterval, check_shape
+from cacheclip_rag.vllm.stored import StoredInterval, check_fits
 from tests.conftest import CHUNKS, rag_prompt
 
 OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}
@@ -64,7 +64,7 @@ def carry_out(
     assert isinstance(runtime, ModelRuntime)
     reader = StoreReader(engine.config.store, plan.namespace)
     entries = {piece.key: reader.get(piece.key, codec=plan.codec) for piece in plan.pieces}
-    check_shape(plan, entries, runtime)
+    check_fits(plan, entries, runtime)
     ids, heads = torch.tensor(plan.token_ids), slice(0, runtime.num_kv_heads)
     cache = runtime.new_cache(len(ids)) if cache is None else cache
     cache.extend_to(len(ids))
@@ -276,7 +276,7 @@ class TestReader:
         reader = StoreReader(made["engine"].config.store, "default")
         entries = {piece.key: reader.get(piece.key, codec="float32") for piece in fusion.pieces}
         with pytest.raises(ValueError, match="does not fit"):
-            check_shape(moved, entries, made["engine"].primary)
+            check_fits(moved, entries, made["engine"].primary)
 
 
 def test_runs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -227,3 +228,33 @@ class TestSplit:
     def test_another_part_than_the_first(self, first: Path) -> None:
         with pytest.raises(ModelError, match="first split"):
             engine_of(max(first.parent.iterdir())).generate(PROMPT)
+
+
+class TestWeightsAreThoseOfTheFile:
+    @pytest.mark.parametrize("name", [b"blk.1.attn_k.weight", b"blk.0.ffn_down.weight", b"output_norm.weight"])
+    def test_a_tensor_is_missing(self, files: dict[str, Path], tmp_path: Path, name: bytes) -> None:
+        content = files["qwen2"].read_bytes()
+        assert content.count(name) == 1
+        file = tmp_path / "model.gguf"
+        file.write_bytes(content.replace(name, b"no" + name[2:]))
+        with pytest.raises(ModelError, match=name.decode()):
+            engine_of(file).generate(PROMPT)
+
+    def test_a_running_engine_keeps_its_weights(self, files: dict[str, Path], tmp_path: Path) -> None:
+        file = Path(shutil.copy(files["qwen2"], tmp_path / "model.gguf"))
+        engine = engine_of(file, tmp_path / "s")
+        engine.precompute(list(CHUNKS))
+        before = engine.generate(PROMPT, max_tokens=4)
+        assert str(file) not in Path("/proc/self/maps").read_text()
+        with file.open("r+b") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(bytes(file.stat().st_size // 2))
+        after = engine.generate(PROMPT, max_tokens=4)
+        assert before.stats.hits == after.stats.hits > 0 and after.token_ids == before.token_ids
+
+    def test_a_new_engine_has_the_new_ones(self, files: dict[str, Path], tmp_path: Path) -> None:
+        file = Path(shutil.copy(files["qwen2"], tmp_path / "model.gguf"))
+        old = engine_of(file).primary
+        shutil.copy(files["llama"], tmp_path / "new").rename(file)
+        new = engine_of(file).primary
+        assert new.fingerprint != old.fingerprint and engine_of(file).primary is new

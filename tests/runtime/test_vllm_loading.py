@@ -7,6 +7,7 @@ computed.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,10 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
+from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader, joined
 from cacheclip_rag.store.shared.care import create
@@ -415,36 +418,63 @@ class TestWorker:
     class Base:
         """In place of vLLM's worker."""
 
+        def __init__(self, folder: Path, *, changes: bool = False) -> None:
+            self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(folder)))
+            self.folder, self.changes = folder, changes
+
         def load_model(self) -> str:
             self.model_runner = Runner()
+            if self.changes:
+                os.utime(self.folder / "model.safetensors")
             return "loaded"
 
-    def test_tells_its_model_runner(self) -> None:
-        several = [_telling(self.Base)() for _ in range(2)]
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).write_text("{}")
+        return tmp_path
+
+    def test_tells_its_model_runner(self, folder: Path) -> None:
+        several = [_telling(self.Base)(folder) for _ in range(2)]
         assert [each.load_model() for each in several] == ["loaded"] * 2
         for each in several:
-            assert model_runner(each.model_runner.vllm_config) is each.model_runner
+            assert model_runner(each.model_runner.vllm_config, file_states(folder)) is each.model_runner
         with pytest.raises(ValueError, match="worker class of this package"):
-            model_runner(SimpleNamespace(model_config=object()))
+            model_runner(SimpleNamespace(model_config=object()), file_states(folder))
         config = several.pop().model_runner.vllm_config
         del each
         with pytest.raises(ValueError, match="worker class of this package"):
-            model_runner(config)  # its engine is gone
+            model_runner(config, file_states(folder))  # its engine is gone
 
-    def test_several_connectors(self) -> None:
+    def test_its_weights_are_those_of_the_fingerprint(self, folder: Path) -> None:
+        worker = _telling(self.Base)(folder)
+        worker.load_model()
+        replaced = folder / "new"
+        replaced.write_text("{}")
+        replaced.rename(folder / "model.safetensors")
+        config = worker.model_runner.vllm_config
+        config.model_config = worker.vllm_config.model_config
+        with pytest.raises(ValueError, match=r"changed after vLLM loaded .* Start vLLM again"):
+            model_runner(config, file_states(folder))
+
+    def test_files_that_change_while_it_loads(self, folder: Path) -> None:
+        with pytest.raises(ModelError, match="changed while it was loaded"):
+            _telling(self.Base)(folder, changes=True).load_model()
+
+    def test_several_connectors(self, folder: Path) -> None:
         """vLLM gives each of them a copy of its config."""
-        worker = _telling(self.Base)()
+        worker = _telling(self.Base)(folder)
         worker.load_model()
         own = worker.model_runner.vllm_config
         copied = copy.copy(own)
-        assert model_runner(copied) is worker.model_runner
+        assert model_runner(copied, file_states(folder)) is worker.model_runner
         copied.kv_transfer_config = SimpleNamespace(kv_connector="CacheClipConnector")
         own.kv_transfer_config = SimpleNamespace(kv_connector="MultiConnector")
         with pytest.raises(ValueError, match="MultiConnector is not supported"):
-            model_runner(copied)
+            model_runner(copied, file_states(folder))
 
-    def test_shifts_positions_until_it_is_told_otherwise(self) -> None:
-        worker = _telling(self.Base)()
+    def test_shifts_positions_until_it_is_told_otherwise(self, folder: Path) -> None:
+        worker = _telling(self.Base)(folder)
         worker.load_model()
         model = worker.model_runner.get_model()
         seen = []

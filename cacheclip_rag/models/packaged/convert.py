@@ -25,6 +25,7 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
 
     from ...base.progress import progress_bar
     from ...runtime.transformers.text import quiet_transformers
+    from ...runtime.transformers.weight_files import check_tensors
 
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf_file.parent),
@@ -32,7 +33,8 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
         "trust_remote_code": False,
     }
     with quiet_transformers(), progress_bar(f"converting {name}", 3, "steps") as advance:
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        model, found = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+        check_tensors(model, found, name)
         advance(1)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         advance(2)

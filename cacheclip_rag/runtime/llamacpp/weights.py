@@ -73,6 +73,8 @@ class GgufWeights:
         api = library()
         params = api.llama_model_default_params()
         params.vocab_only = vocabulary_only
+        # weights in a mapped file would change with it, and the process would end if the file got shorter
+        params.load_mode, params.lazy_mode = api.LLAMA_LOAD_MODE_NONE, api.LLAMA_LAZY_MODE_OFF
         params.n_gpu_layers = 0 if device == "cpu" else 1 << 20
         _, _, number = device.partition(":")
         if number:  # one GPU of several
@@ -154,6 +156,6 @@ class GgufWeights:
 
 
 @lru_cache(8)
-def read_header(path: Path, name: str) -> GgufWeights:
-    """Header and vocabulary of a file, without its weights."""
+def read_header(path: Path, name: str, state: object) -> GgufWeights:
+    """Header and vocabulary of a file, without its weights; read once while the file's ``state`` stays."""
     return GgufWeights(path, name, vocabulary_only=True)

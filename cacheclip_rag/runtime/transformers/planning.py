@@ -25,6 +25,8 @@ class PlanningRuntime(ModelRuntime):
 
     can_score = keeps_prefixes = can_extend = False
     _encoder: Encoder | None = None
+    files: tuple[object, ...] = ()
+    """States of the files behind the fingerprint."""
 
     def __init__(
         self, folder: Path, config: Any, tokenizer: Any, *, name: str, fingerprint: str, dtype: torch.dtype
