@@ -128,9 +128,9 @@ class _Decoding:
         self._most = min(params.max_tokens, runtime.context_tokens - self.cache.position_of(self._num_prompt))
 
     def events(self) -> Iterator[Event]:
-        """The answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
+        """An event a token: the answer's text as it becomes final, but for what :meth:`TextStream.flush` holds."""
         while True:
-            yield from self._read_last()
+            yield self._read_last()
             if self._beside.asks_after:
                 is_last = self.has_ended or len(self.ids) >= self._params.max_tokens
                 if is_last and ((rest := self.stream.flush()) or self.stream.revised_from is not None):
@@ -142,19 +142,18 @@ class _Decoding:
                 return
             self.ids.append(self._sampler.pick(self._next_logits()))
 
-    def _read_last(self) -> Iterator[Event]:
-        self.has_ended = self.ids[-1] in self._runtime.eos_ids
-        if self.has_ended:
-            return
-        piece = self.stream.push(self.ids[-1])
-        self.has_ended = self.stream.stopped
+    def _read_last(self) -> Event:
+        """The event of the last token, also if its text waits: the first event ends the turn of a prompt, and at each
+        one the reader may leave."""
+        is_end = self.ids[-1] in self._runtime.eos_ids
+        piece = "" if is_end else self.stream.push(self.ids[-1])
+        self.has_ended = is_end or self.stream.stopped
         may_withdraw = self._beside.may_withdraw
         reasoning = "" if may_withdraw else self.stream.reasoning
         revised_from, self.stream.revised_from = self.stream.revised_from, None
-        if piece or reasoning or revised_from is not None:
-            if reasoning:
-                self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
-            yield Event(piece, None, revised_from, not may_withdraw, reasoning=reasoning)
+        if reasoning:
+            self.reasoning, self.stream.reasoning = self.reasoning + reasoning, ""
+        return Event(piece, None, revised_from, not may_withdraw, reasoning=reasoning)
 
     def _settle(self) -> bool:
         """Let what is beside the answer go on. Returns whether the last token is another one now."""

@@ -86,7 +86,7 @@ class Answering:
             clock, turns, cleared = PhaseClock(), turns_of(runtime), kv_sources.prefix_cache.cleared
             read = self._read(request, kv_sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.answer():
-            with turns.prompt():  # until the first text is there: most first tokens have one
+            with turns.prompt():  # until the first token is there, whether or not its text waits
                 with waiting_at_most(ANSWER_WAIT_S):
                     plan, prefilled = self._plan_and_prefill(request, read, kv_sources, clock, self.observers)
                 verification = _verification(request, plan.method, kv_sources, cleared, prefilled)

@@ -180,10 +180,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of a streamed answer."""
+    """One step of a streamed answer: an event a token at least, and a last one."""
 
     text: str
-    """New text since the last event. All texts joined are the answer, if no event is a revision."""
+    """New text since the last event; empty while text waits. All texts joined are the answer, if no event is a
+    revision."""
     answer: Answer | None = None
     """Set on the last event only."""
     revised_from: int | None = None

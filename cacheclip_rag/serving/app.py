@@ -243,17 +243,16 @@ class App:
         return self._counters.text(running=self._queue.running, waiting=self._queue.waiting)
 
     async def events(self, questions: Sequence[ServedQuestion]) -> AsyncGenerator[Event, None]:
-        """Events of the answers to one request, one answer after the other, when it is its turn. The seconds that each
-        waited are in its statistics."""
+        """Events of the answers to one request, one answer after the other, each when it is its turn: others come in
+        between. The seconds that each waited are in its statistics."""
         began = time.perf_counter()
-        needed = max(map(self.backend.kv_bytes, questions))
-        async with self._queue.place(questions[0].tenant, needed) as started:
-            for number, question in enumerate(questions, 1):
+        for number, question in enumerate(questions):
+            needed = self.backend.kv_bytes(question)
+            async with self._queue.place(question.tenant, needed, goes_on=number > 0) as started:
                 waited_s = time.perf_counter() - began
                 async with aclosing(self.backend.answer(question)) as events:
                     async for event in events:
-                        if number == len(questions):
-                            started()
+                        started()
                         yield event if event.answer is None else replace(event, answer=_waited(event.answer, waited_s))
 
     def count(self, path: str, status: int) -> None:

@@ -66,14 +66,17 @@ class Queue:
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
-    async def place(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[Callable[[], None]]:
+    async def place(
+        self, tenant: str, num_bytes: int = 0, *, goes_on: bool = False
+    ) -> AsyncIterator[Callable[[], None]]:
         """The place of one answer that needs so much KV. Gives a function to be called when its first token is there.
-        Raises QueueFull: too many of the tenant's wait already (429, with ``Retry-After``)."""
+        Raises QueueFull: too many of the tenant's wait already (429, with ``Retry-After``), unless the answer is the
+        next one of a request that ``goes_on``, whose answers so far would be lost."""
         place = Place(tenant, num_bytes)
         if self._may_run(place) and all(map(self._is_at_its_limit, self._waiting)):
             self._places.append(place)
         else:
-            await self._wait(place)
+            await self._wait(place, goes_on)
         began = time.perf_counter()
         try:
             yield lambda: self._started(place)
@@ -99,11 +102,11 @@ class Queue:
         held = sum(other.num_bytes for other in self._places)
         return not self._places or held + place.num_bytes <= self.most_bytes
 
-    async def _wait(self, place: Place) -> None:
+    async def _wait(self, place: Place, goes_on: bool) -> None:
         """Wait until :meth:`_give` takes the place."""
         tenant = place.tenant
         waiting = self._waiting.setdefault(tenant, deque())
-        if len(waiting) >= self._most_waiting:
+        if len(waiting) >= self._most_waiting and not goes_on:
             self._check_empty(tenant)
             seconds = max(1, math.ceil(self._seconds))
             running = sum(other.tenant == tenant for other in self._places)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.turns import turns_of
+from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock
 from cacheclip_rag.fusion.answer import Answer
-from tests.answering.test_turns import Threads, until
+from tests.answering.test_turns import WAIT_S, Threads, until
 from tests.conftest import rag_prompt
 from tests.faketime import FakeTime
+from tests.prompt.test_tools import SEARCH
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -216,6 +217,87 @@ def test_engines_that_share_weights_share_the_queue(engine: CacheClipEngine, chu
         assert not order
     threads.join()
     assert order == ["other", "own"] and waiting(other) == 0
+
+
+class Gate:
+    """Holds every answer at its second token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting = list[object]()
+        """Their states."""
+        self._opened, step = threading.Event(), Turns.step
+
+        def gated(*given: Any) -> Any:
+            self.waiting.append(given[2])
+            assert self._opened.wait(2 * WAIT_S), "nobody opens"
+            return step(*given)
+
+        monkeypatch.setattr(Turns, "step", gated)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def says(engine: CacheClipEngine, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every token have this text."""
+    for name in ("decode_ids", "decode_calls"):
+        monkeypatch.setattr(engine.primary, name, lambda ids: text * len(ids))
+
+
+NEVER = ("a" * 99,)
+HELD_BACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "by a stop string": ("a", {"stop": NEVER}),
+    "as a blank line": ("\n", {}),
+    "as a part of a character": ("\ufffd", {}),
+    "as the beginning of reasoning": ("<", {}),
+    "as there is none": ("", {}),
+    "until it is verified": ("a", {"stop": NEVER, "finish": "revise", "method": "direct"}),
+}
+HELD_BACK_TOO: dict[str, tuple[str, dict[str, Any]]] = {
+    "with a schema": ("a", {"stop": NEVER, "json_schema": {"type": "object"}}),
+    "with tools": ("\n", {"tools": [SEARCH]}),
+}
+
+
+@pytest.mark.parametrize(("text", "options"), HELD_BACK.values(), ids=HELD_BACK)
+def test_text_that_is_held_back_holds_up_nobody(
+    engine: CacheClipEngine, chunks: list[str], text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(chunks)
+    says(engine, text, monkeypatch)
+    gate, threads, events = Gate(monkeypatch), Threads(), list[Any]()
+    threads.start(lambda: events.extend([*engine.stream(asked(engine, 1, chunks), max_tokens=4, **options)]))
+    try:
+        until(lambda: len(gate.waiting) == 1)
+        threads.start(lambda: events.append(engine.generate(asked(engine, 2, chunks), max_tokens=1)))
+        until(lambda: bool(events))
+    finally:
+        gate.open()
+        threads.join()
+    other, *own = events
+    assert len(other.token_ids) == 1 and len(own[-1].answer.token_ids) > 1
+    assert own[0].text == "" and own[0].answer is None
+
+
+@pytest.mark.parametrize(("text", "options"), HELD_BACK_TOO.values(), ids=HELD_BACK_TOO)
+def test_a_schema_or_a_call_holds_up_nobody(
+    tool_model: str, chunks: list[str], text: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = CacheClipEngine(primary=tool_model, auxiliary=None, method="direct", chunk_context="prefix", store=None)
+    test_text_that_is_held_back_holds_up_nobody(engine, chunks, text, options, monkeypatch)
+
+
+def test_who_leaves_while_text_is_held_back_has_no_token_more(
+    engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(engine, "a", monkeypatch)
+    steps, step = list[int](), engine.primary.decode_step
+    monkeypatch.setattr(engine.primary, "decode_step", lambda *given: steps.append(given[1]) or step(*given))
+    stream = engine.stream(asked(engine, 1, chunks), max_tokens=50, stop=NEVER)
+    for count in range(3):
+        assert next(stream).text == "" and len(steps) == count
+    stream.close()
+    assert len(steps) == 2
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

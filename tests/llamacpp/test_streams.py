@@ -12,6 +12,8 @@ from tests.engine.test_queue import (
     test_an_answer_that_nobody_reads_on_holds_up_nobody,
     test_asynchronous_questions,
     test_first_come_first_token,
+    test_text_that_is_held_back_holds_up_nobody,
+    test_who_leaves_while_text_is_held_back_has_no_token_more,
 )
 from tests.llamacpp.conftest import MakeEngine
 
@@ -20,6 +22,8 @@ __all__ = [
     "test_an_answer_that_nobody_reads_on_holds_up_nobody",
     "test_asynchronous_questions",
     "test_first_come_first_token",
+    "test_text_that_is_held_back_holds_up_nobody",
+    "test_who_leaves_while_text_is_held_back_has_no_token_more",
 ]
 
 

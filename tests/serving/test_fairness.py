@@ -107,6 +107,29 @@ class TestQueue:
         for n in range(4):
             await asked.end(f"a{n}")
 
+    async def test_the_next_answer_of_a_request_waits_and_is_not_refused(self) -> None:
+        """Else the answers that the request has would be lost."""
+        queue, came = Queue(1, 1), list[str]()
+        asked = Questions(queue)
+        asked.ask("a1", "a2")
+        await settle()
+
+        async def next_answer() -> None:
+            async with queue.place("a", goes_on=True):
+                came.append("a0")
+
+        goes_on = asyncio.create_task(next_answer())
+        await settle()
+        assert queue.waiting == 2 and not goes_on.done()
+        with pytest.raises(QueueFull):
+            async with queue.place("a"):
+                raise AssertionError
+        await asked.end("a1")
+        assert asked.started == ["a1", "a2"] and not came, "behind those who came before"
+        await asked.end("a2")
+        await goes_on
+        assert came == ["a0"] and (queue.running, queue.waiting) == (0, 0)
+
     async def test_who_leaves_keeps_no_place(self) -> None:
         asked = Questions(Queue(1, 9))
         asked.ask("a1", "a2", "b1", "a3")

@@ -27,6 +27,7 @@ from cacheclip_rag.serving import app
 from cacheclip_rag.serving.app import Limits
 from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.server import Server
+from tests.engine.test_queue import NEVER, Gate, says
 from tests.faketime import FakeTime
 from tests.serving.conftest import Served, running
 
@@ -100,10 +101,11 @@ class TestQueue:
         times = ("queued_s", "ttft_s", "decode_s")
         own = [[choice["cacheclip"][each] for each in times] for choice in first.result().json()["choices"]]
         answer_s = 2.0 + 3 * 0.5
-        assert own == [[32.0, 32.0 + 2.0, 1.5], [32.0 + answer_s, 32.0 + answer_s + 2.0, 1.5]]
+        waited_s = 32.0 + 2 * answer_s  # the other question comes between the two answers
+        assert own == [[32.0, 32.0 + 2.0, 1.5], [waited_s, waited_s + 2.0, 1.5]]
         lines = second.result().text.split("\n\n")
         last = json.loads(lines[-3].removeprefix("data: ")) if stream else second.result().json()
-        waited_s = 32.0 + 2 * answer_s
+        waited_s = 32.0 + answer_s
         assert [last["cacheclip"][each] for each in times] == [waited_s, waited_s + 2.0, 1.5]
 
     @pytest.mark.parametrize("stream", [False, True])
@@ -166,6 +168,33 @@ class TestQueue:
             assert response.status_code == 504 and response.json()["error"]["code"] == "timeout"
             assert response.headers["x-should-retry"] == "false"
         until(lambda: narrow.server.app._queue.running == 0)
+
+
+HELD_BACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "by a stop string": ("a", {"stop": NEVER}),
+    "as a blank line": ("\n", {}),
+    "of several answers": ("a", {"stop": NEVER, "n": 2}),
+    "of a stream": ("\n", {"stream": True}),
+}
+
+
+@pytest.mark.parametrize(("text", "fields"), HELD_BACK.values(), ids=HELD_BACK)
+def test_text_that_is_held_back_holds_up_no_other_client(
+    served: Served, text: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as may be without a first token, each held at the second token of its first answer."""
+    monkeypatch.setattr(served.engine.primary, "eos_ids", frozenset())
+    says(served.engine, text, monkeypatch)
+    gate = Gate(monkeypatch)
+    with ThreadPoolExecutor(5) as pool:
+        try:
+            others = [pool.submit(served.chat, f"Who is number {n}?", **fields) for n in range(4)]
+            until(lambda: len(gate.waiting) == len(others))
+            answered = pool.submit(served.chat, max_tokens=1)
+            assert answered.result(20).status_code == 200
+        finally:
+            gate.open()
+    assert [other.result().status_code for other in others] == [200] * 4
 
 
 class TestMemory:
