@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -255,6 +257,27 @@ class TestStored:
         assert make("llama").generate(PROMPT, max_tokens=1).stats.hits == 0
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Calls of llama.cpp from now on, in their order."""
+    order, api = list[str](), library.library()
+    for name in names:
+        call = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *given, name=name, call=call: order.append(name) or call(*given))
+    return order
+
+
+def no_memory(*given: object) -> None:
+    raise MemoryError
+
+
+FAILING_CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no memory for a context": ("llama_init_from_model", lambda *given: None),
+    "no memory for its KV": ("llama_state_seq_get_size", no_memory),
+    "KV that is not written": ("llama_state_seq_get_data", lambda *given: 0),
+    "KV that is not read": ("llama_state_seq_set_data", lambda *given: 0),
+}
+
+
 class TestContext:
     def test_it_grows_while_answers_are_decoded(self, make: MakeEngine) -> None:
         """What was there is moved to the larger context, and goes on as if nothing had happened."""
@@ -277,7 +300,7 @@ class TestContext:
         ids = torch.tensor(runtime.tokenize(PROMPT).ids)
         for _ in range(100):
             runtime.prefill(ids, len(ids))
-        assert runtime._context._num_cells <= 2048  # type: ignore[attr-defined]
+        assert runtime._context._opened.num_cells <= 2048  # type: ignore[attr-defined]
 
     def test_a_context_that_memory_has_no_room_for_is_refused(
         self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -287,12 +310,85 @@ class TestContext:
         ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
         state, _ = runtime.prefill(ids, len(ids))
         with monkeypatch.context() as patch:
-            patch.setattr(context, "_free_bytes", lambda: 3000 * context.bytes_per_token)
+            patch.setattr(context, "_free_bytes", lambda: 5000 * context.bytes_per_token)
             runtime.prefill(ids, 2000)
-            with pytest.raises(ModelError, match=r"context of 6144 tokens.*GiB are free.*fewer at a time"):
+            with pytest.raises(ModelError, match=r"of 6144 tokens.* beside .*GiB are free.*fewer at a time"):
                 runtime.prefill(ids, 5000)
             runtime.decode_step(state, 5)
-        runtime.prefill(ids, 5000)
+            del state
+            runtime.prefill(ids, 5000)  # nothing is moved: memory holds one of the two contexts
+
+    @pytest.mark.parametrize(("call", "fails"), FAILING_CALLS.values(), ids=FAILING_CALLS)
+    def test_a_context_that_cannot_grow_stays_as_it_is(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str, fails: Callable[..., Any]
+    ) -> None:
+        """Who wanted more has the error, and the answers under way go on."""
+        engine = make()
+        engine.precompute(CHUNKS)
+        monkeypatch.setattr(engine.primary, "eos_ids", frozenset())
+        alone = engine.generate(PROMPT, max_tokens=9)
+        under_way = engine.stream(PROMPT, max_tokens=9)
+        events = [next(under_way)]
+        with monkeypatch.context() as patch:
+            patch.setattr(library.library(), call, fails)
+            for _ in range(2):
+                with pytest.raises((ModelError, MemoryError, AssertionError)):
+                    engine.primary.prefill(torch.tensor([5, 6, 7]), 9000)
+                events.append(next(under_way))
+        events.append(next(under_way))
+        engine.primary.prefill(torch.tensor([5, 6, 7]), 9000)
+        *_, last = events + [*under_way]
+        assert last.answer is not None and last.answer.token_ids == alone.token_ids
+
+    def test_the_last_answer_ends_while_the_context_grows(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody needs the old context then, and there may be no new one."""
+        runtime = make().primary
+        ids, context = torch.tensor(runtime.tokenize(PROMPT).ids), runtime._context  # type: ignore[attr-defined]
+        states = [runtime.prefill(ids, len(ids))]
+        expected = states[0][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(context, "_free_bytes", states.clear)
+            patch.setattr(library.library(), "llama_init_from_model", lambda *given: None)
+            with pytest.raises(ModelError, match="could not make a context"):
+                runtime.prefill(ids, 9000)
+        assert float((runtime.prefill(ids, 9000)[1] - expected).abs().max()) < TOLERANCE
+
+    def test_kv_that_could_not_be_written_stays_out_of_other_kv(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runtime = make().primary
+        context = runtime._context  # type: ignore[attr-defined]
+        one, other = (runtime.prefill(torch.tensor(ids), 9)[0].cells for ids in ([5, 6, 7], [8, 9, 10]))
+        written = context.dump(one, 0, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(library.library(), "llama_state_seq_get_size", no_memory)
+            with pytest.raises(MemoryError):
+                context.dump(other, 0, 3)
+        assert context.dump(one, 0, 3) == written
+
+    @pytest.mark.parametrize("is_live", [False, True])
+    def test_memory_holds_two_contexts_only_if_kv_is_moved(
+        self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch, is_live: bool
+    ) -> None:
+        runtime = make().primary
+        state = runtime.prefill(torch.tensor([5, 6, 7]), 3)[0] if is_live else None
+        order = recorded(monkeypatch, "llama_init_from_model", "llama_free")
+        runtime.prefill(torch.tensor([5, 6, 7]), 9000)
+        assert order == (["llama_init_from_model", "llama_free"] if state else ["llama_free", "llama_init_from_model"])
+
+    def test_the_weights_outlive_their_context(self, make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """llama.cpp reads them when it frees a context. Garbage in a circle is freed in any order."""
+        order = recorded(monkeypatch, "llama_free", "llama_model_free")
+        runtime = make().primary
+        runtime.circle = runtime  # type: ignore[attr-defined]
+        gc.collect()  # what earlier tests have left
+        order.clear()
+        del runtime
+        unload_models()
+        gc.collect()
+        assert order == ["llama_free", "llama_model_free"]
 
     def test_it_takes_as_many_threads_as_torch(self, make: MakeEngine) -> None:
         runtime, before = make().primary, torch.get_num_threads()
@@ -317,7 +413,7 @@ class TestContext:
             context.compute_apart(target, held, ids, runs[:1])
             context.compute_apart(target, held, ids, runs[1:2])
             if grows:
-                context._grow(context._num_cells + 1024)
+                context._grow(context._opened.num_cells + 1024)
             context.compute_apart(target, held, ids, runs[2:4])
             found.append(context.compute_apart(target, held, ids, runs[4:], logits_of=1))
         assert float((found[0] - found[1]).abs().max()) < TOLERANCE

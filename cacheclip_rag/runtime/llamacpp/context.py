@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,18 @@ class Cells:
         weakref.finalize(self, context.released.append, ids).atexit = False
 
 
+class _Opened(NamedTuple):
+    """A context of llama.cpp."""
+
+    pointer: Any
+    memory: Any
+    num_cells: int
+    free: Callable[[], object]
+
+
+_CLOSED = _Opened(None, None, 0, lambda: None)
+
+
 class Context:
     """One context of a model. It grows when more cells are asked for. Safe to share between threads: one computes at a
     time."""
@@ -70,11 +82,18 @@ class Context:
         self._scratch = (_SCRATCH, _SEQUENCES - 1)[: self._per_token]
         self._free = [tuple(range(n, n + self._per_token)) for n in range(1, _SEQUENCES - 2, self._per_token)]
         self._live: weakref.WeakSet[Cells] = weakref.WeakSet()
-        self._pointer: Any = None
-        self._num_cells = 0
+        self._opened = _CLOSED
         self._shifted = False
         self._batch = _Batch(self._per_token)
         self.vocab_size = int(library().llama_vocab_n_tokens(weights.vocabulary))
+
+    @property
+    def _pointer(self) -> Any:
+        return self._opened.pointer
+
+    @property
+    def _memory(self) -> Any:
+        return self._opened.memory
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
@@ -120,10 +139,12 @@ class Context:
             parts = []
             for first, last in self._runs(start, stop):
                 api.llama_memory_seq_cp(self._memory, cells.ids[0], _SCRATCH, first, last)
-                size = api.llama_state_seq_get_size(self._pointer, _SCRATCH)
-                buffer = (ctypes.c_uint8 * size)()
-                written = api.llama_state_seq_get_data(self._pointer, buffer, size, _SCRATCH)
-                api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
+                try:
+                    size = api.llama_state_seq_get_size(self._pointer, _SCRATCH)
+                    buffer = (ctypes.c_uint8 * size)()  # there may be no memory for it
+                    written = api.llama_state_seq_get_data(self._pointer, buffer, size, _SCRATCH)
+                finally:
+                    api.llama_memory_seq_rm(self._memory, _SCRATCH, -1, -1)
                 if written != size:
                     raise ModelError(f"llama.cpp wrote {written} of {size} bytes of the KV of {last - first} tokens.")
                 parts.append(bytes(buffer))
@@ -352,37 +373,54 @@ class Context:
     def _make_room(self, room: int) -> None:
         self._collect()
         needed = sum(cells.room for cells in self._live) + room + 1  # one is computed to have keys rotated
-        if needed > self._num_cells:
+        if needed > self._opened.num_cells:
             self._grow(-(-needed // _STEP) * _STEP)
 
     def _grow(self, num_cells: int) -> None:
-        """Make a larger context, and move what is in this one there."""
+        """Move all to a larger context. This one stays until all is there: if that fails, only who wanted more has the
+        error."""
         self._check_room(num_cells)
-        kept = [
-            (cells, start, stop, self.dump(cells, start, stop))
+        if not self._live:  # nobody needs what is in it
+            self._close()
+        old, new = self._opened, self._open(num_cells)
+        try:
+            for cells, start, stop in self._filled():
+                data = bytearray(self.dump(cells, start, stop))
+                self._opened = new
+                tensor = torch.frombuffer(data, dtype=torch.uint8)
+                is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
+                assert is_moved, "llama.cpp reads what it has written"
+                self._opened = old
+        except BaseException:
+            self._opened = old
+            new.free()
+            raise
+        self._opened = new
+        old.free()
+
+    def _filled(self) -> list[tuple[Cells, int, int]]:
+        """What is in this context: sequences, each with neighbouring positions that are filled."""
+        return [
+            (cells, start, stop)
             for cells in self._live
             for start, stop in (cells.runs if cells.runs is not None else [(0, cells.length)])
             if start < stop
         ]
-        if self._pointer is not None:
-            self._close()
-        self._open(num_cells)
-        for cells, start, stop, data in kept:
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
-            assert is_moved, "llama.cpp reads what it has written"
 
     def _check_room(self, num_cells: int) -> None:
-        """The system kills a process without a message. What is in this context is there twice for a moment."""
-        free, used = self._free_bytes(), sum(cells.length for cells in self._live)
-        needed = (num_cells - self._num_cells + used) * self.bytes_per_token
+        """The system kills a process without a message. While KV is moved, both contexts are there, and what is being
+        moved is there twice more."""
+        free, beside = self._free_bytes(), " beside the one that is in use" if self._live else ""
+        moved = max((stop - start for _, start, stop in self._filled()), default=0)
+        more = num_cells + 2 * moved if self._live else num_cells - self._opened.num_cells
+        needed = more * self.bytes_per_token
         if free is not None and needed > free:
             raise ModelError(
-                f"a context of {num_cells} tokens of model {self._weights.name!r} needs {needed / 2**30:.1f} GiB more, "
-                f"and only {free / 2**30:.1f} GiB are free. Ask shorter questions, or fewer at a time."
+                f"a context of {num_cells} tokens of model {self._weights.name!r} needs {needed / 2**30:.1f} GiB more"
+                f"{beside}, and only {free / 2**30:.1f} GiB are free. Ask shorter questions, or fewer at a time."
             )
 
-    def _open(self, num_cells: int) -> None:
+    def _open(self, num_cells: int) -> _Opened:
         api = library()
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_seq_max = num_cells, _BATCH, _SEQUENCES
@@ -390,26 +428,28 @@ class Context:
         params.kv_unified = params.swa_full = True
         params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         params.type_k = params.type_v = api.GGML_TYPE_F16
-        self._pointer = api.llama_init_from_model(self._weights.pointer, params)
-        if not self._pointer:
-            self._pointer = None
+        pointer = api.llama_init_from_model(self._weights.pointer, params)
+        if not pointer:
             raise ModelError(
                 f"llama.cpp could not make a context of {num_cells} tokens for model {self._weights.name!r}: there is "
-                "too little memory, or the model's attention has no fast form. Use a shorter prompt or a smaller model."
+                "too little memory, or the model's attention has no fast form. Use a shorter prompt or a smaller "
+                "model, or ask fewer at a time."
             )
-        self._num_cells = num_cells
-        self._memory = api.llama_get_memory(self._pointer)
-        self._end = weakref.finalize(self, api.llama_free, self._pointer)
-        self._end.atexit = False
+        # it refers to the weights, which must not be freed before it
+        end = weakref.finalize(self, lambda pointer, weights: api.llama_free(pointer), pointer, self._weights)
+        end.atexit = False
         logger.debug("context of %d tokens for %s", num_cells, self._weights.name)
-        if not api.llama_memory_can_shift(self._memory):
+        opened = _Opened(pointer, api.llama_get_memory(pointer), num_cells, end)
+        if not api.llama_memory_can_shift(opened.memory):
+            end()
             raise UnsupportedModelError(
                 f"model {self._weights.name!r} cannot be used: llama.cpp cannot move its KV to other positions."
             )
+        return opened
 
     def _close(self) -> None:
-        self._end()
-        self._pointer, self._num_cells = None, 0
+        closed, self._opened, self._shifted = self._opened, _CLOSED, False
+        closed.free()
 
 
 class _Batch:
