@@ -17,7 +17,7 @@ from ..base.errors import ConfigurationError
 from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
-from .connections import allow_many_files, timed
+from .connections import KEEP_S, allow_many_files, timed
 
 
 class Server:
@@ -79,6 +79,7 @@ class Server:
             lifespan="on",
             ws="none",
             timeout_graceful_shutdown=round(limits.request_s) + 1,
+            timeout_keep_alive=KEEP_S,
             h11_max_incomplete_event_size=2**16,
             http=timed(H11Protocol),
         )

@@ -29,7 +29,7 @@ from ..guards.tracing import record_spans
 from ..serving.access import Caller
 from ..serving.bodies import Bodies, check_host
 from ..serving.bounds import check_counts
-from ..serving.connections import timed
+from ..serving.connections import KEEP_S, timed
 from ..serving.counters import Counters
 from ..serving.errors import RequestError, error_body
 from ..serving.queue import Queue
@@ -62,6 +62,8 @@ _NAMED = (*_OF_TENANTS, *_NEVER_PLANNED, *_OPEN, "/metrics")
 _CLOSING_S = 5
 """Seconds after the engine's end in which the last bytes of answers must be sent. vLLM gives up answers that the engine
 did not end, and would wait for their connections forever."""
+_KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+"""vLLM's own setting of the seconds for which an idle connection is kept."""
 _MOST_KEPT = 2**16
 """Bytes of a stream that are kept for a shadow check, which compares its beginning."""
 _MOST_SEQUENCES, _MOST_WAITING = 256, 512
@@ -326,12 +328,14 @@ class CacheClip:
 
 def _limit_connections(scope: Scope) -> None:
     """Limit how long vLLM's HTTP server waits for requests of open connections, and for their ends when it closes. It
-    opens its sockets after this."""
+    opens its sockets after this. By itself it closes idle connections after 5 seconds."""
     server = getattr(getattr(scope.get("app"), "state", None), "server", None)
     if server is None:
         return
     if server.config.timeout_graceful_shutdown is None:
         server.config.timeout_graceful_shutdown = _CLOSING_S
+    if _KEEP_ALIVE_VARIABLE not in os.environ:
+        server.config.timeout_keep_alive = KEEP_S
     server.config.http_protocol_class = timed(server.config.http_protocol_class)
 
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import Event
-from cacheclip_rag.serving import bodies, connections
+from cacheclip_rag.serving import bodies, connections, server
 from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.bodies import Bodies
 from cacheclip_rag.serving.errors import RequestError
@@ -362,6 +363,25 @@ def wait_for_the_end(address: str, sent: bytes) -> None:
             pass
 
 
+def ask_health(connection: socket.socket) -> None:
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    said = b""
+    while not said.endswith(b"}"):
+        piece = connection.recv(4096)
+        assert piece, "closed"
+        said += piece
+    assert said.startswith(b"HTTP/1.1 200")
+
+
+@contextmanager
+def kept(served: Served, client: str = "127.0.0.1") -> Iterator[socket.socket]:
+    """A connection whose first request was answered."""
+    host, port = served.server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20, source_address=(client, 0)) as connection:
+        ask_health(connection)
+        yield connection
+
+
 class TestConnections:
     @pytest.fixture
     def brief(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -373,6 +393,30 @@ class TestConnections:
     def test_who_sends_no_request_is_closed(self, brief: Served, sent: bytes) -> None:
         wait_for_the_end(brief.server.address, sent)
         assert brief.client.get("/health").status_code == 200
+
+    def test_half_a_next_request_is_closed(self, brief: Served) -> None:
+        with kept(brief) as connection:
+            connection.sendall(b"GE")
+            assert connection.recv(1) == b""
+
+    def test_a_connection_is_kept_for_its_next_request(self, brief: Served) -> None:
+        """Longer than proxies keep theirs: Envoy, for an hour."""
+        assert brief.server._config.timeout_keep_alive == connections.KEEP_S > 3600
+        with kept(brief) as connection:
+            wait_for_the_end(brief.server.address, b"")  # the time for a head is over
+            ask_health(connection)
+
+    def test_not_for_ever(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "KEEP_S", 0)
+        with running(replace(config, store=None)) as served, kept(served) as connection:
+            assert connection.recv(1) == b""
+
+    def test_who_keeps_many_closes_none_of_others(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connections, "_MOST_EXPECTING", 5)
+        with running(replace(config, store=None)) as served, kept(served, "127.0.0.2") as of_proxy, ExitStack() as many:
+            first, *_ = [many.enter_context(kept(served)) for _ in range(20)]
+            assert first.recv(1) == b"", "closed"
+            ask_health(of_proxy)
 
     def test_the_oldest_of_too_many(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(connections, "_MOST_EXPECTING", 5)

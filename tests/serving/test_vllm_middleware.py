@@ -32,6 +32,7 @@ from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.serving import bodies, connections
+from cacheclip_rag.serving.connections import KEEP_S
 from cacheclip_rag.vllm.middleware import CacheClip
 from cacheclip_rag.vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_rag.vllm.planner import Planner
@@ -725,6 +726,19 @@ def test_the_server_closes_though_an_answer_does_not_end(
             served.inner.app.state.server.should_exit = True
             with pytest.raises(httpx.RemoteProtocolError):
                 list(lines)
+
+
+@pytest.mark.parametrize("stated", [None, "7"])
+def test_connections_are_kept_for_longer_than_vllm_keeps_them(
+    settings: ServerSettings, monkeypatch: pytest.MonkeyPatch, stated: str | None
+) -> None:
+    """Unless vLLM's own variable says how long."""
+    monkeypatch.delenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", raising=False)
+    if stated is not None:
+        monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", stated)
+    with running(settings) as served:
+        config = served.inner.app.state.server.config
+        assert config.timeout_keep_alive == (5 if stated else KEEP_S), "5 is uvicorn's; vLLM gives it the variable's"
 
 
 def event(**values: Any) -> bytes:
