@@ -184,6 +184,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     ),
     "wrong key": lambda *a: many(a[0], BODIES["text"](), "no-such-key", a[2], 20),
     "nothing sent": lambda *a: half_open(*a, b"", b""),
+    "answered and kept": lambda *a: half_open(*a, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b""),
     "half a head": lambda *a: half_open(*a, HEAD + b"x-y: "),
     "headers without end": lambda *a: half_open(*a, HEAD, b"x-y: z\r\n"),
     "half a body": lambda *a: half_open(*a, HEAD + WHOLE + b"content-length: 8000000\r\n\r\n{"),
