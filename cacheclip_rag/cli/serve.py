@@ -1,4 +1,4 @@
-"""``cacheclip serve --store DIR``."""
+"""``cacheclip serve``, with ``--store DIR`` or in memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from ..base.errors import ConfigurationError
 from ..base.paths import is_url, split_hot
 from ..base.removed import OPTIONS, refuse_removed
 from ..config import EngineConfig
-from .common import JsonOption, parse_bytes, print_json
+from .common import JsonOption, format_bytes, parse_bytes, print_json
 from .options import CommandSettings, engine_options
 from .tables import ServeTable
+
+_MEMORY_BYTES = 2**30
+"""Limit of KV in memory for a server without a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,7 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     from ..serving.access import Access, read_tenants
 
     table = settings.table(ServeTable)
-    config = settings.store_config()
+    config = settings.store_config() if settings.engine.get("store") else _in_memory(settings.config())
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
     from ..serving.app import Limits
@@ -151,6 +154,17 @@ def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     _log_to_stderr()
     with suppress(KeyboardInterrupt):
         server.run()
+
+
+def _in_memory(config: EngineConfig) -> EngineConfig:
+    """For a server without a store, whose clients may give any number of documents."""
+    config = replace(config, max_bytes=config.max_bytes or _MEMORY_BYTES)
+    typer.echo(
+        f"No store was given: up to {format_bytes(config.max_bytes or 0)} of KV stay in memory until the server ends. To "
+        "keep them: --store DIR.",
+        err=True,
+    )
+    return config
 
 
 def _log_to_stderr() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.server import served_name
+from cacheclip_rag.serving.server import Server, served_name
 from cacheclip_rag.serving.transformers import TransformersBackend
 
 
@@ -79,6 +79,20 @@ def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch:
     for given in ([], ["--settings", str(tmp_path / "settings.toml")]):
         CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *models, *given])
     assert [config.shadow_rate for config in configs] == [0, 0.25]
+
+
+@pytest.mark.parametrize(("given", "most"), [([], 2**30), (["max_bytes = 5000000"], 5_000_000)])
+def test_without_a_store_kv_stays_in_bounded_memory(
+    tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], most: int
+) -> None:
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr(Server, "run", lambda self: None)
+    monkeypatch.setattr(TransformersBackend, "__init__", lambda self, config, **_: configs.append(config))
+    (tmp_path / "settings.toml").write_text("\n".join(given))
+    options = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+    done = CliRunner().invoke(app, ["serve", *options, "--settings", str(tmp_path / "settings.toml")])
+    assert done.exit_code == 0 and "stay in memory until the server ends" in done.stderr, done.exception
+    assert [(each.store, each.max_bytes) for each in configs] == [(None, most)]
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
