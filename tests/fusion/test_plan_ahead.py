@@ -151,6 +151,37 @@ class TestEqualToTheEngine:
         assert (carry_out(fusion, made["engine"]) - right).abs().max() < 1e-4
 
 
+class TestParts:
+    """Parts of chunks: a piece names the entry of the whole text, and the part's place in it."""
+
+    PROMPT = f"Read.\n\n{CHUNKS[0][60:]}\n\n> {CHUNKS[2][:-50]}\n{CHUNKS[1]}\n\n{CHUNKS[3][40:-40]}\n\nWho keeps it?"
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_carried_out_from_json(self, made: dict[str, Any], name: str) -> None:
+        method = method_of(name)
+        fusion = made["planner"].plan(self.PROMPT, method=method).fusion
+        again = FusionPlan.from_dict(json.loads(json.dumps(fusion.to_dict())))
+        found = made["engine"].prefill(self.PROMPT, method=method)
+        assert (carry_out(again, made["engine"]) - found.logits).abs().max() < 1e-4
+
+    def test_they_name_tokens_of_stored_entries(self, made: dict[str, Any]) -> None:
+        engine, planned = made["engine"], made["planner"].plan(self.PROMPT, method="direct")
+        whole, named = {engine.chunk_caches()[0].key(text): text for text in CHUNKS}, set[str]()
+        for piece in planned.fusion.pieces:
+            text = whole[piece.key]
+            ids = engine.primary.tokenize(text).ids[piece.first : piece.first + piece.num_tokens]
+            assert ids == planned.token_ids[piece.start : piece.stop]
+            named.add(text)
+        assert named == {*CHUNKS} and any(piece.first for piece in planned.fusion.pieces)
+        assert [piece.key for piece in planned.fusion.pieces] == list(planned.plan.keys)
+
+    def test_twin_of_other_tokens_differs(self, made: dict[str, Any]) -> None:
+        fusion = made["planner"].plan(self.PROMPT, method="direct").fusion
+        wrong = replace(fusion, pieces=tuple(replace(piece, first=max(0, piece.first - 1)) for piece in fusion.pieces))
+        right = made["engine"].prefill(self.PROMPT, method=preset("direct")).logits
+        assert (carry_out(wrong, made["engine"]) - right).abs().max() > 1e-2
+
+
 class TestPlan:
     def test_survives_json(self, made: dict[str, Any]) -> None:
         fusion = made["planner"].plan(made["prompt"], method="cacheclip").fusion
