@@ -69,6 +69,19 @@ class TestPlan:
         assert [span.whole for span in plan.exact] == CHUNKS[:1]
         assert engine.plan("First:\n\n" + rag(CHUNKS)).exact == ()
 
+    @pytest.mark.parametrize("left", [(0,), (2,), (0, 2), (1, 2), (2, 0)])
+    def test_what_is_left_of_it_keeps_its_keys(self, engine: CacheClipEngine, left: tuple[int, ...]) -> None:
+        engine.precompute(CHUNKS)
+        plan = engine.plan(rag(CHUNKS))
+        own, caches = dict(zip(plan.reused, plan.keys, strict=True)), engine.chunk_caches()[0]
+        assert [*own.values()] == [caches.key(text) for text in CHUNKS]
+        fewer = plan.reusing([plan.reused[number] for number in left])
+        others = plan.computing({text for number, text in enumerate(CHUNKS) if number not in left})
+        for some in (fewer, others):
+            assert some.keys == tuple(own[span] for span in some.reused) and len(some.keys) == len(left)
+            pieces = {piece["start"]: piece["key"] for piece in some.to_dict()["pieces"]}
+            assert pieces == {span.start: own[span] if span in some.reused else None for span in plan.layout.spans}
+
     @pytest.mark.parametrize(("parts", "stored"), [([5], True), ([4], False), ([2, 3], True), ([3, 1], False)])
     def test_half_of_a_missing_text_is_stored_and_less_is_not(
         self, engine: CacheClipEngine, parts: list[int], stored: bool
