@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,17 +256,21 @@ class CacheClipEngine:
         return self.parts.chunk_caches(context or self.context_of(), with_auxiliary=with_auxiliary)
 
     def close(self) -> None:
-        """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`."""
-        for observer in self.observers:
-            observer.close()
-        self._answering.completion.close()
-        self.parts.close()
+        """Close file handles; the engine may be used again afterwards. Weights stay loaded: :meth:`unload`. Everything
+        is closed, also if something raises an error."""
+        with ExitStack() as closing:
+            closing.callback(self.parts.close)
+            closing.callback(self._answering.completion.close)
+            for observer in reversed(self.observers):
+                closing.callback(observer.close)
 
     def unload(self) -> None:
         """:meth:`close`, and free the memory of the weights and of the prefix cache. The next answer loads them again.
         Other engines that have loaded the same weights keep them until they are unloaded too."""
-        self.close()
-        self.parts.unload()
+        try:
+            self.close()
+        finally:
+            self.parts.unload()
 
     def wait_for_observers(self, timeout_s: float = 60.0) -> bool:
         """Wait for background work: that of the observers, and of ``finish="idle"``; False after ``timeout_s``

@@ -119,9 +119,9 @@ class Parts:
         return ChunkTexts(self.store)
 
     def close(self) -> None:
+        self.prefix_cache.clear()
         if self._tenant is not None:
             self._tenant.close()
-        self.prefix_cache.clear()
 
     def unload(self) -> None:
         """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""

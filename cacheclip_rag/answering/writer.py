@@ -108,8 +108,8 @@ class ChunkWriter:
     def store_missing(
         self, chunks: Sequence[str], prompt: Iterable[object], documents: Documents, context: ChunkContext
     ) -> None:
-        """Store chunks that were missing, but none that was released meanwhile. The answer is complete already, so a
-        store error is only logged. Chunks that cannot be stored because another process uses the catalog are stored
+        """Store chunks that were missing, but none that was released meanwhile. The answer is complete already, so an
+        error is only logged. Chunks that cannot be stored because another process uses the catalog are stored
         after a later answer."""
         if self._parts.config.on_miss != "store":
             return
@@ -127,10 +127,11 @@ class ChunkWriter:
                     wants = self._parts.store.chunk_store.wants
                     if wants is None or wants(self._parts.config.namespace, chunk):
                         self._store_missing(chunk, behind, known)
-                except CacheClipError as error:
+                except Exception as error:  # for instance out of memory
                     if is_busy(error) and len(self.late) < _MOST_LATE:
                         self.late[chunk, behind] = known
-                    logger.warning("a chunk of this prompt could not be stored: %s", error)
+                    why = str(error) or type(error).__name__
+                    logger.warning("a chunk of this prompt could not be stored: %s", why)
 
     def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:
         for caches in self._parts.usable(context):

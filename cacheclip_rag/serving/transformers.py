@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
 from ..answering.options import CallOptions
@@ -89,8 +89,9 @@ class TransformersBackend(ServingBackend):
         return Metrics.together([engine.metrics for engine in engines]).to_prometheus()
 
     def close(self) -> None:
-        for engine in self._engines.values():
-            engine.close()
+        with ExitStack() as closing:  # of every tenant, also after an error
+            for engine in self._engines.values():
+                closing.callback(engine.close)
 
     def _events(self, question: ServedQuestion) -> Iterator[Event]:
         engine, options = self.engine(question.tenant), question.options

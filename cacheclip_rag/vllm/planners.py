@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +110,9 @@ class Planning:
         """End the threads. Plans that are being made are finished first."""
         for threads in (self._threads, self._checker):
             threads.shutdown(wait=True, cancel_futures=True)
-        for planner in self._planners.values():
-            planner.close()
+        with ExitStack() as closing:  # of every tenant, also after an error
+            for planner in self._planners.values():
+                closing.callback(planner.close)
 
     async def plan(self, asked: PlannablePrompt, field: CacheClipField, tenant: str) -> Route:
         """Plan a prompt. Whatever goes wrong in planning is plain prefill, and logged once. Raises RequestError: the
