@@ -19,7 +19,7 @@ from cacheclip_rag.finding.texts import TextIndex
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.base import Observer
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
-from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
+from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, Tiers
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, rag
@@ -128,6 +128,18 @@ class TestAnswer:
         again = asked.generate(rag(chunks[:2]), SHORT)
         assert (again.token_ids, again.stats.hits) == (right.token_ids, 2)
 
+    @pytest.mark.parametrize(("method", "name"), [("prefix", "prefill_from"), ("cacheclip", "run_slots")])
+    def test_the_prefix_cache_gets_its_blocks_back(
+        self, asked: CacheClipEngine, chunks: list[str], method: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the fixture looks at after the test, in which a prompt's first tokens are known."""
+        asked.generate(rag(chunks[:1], "Who?"), SHORT, method="prefix")
+        with monkeypatch.context() as patch:
+            Fault(patch, asked.primary, name, 1)
+            with pytest.raises(Broken):
+                asked.generate(rag(chunks[:2]), SHORT, method=method)
+        assert asked.generate(rag(chunks[:2]), SHORT, method=method).text
+
     @pytest.mark.parametrize("count", [0, 1, 3])
     def test_a_reader_that_leaves_after_some_events(
         self, asked: CacheClipEngine, chunks: list[str], count: int
@@ -170,6 +182,7 @@ PRECOMPUTE: list[tuple[Owner | None, str, int]] = [
     *((lambda engine: engine.primary, "encode_many", at) for at in (2, 3)),
     (lambda engine: engine.auxiliary, "encode_many", 2),
     *((lambda engine: TenantStore, "put", at) for at in (6, 9)),
+    (lambda engine: Tiers, "put", 6),
     *((lambda engine: ChunkTexts, "add", at) for at in (3, 6)),
     *((lambda engine: ChunkTexts, "add_source", at) for at in (2, 5)),
     *((None, "stored", at) for at in (2, 3)),
