@@ -1,5 +1,5 @@
 """Python processes that this package starts. None of them runs code of the folder in which the user happens to be: a
-``pip.py`` or a ``vllm`` beside the documents is not imported, whatever ``PYTHONPATH`` says of the current folder."""
+``pip.py`` or a ``vllm`` beside the documents is not imported, whatever the environment's relative paths say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 from .folder import open_folder
 from .paths import cache_home
 
+_PLACES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP")
+"""Variables that say where Python finds code, compiled code too."""
+
 
 def python_command(*arguments: str) -> list[str]:
     """The command of a Python that puts neither the current folder nor a script's into ``sys.path``."""
@@ -17,14 +20,13 @@ def python_command(*arguments: str) -> list[str]:
 
 
 def python_environment(**more: str) -> dict[str, str]:
-    """The environment of such a process: what it starts is told the same, and ``PYTHONPATH`` means what it means here
-    although the process runs in another folder. Empty parts of it, which mean the current folder, are left out."""
+    """The environment of such a process: what it starts is told the same. Of places of code, absolute paths stay, and
+    relative ones, which depend on the current folder, are left out; an empty part of ``PYTHONPATH`` is the folder."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **more}
-    path = [os.path.abspath(part) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    if path:
-        environment["PYTHONPATH"] = os.pathsep.join(path)
-    else:
-        environment.pop("PYTHONPATH", None)
+    for name in _PLACES:
+        places = filter(os.path.isabs, environment.pop(name, "").split(os.pathsep))
+        if kept := os.pathsep.join(places):
+            environment[name] = kept
     if home := os.environ.get("CACHECLIP_HOME"):
         environment["CACHECLIP_HOME"] = os.path.abspath(os.path.expanduser(home))
     return environment

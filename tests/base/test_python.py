@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import os
+import py_compile
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag.base.errors import DownloadError
+from cacheclip_rag.base.python import python_command, python_environment
 from cacheclip_rag.models.packaged import pull
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_rag.vllm.options import absolute_paths
@@ -37,7 +41,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return mark
 
 
-@pytest.mark.parametrize("path", ["", ":{}", "{}:"], ids=["none", "empty part first", "empty part last"])
+@pytest.mark.parametrize("path", ["", ":{}", "{}:", ".", ".:{}", "{}:../documents"])
 def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("PYTHONPATH", path.format(REPOSITORY))
     with pytest.raises(DownloadError, match="pip said: "):
@@ -45,7 +49,8 @@ def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pat
     assert not hostile.exists()
 
 
-def test_vllm(hostile: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("relative", ["", ".", "../documents"])
+def test_vllm(hostile: Path, tmp_path: Path, relative: str) -> None:
     server = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
     server.mkdir(parents=True)
     told = "import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv); raise SystemExit"
@@ -54,13 +59,39 @@ def test_vllm(hostile: Path, tmp_path: Path) -> None:
         "import os\n"
         "from cacheclip_rag.base.python import python_command\n"
         "from cacheclip_rag.vllm.launch import _VLLM, Command, _become\n"
-        f"os.environ['PYTHONPATH'] = {f':{tmp_path}/packages:'!r}\n"
+        f"os.environ['PYTHONPATH'] = {f'{relative}:{tmp_path}/packages:'!r}\n"
         "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)
     assert done.stderr.split()[:2] == [str(tmp_path / "home" / "run"), "True"], done.stderr
     assert "'--seed'" in done.stderr and not hostile.exists()
+
+
+@pytest.mark.parametrize("cache", ["", "."])
+def test_compiled_code(hostile: Path, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    """Python takes the compiled form of its own modules from below ``PYTHONPYCACHEPREFIX``."""
+    monkeypatch.setattr(sys, "pycache_prefix", cache or None)
+    place = Path(importlib.util.cache_from_source(str(json.__file__)))
+    if cache:
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile("json.py", str(place), invalidation_mode=unchecked)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", cache)
+    command = python_command("-c", "import json")
+    subprocess.run(command, env=python_environment(), check=True)
+    assert not hostile.exists()
+    subprocess.run(command, env={**os.environ, "PYTHONSAFEPATH": "1"}, check=False)
+    assert hostile.exists() == bool(cache), "what is tested would show"
+
+
+def test_places_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONHOME", "PYTHONUSERBASE", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, ".")
+        assert name not in python_environment()
+        monkeypatch.setenv(name, "/opt/python")
+        assert python_environment()[name] == "/opt/python"
+    monkeypatch.setenv("PYTHONPATH", ":src:/opt/a:.:/opt/b:")
+    assert python_environment()["PYTHONPATH"] == "/opt/a:/opt/b"
 
 
 def test_nothing_else_starts_a_process() -> None:

@@ -126,13 +126,14 @@ def test_a_cache_in_which_nobody_may_look(files: dict[str, Path], monkeypatch: p
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
 
 
+@pytest.mark.parametrize("relative", ["", "."])
 def test_a_trial_runs_no_code_of_the_current_folder(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str
 ) -> None:
     for name in ("llama_cpp", "ctypes", "resource"):
         (tmp_path / f"{name}.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")  # the first part is the current folder
+    monkeypatch.setenv("PYTHONPATH", f"{relative}:{os.environ.get('PYTHONPATH', '')}")  # the current folder
     monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))  # where no file was tried
     unload_models()
     engine_of(files["qwen2"]).generate(PROMPT, max_tokens=1)
