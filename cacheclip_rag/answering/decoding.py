@@ -83,17 +83,30 @@ def decode(
 
 
 def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:
-    """What the sampler recorded, with texts. A token's text is what it adds to the one before: some tokenizers write
-    the first token of a text in another way."""
+    """What the sampler recorded, with texts and bytes."""
     found, before = list[TokenLogprob](), list[int]()
     for (token, logprob), *others in sampler.recorded:
         if token in runtime.eos_ids:
             break
-        known = text_of(before)
-        of = [(text_of([*before, each]).removeprefix(known), value) for each, value in [(token, logprob), *others]]
-        found.append(TokenLogprob(*of[0], tuple(of[1:])))
+        text, encoded = _token_text(runtime, text_of, before, token)
+        named = [_token_text(runtime, text_of, before, each, names=True) for each, _ in others]
+        likeliest = tuple((each, value) for (each, _), (_, value) in zip(named, others, strict=True))
+        found.append(TokenLogprob(text, logprob, likeliest, encoded, tuple(own for _, own in named)))
         before = [token]
     return tuple(found)
+
+
+def _token_text(
+    runtime: Runtime, text_of: Callable[[Sequence[int]], str], before: list[int], token: int, *, names: bool = False
+) -> tuple[str, bytes | None]:
+    """Text and bytes of a token: what it adds to the one ``before``, because some tokenizers write the first token of a
+    text in another way. A part of a character adds its bytes. ``names``: a token without text has its name."""
+    text = text_of([*before, token]).removeprefix(text_of(before))
+    encoded = runtime.token_bytes(token)
+    is_part = encoded is None or "\ufffd" in (own := encoded.decode(errors="replace"))
+    if is_part or (names and not text):
+        return ("\ufffd" if encoded is None else own), encoded
+    return text, text.encode()
 
 
 class _Decoding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import ModelError
-from ..base.sampling import GREEDY_BELOW, SamplingParams
+from ..base.sampling import SamplingParams, has_penalty, takes_likeliest
 from ..runtime.base import Constraint
 
 
@@ -27,7 +27,7 @@ class Sampler:
         prompt_ids: torch.Tensor | None = None,
         logprobs: int | None = None,
     ) -> None:
-        """``prompt_ids``, ``(num_tokens,)``, count as repeated, too. ``logprobs``: as in the options of a call."""
+        """``prompt_ids``, ``(num_tokens,)``, count for ``repetition_penalty``. ``logprobs``: as in the options of a call."""
         from transformers import (
             LogitsProcessorList,
             RepetitionPenaltyLogitsProcessor,
@@ -40,11 +40,11 @@ class Sampler:
         self.recorded: list[list[tuple[int, float]]] = []
         """Of each token that was picked, if ``logprobs`` is set: the token and the likeliest ones, with logarithms of
         their probabilities."""
-        self._greedy = params.temperature < GREEDY_BELOW
-        self._penalty = None
-        if params.repetition_penalty != 1.0:
-            self._penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
+        self._greedy = takes_likeliest(params)
+        self._params, self._has_penalty = params, has_penalty(params)
+        self._of_repetition = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
         self._read = torch.empty(0, dtype=torch.int64) if prompt_ids is None else prompt_ids
+        self._num_prompt = len(self._read)
         self._warpers = LogitsProcessorList()
         if not self._greedy:
             self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
@@ -65,8 +65,8 @@ class Sampler:
     def pick(self, logits: torch.Tensor) -> int:
         """Token id chosen from ``(vocab_size,)`` logits."""
         allowed = self.allowed(logits)
-        if self._penalty is not None:
-            allowed = self._penalty(self._read.to(allowed.device)[None], allowed.float()[None])[0]
+        if self._has_penalty:
+            allowed = self._penalised(allowed.float())
         likeliest = allowed.argmax()
         if not torch.isfinite(allowed[likeliest]):  # the maximum of numbers of which one is none is none
             raise ModelError(
@@ -82,9 +82,17 @@ class Sampler:
             self._record(logits, token, self._logprobs)
         if self._constraint is not None:
             self._constraint.accept(token)
-        if self._penalty is not None:
+        if self._has_penalty:
             self._read = torch.cat((self._read, torch.tensor([token])))
         return token
+
+    def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
+        """As vLLM does it: of the penalties, only that for repetition counts the prompt, and it is the first."""
+        read = self._read.to(logits.device)
+        logits = self._of_repetition(read[None], logits[None])[0]
+        tokens, counts = read[self._num_prompt :].unique(return_counts=True)
+        given = self._params.frequency_penalty * counts + self._params.presence_penalty
+        return logits.index_add(0, tokens, -given.to(logits.dtype))
 
     def _record(self, logits: torch.Tensor, token: int, count: int) -> None:
         row = logits.float().log_softmax(-1).clamp(min=_LEAST_LOGPROB)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .checks import by_real_names, check_whole_number, is_whole_number, refuse_unknown
+from .checks import by_real_names, check_number, check_whole_number, is_whole_number, refuse_unknown
 from .errors import ConfigurationError
 
 FINISH_MODES = ("none", "idle", "verify", "revise")
@@ -30,12 +30,17 @@ class SamplingParams:
     temperature: float = 0.0
     """0 is greedy; otherwise the logits are divided by this number."""
     top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probability reaches this."""
+    """Sample from the smallest set of tokens whose probability reaches this; 0: the likeliest token."""
     top_k: int = 0
     """Sample from this many of the likeliest tokens; 0 (also -1): from all."""
     repetition_penalty: float = 1.0
     """Above 1: tokens that stand in prompt or answer become less likely, as in transformers. Such an answer is not
     verified by ``finish``."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it stands in the answer, -2 to 2, as OpenAI defines it; nor is such
+    an answer verified."""
+    presence_penalty: float = 0.0
+    """The same, once for a token that stands in the answer."""
     stop: tuple[str, ...] = ()
     """The answer ends before the first of these strings."""
     seed: int | None = None
@@ -52,8 +57,8 @@ class SamplingParams:
         check_whole_number("max_tokens", self.max_tokens, least=1)
         if not isinstance(self.temperature, int | float) or not 0.0 <= self.temperature <= 100.0:
             raise ConfigurationError(f"temperature must be between 0 (greedy) and 100, got {self.temperature!r}.")
-        if not isinstance(self.top_p, int | float) or not 0.0 < self.top_p <= 1.0:
-            raise ConfigurationError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
+        if not isinstance(self.top_p, int | float) or not 0.0 <= self.top_p <= 1.0:
+            raise ConfigurationError(f"top_p must be between 0 (the likeliest token) and 1, got {self.top_p!r}.")
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         check_whole_number("top_k", self.top_k)
@@ -62,13 +67,16 @@ class SamplingParams:
             raise ConfigurationError(
                 f"repetition_penalty must be between {LEAST_PENALTY} and 10 (1: none), got {penalty!r}."
             )
+        for name in ("frequency_penalty", "presence_penalty"):
+            check_number(name, getattr(self, name), "a number from -2 to 2 (0: none)", least=-2.0, most=2.0)
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
             raise ConfigurationError(f"stop must be a tuple of non-empty strings, got {self.stop!r}.")
         if self.seed is not None and (not is_whole_number(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ConfigurationError(f"seed must be a whole number of 64 bits or None, got {self.seed!r}.")
 
     def with_options(self, options: Mapping[str, Any]) -> SamplingParams:
-        """These settings overridden by ``options``, by name. ``stop`` may be a string or a list.
+        """These settings overridden by ``options``, by name. ``stop`` may be a string or a list; empty strings in it
+        stop nothing.
 
         Raises:
             ConfigurationError: an unknown option, or a value out of range.
@@ -84,7 +92,7 @@ class SamplingParams:
 def _stops(stop: Any) -> tuple[str, ...]:
     if not isinstance(stop or (), str | list | tuple | set | frozenset):
         raise ConfigurationError(f"stop must be a string or a list of strings, got {stop!r}.")
-    return (stop,) if isinstance(stop, str) and stop else tuple(stop or ())
+    return tuple(each for each in ([stop] if isinstance(stop, str) else stop or ()) if each not in ("", None))
 
 
 def _schema_text(schema: Any) -> str | None:
@@ -104,6 +112,16 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
 
 
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether earlier tokens change how likely a token is."""
+    return params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
+
+
+def takes_likeliest(params: SamplingParams) -> bool:
+    """Whether the likeliest token is always taken, once penalties are applied."""
+    return params.temperature < GREEDY_BELOW or params.top_p == 0
+
+
 def is_greedy(params: SamplingParams) -> bool:
-    """Whether these settings always choose the likeliest token."""
-    return params.temperature < GREEDY_BELOW and params.repetition_penalty == 1.0
+    """Whether these settings always choose the model's likeliest token."""
+    return takes_likeliest(params) and not has_penalty(params)

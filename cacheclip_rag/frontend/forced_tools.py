@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
+from types import NoneType
 from typing import Any
 
 from ..base.errors import ConfigurationError
@@ -34,7 +35,7 @@ def uses_tools(runtime: Runtime) -> bool:
 
 def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
     """A call's options with ``tool_choice`` and OpenAI's ``response_format`` turned into ``json_schema``: an answer
-    that must be a call is constrained to be one. ``none`` leaves the tools out. With tools and a ``json_schema``, the
+    that must be a call is constrained to be one. ``none`` leaves the tools out, ``allowed_tools`` all others. With tools and a ``json_schema``, the
     answer is a call or follows the schema. Raises ConfigurationError: a choice without tools, of an unknown tool, or
     beside a ``json_schema``; or a ``response_format`` that is none."""
     options = dict(options)
@@ -43,7 +44,9 @@ def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
         if options.get("json_schema") is not None:
             raise ConfigurationError("response_format and json_schema both say what the answer must be. Give one.")
         options["json_schema"] = asked
-    choice = options.pop("tool_choice", None)
+    tools, choice = allowed_tools(options.get("tools"), options.pop("tool_choice", None))
+    if tools is not None:
+        options["tools"] = tools
     if choice == "none":
         options.pop("tools", None)
     forced, only = forced_tool(choice)
@@ -60,7 +63,7 @@ def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
 def _schema_of(wanted: Any) -> Any:
     """The JSON schema of a ``response_format``; None: any text."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
-    if kind in (None, "text"):
+    if not wanted or kind == "text" or (isinstance(wanted, Mapping) and set(map(type, wanted.values())) == {NoneType}):
         return None
     if kind == "json_object":
         return {"type": "object"}
@@ -73,19 +76,53 @@ def _schema_of(wanted: Any) -> Any:
     )
 
 
+def allowed_tools(tools: Any, choice: Any) -> tuple[Any, Any]:
+    """Tools and ``tool_choice``: of OpenAI's ``allowed_tools``, the tools that it names, and its mode. Others stay as
+    they are. Raises ConfigurationError: it is malformed, or names a tool that there is not."""
+    if not _allows(choice):
+        return tools, choice
+    own = _part(choice, "allowed_tools")
+    mode, listed = own.get("mode"), own.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not all(map(_name, listed)):
+        raise ConfigurationError(
+            'tool_choice of type allowed_tools must have a mode, auto or required, and tools: [{"type": "function", '
+            f'"function": {{"name": …}}}}, …], got {str(own)[:80]}.'
+        )
+    known = {_name(tool): tool for tool in (tools if isinstance(tools, list | tuple) else ())}
+    if unknown := [name for name in map(_name, listed) if name not in known]:
+        raise ConfigurationError(f"tool_choice allows {unknown[0]!r}, and there is no such tool.")
+    return [known[name] for name in dict.fromkeys(map(_name, listed))], mode
+
+
+def _allows(choice: Any) -> bool:
+    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+
+
+def _part(whole: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of an object, or the object itself, as OpenAI's newer API has it."""
+    part = whole.get(name)
+    return part if isinstance(part, Mapping) else whole
+
+
+def _name(tool: Any) -> str | None:
+    name = _part(tool, "function").get("name") if isinstance(tool, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
 def forced_tool(choice: Any) -> tuple[bool, str | None]:
     """Whether a tool must be called, and which; None: any of them. None, ``auto`` and ``none``: none must; ``any``,
     ``required`` and True: any; a name or an OpenAI dict with a name: this one."""
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        named = (function if isinstance(function, Mapping) else choice).get("name")
+    if _allows(choice):
+        choice = _part(choice, "allowed_tools").get("mode")
+    if isinstance(choice, Mapping) and choice:
+        named = _part(choice, "function").get("name")
         if not isinstance(named, str):
             raise ConfigurationError(f"tool_choice must name a tool, got {dict(choice)}.")
         return True, named
     if choice is True or choice in ("any", "required"):
         return True, None
-    if isinstance(choice, str) and choice not in ("auto", "none"):
+    if isinstance(choice, str) and choice not in ("", "auto", "none"):
         return True, choice
-    if choice in (None, False, "auto", "none"):
+    if choice in (None, False, "", {}, "auto", "none"):
         return False, None
     raise ConfigurationError(f"tool_choice must be any, auto, none or the name of a tool, got {choice!r}.")

@@ -153,7 +153,11 @@ class TokenLogprob:
     logprob: float
     """Natural logarithm of its probability."""
     likeliest: tuple[tuple[str, float], ...] = ()
-    """Texts and logarithms of the likeliest tokens at its place."""
+    """Texts and logarithms of the likeliest tokens at its place; of a control token, its name."""
+    encoded: bytes | None = None
+    """Its bytes, also those of a part of a character, so that they can be joined; None: not known."""
+    likeliest_encoded: tuple[bytes | None, ...] = ()
+    """The same for the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)

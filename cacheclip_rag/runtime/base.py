@@ -220,6 +220,12 @@ class Runtime(ABC):
     def decode_ids(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Bytes of one token, which may be a part of a character; of a control token, its name. None: not known, as of
+        such parts in a runtime that does not override this."""
+        text = self.decode_ids([token_id])
+        return None if "\ufffd" in text else text.encode()
+
     def decode_calls(self, ids: Sequence[int]) -> str:
         """Like :meth:`decode_ids`, with the special tokens that mark calls of tools and reasoning
         (:data:`CALL_MARKERS`, :data:`REASONING_MARKERS`). A runtime whose tokenizer has such tokens overrides this."""

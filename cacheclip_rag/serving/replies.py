@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 from ..frontend.usage import token_usage
@@ -130,7 +131,10 @@ class ChatReply(Reply):
 
     def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
-            {**_token(each.token, each.logprob), "top_logprobs": [_token(*other) for other in each.likeliest]}
+            {
+                **_token(each.token, each.logprob, each.encoded),
+                "top_logprobs": [_token(*pair, own) for pair, own in _likeliest(each)],
+            }
             for each in found
         ]
         return {"content": content, "refusal": None}
@@ -156,21 +160,44 @@ class CompletionReply(Reply):
         return {"text": answer.text}
 
     def _tokens(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [each.token for each in found]
+        reader = getincrementaldecoder("utf-8")("replace")  # a character begins where its first part stands
+        lengths = [len(each.token if each.encoded is None else reader.decode(each.encoded)) for each in found]
         return {
-            "tokens": texts,
+            "tokens": [_spelt(each.token, each.encoded) for each in found],
             "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [dict(reversed(each.likeliest)) for each in found],  # of equal texts, the likeliest
-            "text_offset": [*accumulate(map(len, texts), initial=0)][:-1],
+            "top_logprobs": [*map(_by_spelling, found)],
+            "text_offset": [*accumulate(lengths, initial=0)][:-1],
         }
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    """A token of a chat. Parts of characters have no bytes: only their tokenizer knows them."""
-    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+def _token(text: str, logprob: float, encoded: bytes | None) -> dict[str, Any]:
+    """A token of a chat."""
+    return {"token": text, "logprob": logprob, "bytes": None if encoded is None else list(encoded)}
+
+
+def _likeliest(found: TokenLogprob) -> Iterator[tuple[tuple[str, float], bytes | None]]:
+    return zip(found.likeliest, found.likeliest_encoded or repeat(None), strict=False)
+
+
+def _spelt(text: str, encoded: bytes | None) -> str:
+    """A token of a completion, in which a text is all that there is: parts of characters as OpenAI writes them."""
+    return text if encoded is None or "\ufffd" not in text else _bytes_as_text(encoded)
+
+
+def _bytes_as_text(encoded: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
+
+
+def _by_spelling(found: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens of a completion. Of two with the same text, the less likely has its bytes as name."""
+    named: dict[str, float] = {}
+    for (text, logprob), encoded in _likeliest(found):
+        name = _spelt(text, encoded)
+        named.setdefault(name if name not in named or encoded is None else _bytes_as_text(encoded), logprob)
+    return named
 
 
 def _reason(answer: Answer) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..base.errors import CacheClipError, ConfigurationError
 from ..base.sampling import LEAST_PENALTY
-from ..frontend.forced_tools import SCHEMA_OF_CALLS, forced_tool, with_tool_choice
+from ..frontend.forced_tools import SCHEMA_OF_CALLS, allowed_tools, forced_tool, with_tool_choice
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
 from ..runtime.base import Message
@@ -43,10 +43,8 @@ _IGNORED = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "modalities": (["text"],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "min_p": (0,),
     "ignore_eos": (False,),
     "include_reasoning": (True,),
@@ -71,7 +69,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
     **dict.fromkeys(("dynatemp_range", "n_probs"), (0,)),
 }
-"""Values with which a field that is not followed changes nothing; null and what is empty never do."""
+"""Values with which a field that is not followed changes nothing."""
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+"""What clients send for nothing, in every field that may be left out."""
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 _VERBOSITIES = frozenset({"low", "medium", "high"})
 _SWITCHES = frozenset({"verbosity", "reasoning_effort", "reasoning", "think", "thinking", "enable_thinking"})
@@ -297,9 +297,11 @@ class Body(_ContentPart):
     model: str | None = None
     """Name that the server serves; absent: whatever it serves."""
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: WholeNumber = Field(default=None, ge=-1)
     repetition_penalty: float | None = Field(default=None, ge=LEAST_PENALTY, le=10)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     seed: WholeNumber = Field(default=None, ge=-(2**63), lt=2**63)
     n: WholeNumber = Field(default=None, ge=1, le=MOST_ANSWERS)
     """Answers to each prompt."""
@@ -343,14 +345,15 @@ class Body(_ContentPart):
 
     def sampling(self) -> dict[str, Any]:
         """Options of the call that the request states, by the engine's names. Tools are among them."""
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "max_tokens")
-        stated = {name: getattr(self, name) for name in names}
+        names = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens")
+        penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        stated = {name: getattr(self, name) for name in (*names, *penalties)}
         return {name: value for name, value in stated.items() if value is not None}
 
     def check(self) -> None:
         """Raise RequestError for fields that would change the answer and are not followed."""
         for place, name, value in _flat(self.model_extra or {}):
-            if name in _IGNORED or is_neutral(value, (None, "", [], {}, *_NEUTRAL.get(name, ()))):
+            if name in _IGNORED or is_neutral(value, (*_NOTHING, *_NEUTRAL.get(name, ()))) or _is_hollow(value):
                 continue
             if place == name and (_variables(name, value) or (name == "thinking" and isinstance(value, dict))):
                 continue
@@ -358,10 +361,8 @@ class Body(_ContentPart):
             if place != name and name in type(self).model_fields:
                 why = f"give {name} beside the messages instead"
             raise unsupported(place, f"{place} is not supported with this value: {why}.")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options is not None and self.stream_options.include_usage and not self.stream:
             raise RequestError("stream_options needs stream=true.", param="stream_options")
-        if isinstance(self.stop, list) and not all(self.stop):
-            raise RequestError("stop must hold strings that are not empty.", param="stop")
         if self.stream and len(self.prompts) * (self.n or 1) > 1:
             raise unsupported("stream", "several answers are not streamed. Leave stream out, or ask for one at a time.")
 
@@ -394,6 +395,11 @@ def _variables(name: str, value: Any) -> dict[str, Any]:
 
 def _thinking(on: bool) -> dict[str, Any]:
     return dict.fromkeys(("enable_thinking", "thinking"), on)
+
+
+def _is_hollow(value: Any) -> bool:
+    """Whether a value is an object that says nothing."""
+    return isinstance(value, dict) and all(each is None for each in value.values())
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
@@ -444,8 +450,9 @@ class ChatBody(Body):
         schema = _json_schema(self.response_format)
         if schema is not None:
             options["json_schema"] = schema
-        if self.tools:
-            options["tools"] = _checked_tools(self.tools)
+        tools, choice = _allowed(self.tools, self.tool_choice)
+        if tools:
+            options["tools"] = _checked_tools(tools)
         variables = {**self._switched, **(self.chat_template_kwargs or {})}
         if variables:
             try:
@@ -455,7 +462,7 @@ class ChatBody(Body):
         if schema is not None and self._holds_calls:
             return options
         try:
-            return with_tool_choice({**options, "tool_choice": _checked_choice(self.tool_choice, bool(self.tools))})
+            return with_tool_choice({**options, "tool_choice": _checked_choice(choice, bool(tools))})
         except ConfigurationError as error:
             raise RequestError(str(error), param="tool_choice") from error
 
@@ -496,6 +503,13 @@ def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise RequestError(str(error), param="tools") from error
 
 
+def _allowed(tools: Any, choice: Any) -> tuple[Any, Any]:
+    try:
+        return allowed_tools(tools, choice)
+    except ConfigurationError as error:
+        raise RequestError(str(error), param="tool_choice") from error
+
+
 def _checked_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str | dict[str, Any] | None:
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise RequestError(
@@ -513,7 +527,7 @@ def _checked_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str
 def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
     """The JSON schema that the answer must follow; None: any text."""
     kind = None if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text":
+    if wanted is None or kind == "text" or _is_hollow(wanted):
         return None
     if kind == "json_object":
         return {"type": "object"}
@@ -595,9 +609,19 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number in JSON")
 
 
+def without_nothing(kind: type[Body], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A body without what says nothing: null and empty values of fields that may be left out, and empty stop strings.
+    What else another server may read stays."""
+    optional = {name for name, field in kind.model_fields.items() if not field.is_required()}
+    found = dict(given)
+    if isinstance(stops := found.get("stop"), list):
+        found["stop"] = [each for each in stops if not is_neutral(each, _NOTHING)]
+    return {name: value for name, value in found.items() if name not in optional or not is_neutral(value, _NOTHING)}
+
+
 def parse(kind: type[B], given: Mapping[str, Any]) -> B:
     """The body of a request, checked. Raises RequestError: it names the field that is wrong."""
-    body = _validated(kind, given)
+    body = _validated(kind, without_nothing(kind, given))
     body.check()
     return body
 

@@ -39,7 +39,7 @@ from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
 from .replies import Result, StreamReply, WholeReply, with_code
-from .requests import NotPlanned, PlannablePrompt, check_carried, read_chat, read_completion, take_field
+from .requests import NotPlanned, PlannablePrompt, check_carried, in_vllms_words, read_chat, read_completion, take_field
 from .settings import ServerSettings
 from .shadow_checks import ShadowChecks, ask_itself
 
@@ -240,6 +240,7 @@ class CacheClip:
         body = await self._bodies.parsed(request, caller.tenants[0], read_json)
         check_counts(body, self.planning.context_tokens())
         check_carried(body)
+        body = in_vllms_words(body, is_chat=path == _CHAT)
         leaving = asyncio.ensure_future(receive())
         try:
             await self._answered(path, body, caller, leaving, scope, receive, send)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import ConfigurationError
+from ..frontend.forced_tools import allowed_tools
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_object
 from ..runtime.base import Message
-from ..serving.errors import unsupported
+from ..serving.errors import RequestError, unsupported
 from ..serving.field import CacheClipField
-from ..serving.schema import is_neutral, parse_field
+from ..serving.schema import ChatBody, is_neutral, parse_field, without_nothing
 
 
 class NotPlanned(Exception):
@@ -86,6 +87,34 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
     if isinstance(found.ratio, str):
         raise unsupported("cacheclip.ratio", "cacheclip.ratio must be a number here: ratios are not chosen by time.")
     return found
+
+
+def in_vllms_words(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
+    """A body with what the server of :mod:`cacheclip_rag.serving` takes and vLLM refuses said as vLLM takes it. What
+    says nothing is left out. Raises RequestError: ``allowed_tools`` that there are not."""
+    found = {
+        name: value
+        for name, value in without_nothing(ChatBody, body).items()  # which has all fields of a completion but its prompt
+        if not (name in ("max_tokens", "max_completion_tokens") and is_neutral(value, (-1,)))
+    }
+    if is_neutral(found.get("top_p"), (0,)):  # the likeliest token
+        found |= {"top_p": 1, "top_k": 1}
+    options = found.get("stream_options")
+    if not found.get("stream") and isinstance(options, Mapping) and not options.get("include_usage"):
+        del found["stream_options"]
+    return _with_allowed_tools(found) if is_chat else found
+
+
+def _with_allowed_tools(body: dict[str, Any]) -> dict[str, Any]:
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    try:
+        own = dict(zip(("tools", "tool_choice"), allowed_tools(tools, choice), strict=True))
+    except ConfigurationError as error:
+        raise RequestError(str(error), param="tool_choice") from error
+    if not own["tools"] and own["tool_choice"] in ("auto", "none"):
+        own = {}
+    others = {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
+    return {**others, **{name: value for name, value in own.items() if value is not None}}
 
 
 def check_carried(body: Mapping[str, Any]) -> None:

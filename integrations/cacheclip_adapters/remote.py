@@ -312,6 +312,10 @@ def _sampling(params: SamplingParams, *, has_tools: bool) -> dict[str, Any]:
         stated["top_k"] = params.top_k
     if params.repetition_penalty != 1.0:
         stated["repetition_penalty"] = params.repetition_penalty
+    if params.frequency_penalty:
+        stated["frequency_penalty"] = params.frequency_penalty
+    if params.presence_penalty:
+        stated["presence_penalty"] = params.presence_penalty
     if params.stop:
         stated["stop"] = list(params.stop)
     if params.seed is not None:

@@ -43,7 +43,9 @@ _PER_CALL = ("method", "recompute_ratio", "max_ttft_s", "finish")
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value or []
+    """What stops an answer, as a list without what stops nothing."""
+    found = [value] if isinstance(value, str) else value or []
+    return [each for each in found if each not in ("", None)] if isinstance(found, list | tuple) else found
 
 
 class EngineFields(BaseModel):
@@ -197,11 +199,15 @@ class ModelFields(EngineFields):
     temperature: float = _SAMPLING.temperature
     """0 is greedy."""
     top_p: float = _SAMPLING.top_p
-    """Sample from the smallest set of tokens whose probability reaches this."""
+    """Sample from the smallest set of tokens whose probability reaches this; 0: the likeliest token."""
     top_k: int = _SAMPLING.top_k
     """Sample from this many of the likeliest tokens; 0: from all."""
     repetition_penalty: float = _SAMPLING.repetition_penalty
     """Above 1: tokens that stand in prompt or answer become less likely."""
+    frequency_penalty: float = _SAMPLING.frequency_penalty
+    """Taken from a token's logit for each time that it stands in the answer, -2 to 2."""
+    presence_penalty: float = _SAMPLING.presence_penalty
+    """Taken once from the logit of a token that stands in the answer, -2 to 2."""
     stop: Annotated[list[str], BeforeValidator(_as_list)] = Field(default_factory=lambda: list(_SAMPLING.stop))
     """The answer ends before the first of these strings. A single string is accepted. Also ``stop_sequences``."""
     seed: int | None = _SAMPLING.seed

@@ -65,8 +65,8 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
     that keeps only the text, :func:`collect_cacheclip_stats` collects them.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
-    ``repetition_penalty``, ``stop``, ``seed``, ``method``, ``recompute_ratio``, ``finish``, ``question`` (text that
-    scores the chunks; default all text after the last chunk), and ``documents`` (Documents or strings known to be in
+    ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``, ``stop``, ``seed``, ``method``,
+    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk), and ``documents`` (Documents or strings known to be in
     the prompt; they are stored even if they were never precomputed). Messages may also carry documents: in
     ``text-plain`` blocks, in a tool message's ``artifact``, in ``additional_kwargs["documents"]``, and in text blocks
     with your own ``id`` in system, human and tool messages. The last block of the last human message is the question,

@@ -17,7 +17,7 @@ from cacheclip_rag import SamplingParams
 from cacheclip_rag.answering.sampler import Sampler, room_for
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY
+from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 
@@ -42,7 +42,10 @@ def streamed(runtime: ModelRuntime, ids: list[int], stop: list[str] | None = Non
     return pieces, stream
 
 
-NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty")
+NUMBERS = (
+    *("max_tokens", "temperature", "top_p", "top_k"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 EDGES = (0, 1, -1, 2**31, 2**70, 10**400, 5e-324, 1e-300, 1e-40, 1e-5, 1 - 1e-16, 9.9, 100.0, 1e38, 1e308, float("inf"))
 
 
@@ -56,7 +59,7 @@ class TestSamplingParams:
             ("temperature", 100.1),
             ("temperature", float("nan")),
             ("temperature", float("inf")),
-            ("top_p", 0.0),
+            ("top_p", -0.1),
             ("top_p", 1.1),
             ("top_p", float("nan")),
             ("top_k", -2),
@@ -65,6 +68,9 @@ class TestSamplingParams:
             ("repetition_penalty", 5e-324),
             ("repetition_penalty", 10**400),
             ("repetition_penalty", float("nan")),
+            *((name, value) for name in ("frequency_penalty", "presence_penalty") for value in (2.1, -2.1, "1", True)),
+            ("frequency_penalty", float("nan")),
+            ("presence_penalty", 10**400),
             ("stop", "a string"),
             ("stop", ["a list"]),
             ("stop", ("ok", "")),
@@ -105,6 +111,7 @@ class TestSamplingParams:
             {"temperature": 100.0, "top_p": 1.0, "seed": 0},
             {"temperature": 5e-324, "repetition_penalty": LEAST_PENALTY, "top_k": 2**70, "seed": -(2**63)},
             {"repetition_penalty": 10},
+            {"top_p": 0, "frequency_penalty": -2, "presence_penalty": 2},
         ],
     )
     def test_edges_are_allowed(self, edges: dict[str, Any]) -> None:
@@ -337,6 +344,37 @@ class TestSampler:
         assert Sampler(SamplingParams(repetition_penalty=2.0), CPU).pick(logits) == 0
         sampler = Sampler(SamplingParams(repetition_penalty=2.0), CPU, prompt_ids=prompt)
         assert [sampler.pick(logits) for _ in range(3)] == [1, 0, 0]
+
+    def test_top_p_of_zero_takes_the_likeliest(self) -> None:
+        assert self.picks(100, temperature=50.0, top_p=0, seed=1) == [0] * 100
+        assert is_greedy(SamplingParams(temperature=50.0, top_p=0))
+
+    @pytest.mark.parametrize(
+        "penalties", [(0.7, 0.0), (0.0, 0.7), (0.3, 0.4), (-0.5, 0.0), (0.0, -0.5)], ids="{}".format
+    )
+    @pytest.mark.parametrize("repetition", [1.0, 1.3])
+    def test_penalties_are_those_of_openai(self, penalties: tuple[float, float], repetition: float) -> None:
+        """``logit - count * frequency - (count > 0) * presence``, with counts of the answer alone; before them, as in
+        vLLM, the penalty for repetition, which counts the prompt."""
+        frequency, presence = penalties
+        options = {"frequency_penalty": frequency, "presence_penalty": presence, "repetition_penalty": repetition}
+        sampler = Sampler(SamplingParams(**options), CPU, prompt_ids=torch.tensor([1, 1, 1, 2]))
+        rows = torch.randn(30, 4, generator=torch.Generator().manual_seed(5))
+        answer: list[int] = []
+        for row in rows:
+            found = []
+            for token, logit in enumerate(row.tolist()):
+                if token in (1, 2, *answer):
+                    logit = logit / repetition if logit > 0 else logit * repetition
+                found.append(logit - answer.count(token) * frequency - (token in answer) * presence)
+            answer.append(found.index(max(found)))
+            assert sampler.pick(row) == answer[-1]
+        assert answer != rows.argmax(-1).tolist()
+
+    @pytest.mark.parametrize("option", [{"frequency_penalty": -0.1}, {"presence_penalty": 1}, {"top_k": 3}, {}])
+    def test_what_is_greedy(self, option: dict[str, Any]) -> None:
+        """What full prefill's likeliest tokens are compared with."""
+        assert is_greedy(SamplingParams(**option)) == ("top_k" in option or not option)
 
     def test_temperature_sharpens_and_flattens(self) -> None:
         cold = self.picks(300, temperature=0.05, seed=1)

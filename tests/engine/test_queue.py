@@ -306,6 +306,7 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.5, "seed": 7},
     {"temperature": 1.5, "seed": 8, "top_k": 20, "top_p": 0.9},
     {"repetition_penalty": 1.4},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
     {"stop": ("e",)},
     {"json_schema": SCHEMA},
     {"max_tokens": 3},

@@ -27,6 +27,12 @@ from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 from tests.guards.test_certificate import certificate_for
 
 PARAMS = SamplingParams(max_tokens=10)
+NOT_GREEDY: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 3},
+    {"frequency_penalty": 2.0},
+    {"presence_penalty": -2.0},
+    {"repetition_penalty": 1.5},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -163,10 +169,13 @@ class TestShadow:
         assert engine.wait_for_observers(10)
         assert engine.metrics.snapshot()["shadow_checks_total"] == values["shadow_checks_total"] + 1
 
-    def test_sampled_answers_have_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
-        """At temperature 1 even an exact answer's tokens are often not the likeliest: that says nothing."""
+    @pytest.mark.parametrize("options", NOT_GREEDY)
+    def test_sampled_answers_have_no_agreement(
+        self, make: Callable[..., CacheClipEngine], options: dict[str, Any]
+    ) -> None:
+        """Even an exact answer's tokens are often not the likeliest: that says nothing."""
         engine = make(shadow_rate=1.0, recompute_ratio=1.0)
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
         assert engine.wait_for_observers(30)
         values = engine.metrics.snapshot()
         assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 1e-6
@@ -225,9 +234,12 @@ class TestShadow:
         expected, found = (engine.metrics.snapshot()["shadow_agreement_sum"] for engine in (verified, revised))
         assert found == expected < 1.0
 
-    def test_a_sampled_answer_that_was_completed_has_no_agreement(self, make: Callable[..., CacheClipEngine]) -> None:
+    @pytest.mark.parametrize("options", NOT_GREEDY)
+    def test_a_sampled_answer_that_was_completed_has_no_agreement(
+        self, make: Callable[..., CacheClipEngine], options: dict[str, Any]
+    ) -> None:
         engine = make(finish="verify", recompute_ratio=0.72)
-        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, temperature=1.0, seed=3))
+        engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=10, **options))
         values = engine.metrics.snapshot()
         assert values["shadow_checks_total"] == 1 and values["shadow_first_token_kl_sum"] < 0.1
         assert "shadow_agreement_sum" not in values

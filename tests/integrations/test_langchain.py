@@ -445,6 +445,8 @@ def test_profile_and_version(tiny: ChatCacheClip) -> None:
         ("top_p", 0.5),
         ("top_k", 5),
         ("repetition_penalty", 1.1),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
         ("stop", ["x"]),
         ("seed", 1),
         ("dtype", "bfloat16"),

@@ -36,6 +36,8 @@ SENT: dict[str, tuple[Any, str, Any]] = {
     "top_p": (0.75, "top_p", 0.75),
     "top_k": (5, "top_k", 5),
     "repetition_penalty": (1.5, "repetition_penalty", 1.5),
+    "frequency_penalty": (0.5, "frequency_penalty", 0.5),
+    "presence_penalty": (-0.5, "presence_penalty", -0.5),
     "stop": (["x", "y"], "stop", ["x", "y"]),
     "seed": (11, "seed", 11),
     "json_schema": (

@@ -202,11 +202,36 @@ def test_a_method_may_be_an_instance(kind: Any, tiny_models: dict[str, str], chu
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"top_p": 0, "presence_penalty": -2, "frequency_penalty": 2}, {}),
+        *(({"stop": nothing}, {"stop": ()}) for nothing in ("", [], [""], ["", None], None)),
+        ({"stop": ["", "END"]}, {"stop": ("END",)}),
+    ],
+)
+def test_values_of_the_server_are_taken(kind: Any, given: dict[str, Any], meant: dict[str, Any]) -> None:
+    """As fields, and as options of a call."""
+    for params in (kind(**given)._call_options({}).params, kind()._call_options(given).params):
+        for name, value in {**given, **meant}.items():
+            assert getattr(params, name) == value
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_choices_of_the_server_are_taken(kind: Any) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[1:]}}
+    assert kind()._call_options({"tools": tools, "tool_choice": allowed}).tools == (tools[1],)
+    for nothing in ({"response_format": {}}, {"response_format": {"type": None}}, {"tool_choice": {}}):
+        assert kind()._call_options(nothing) == kind()._call_options({})
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_wrong_settings_are_refused(kind: Any) -> None:
     for wrong in (
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"max_tokens": 0},
-        {"stop": [""]},
+        {"frequency_penalty": 2.5},
         {"recompute_ratio": 1.5},
         {"method": "magic"},
         {"engine_kwargs": {"recompute_ratio": 0.5}},

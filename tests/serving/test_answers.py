@@ -140,7 +140,7 @@ class TestOpenAI:
 
     HARMLESS: ClassVar[dict[str, dict[str, Any]]] = {
         "OpenAI's": {"user": "somebody", "metadata": {"a": "b"}, "store": False, "n": 1, "service_tier": "auto"},
-        "neutral": {"frequency_penalty": 0, "logprobs": False, "logit_bias": {}, "functions": [], "new_field": {}},
+        "neutral": {"min_p": 0, "logprobs": False, "logit_bias": {}, "functions": [], "new_field": {}},
         "Ollama's": {"num_ctx": 8192, "keep_alive": "5m", "options": {"num_ctx": 4096, "num_gpu": 1, "tfs_z": 1.0}},
         "llama.cpp's": {
             **{"timings_per_token": True, "reasoning_format": "auto", "samplers": "", "n_predict": -1, "typ_p": 1},
@@ -179,7 +179,8 @@ class TestOpenAI:
             given["extra_body"]["top_k"] = top_k
         answer = served.engine.generate(MESSAGES, max_tokens=12, method="full", **options)
         said = ask(client, logprobs=True, top_logprobs=count, **given).choices[0]
-        assert said.message.content == answer.text == "".join(each.token for each in said.logprobs.content)
+        encoded = b"".join(bytes(each.bytes) for each in said.logprobs.content)
+        assert said.message.content == answer.text == encoded.decode(errors="replace")
         runtime = served.engine.primary
         prompt = served.engine.plan(MESSAGES, method="full").layout.ids
         for number, (each, token) in enumerate(zip(said.logprobs.content, answer.token_ids, strict=True)):
@@ -188,9 +189,10 @@ class TestOpenAI:
             assert each.logprob == pytest.approx(float(row[token]), abs=1e-3)
             likeliest = row.topk(count)
             assert [other.logprob for other in each.top_logprobs] == pytest.approx(likeliest.values.tolist(), abs=1e-3)
-            texts = [runtime.decode_ids([token]) for token in likeliest.indices.tolist()]
-            assert [other.token for other in each.top_logprobs] == texts
-            assert each.bytes is None or bytes(each.bytes).decode() == each.token
+            for other, number in zip(each.top_logprobs, likeliest.indices.tolist(), strict=True):
+                name = runtime.tokenizer.added_tokens_decoder.get(number)
+                assert other.token == (name.content if name else runtime.decode_ids([number]))
+                assert bytes(other.bytes).decode(errors="replace") == other.token
         streamed = list(ask(client, logprobs=True, top_logprobs=count, stream=True, **given))
         assert [each for chunk in streamed if (found := chunk.choices[0].logprobs) for each in found.content] == [
             *said.logprobs.content
@@ -207,6 +209,8 @@ class TestOpenAI:
         ] == found.tokens
         for token, logprob, likeliest in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
             assert likeliest[token] == logprob == max(likeliest.values()) < 0
+        wide: Any = client.completions.create(**own, logprobs=20, seed=1, extra_body={"temperature": 2}).choices[0]
+        assert [len(each) for each in wide.logprobs.top_logprobs] == [20] * len(wide.logprobs.tokens)
         assert client.completions.create(**own, logprobs=0).choices[0].logprobs.top_logprobs == [{}] * 6
         assert client.completions.create(**own).choices[0].logprobs is None
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OfAChat
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OfACompletion
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
 from cacheclip_rag.serving.errors import RequestError
-from cacheclip_rag.serving.schema import ChatBody, parse
+from cacheclip_rag.serving.schema import ChatBody, CompletionBody, parse
 from tests.conftest import CHUNKS
 from tests.integrations.fakes import fake_models, watched
 from tests.serving.applications import Unexpected, play
@@ -258,7 +260,20 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
         ),
         ({"max_tokens": 8.0}, {"max_tokens": 8}),
         ({"max_completion_tokens": 8.0, "seed": 3.0}, {"max_tokens": 8, "seed": 3}),
-        ({"n": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}, {}),
+        ({"n": 1.0, "logit_bias": {}}, {}),
+        *(
+            ({name: value}, {name: value})
+            for name in ("presence_penalty", "frequency_penalty")
+            for value in (0, 0.0, -2, 1.5)
+        ),
+        ({"top_p": 0}, {"top_p": 0}),
+        *(({"stop": value}, {}) for value in ("", [], [""], [None], {}, None)),
+        ({"stop": ["", "END"]}, {"stop": ["END"]}),
+        *(({"response_format": value}, {}) for value in ({}, {"type": "text"}, {"type": None}, "")),
+        *(({"stream_options": value}, {}) for value in ({}, {"include_usage": False}, {"include_usage": None})),
+        *(({"function_call": value}, {}) for value in ("none", "auto", {}, None)),
+        *(({"reasoning": value}, {}) for value in ({}, {"effort": None, "summary": None})),
+        *(({"tool_choice": value}, {}) for value in ("", {}, "none", "auto")),
         ({"reasoning_effort": "none"}, OFF),
         ({"thinking": {"type": "disabled"}}, OFF),
         *(
@@ -277,12 +292,67 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
         ({"add_bos_token": True, "ban_eos_token": False, "truncation_length": 4096, "typical": 1}, {}),
         ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        ({"stop": []}, {"stop": []}),
         ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {}),
     ],
 )
 def test_requests(fields: dict[str, Any], options: dict[str, Any]) -> None:
     assert parse(ChatBody, {"messages": [USER], **fields}).sampling() == options
+
+
+CHAT: dict[str, Any] = {"messages": [USER]}
+COMPLETION: dict[str, Any] = {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "fields"),
+    [(ChatBody, CHAT, OfAChat), (CompletionBody, COMPLETION, OfACompletion)],
+    ids=["chat", "completion"],
+)
+@pytest.mark.parametrize("nothing", [None, "", [], {}], ids=repr)
+def test_every_field_of_openai_may_say_nothing(kind: Any, given: dict[str, Any], fields: Any, nothing: Any) -> None:
+    names = {name for each in fields.__mro__ for name in getattr(each, "__annotations__", ())} - given.keys()
+    assert {"top_p", "stop", "stream_options", "logit_bias", "presence_penalty", "model"} <= names
+    plain = parse(kind, given)
+    for name in names:
+        body = parse(kind, {**given, name: nothing})
+        assert (body.sampling(), body.one_call, body.model) == (plain.sampling(), False, None), name
+        assert list(body.prompts) == list(plain.prompts)
+    body = parse(kind, {**given, **dict.fromkeys(names, nothing)})
+    assert body.sampling() == plain.sampling()
+
+
+def test_every_default_of_openai() -> None:
+    """What its reference calls the default, or what clients send in its place."""
+    shared = {"n": 1, "stream": False, "logit_bias": None, "user": "", "seed": None, "stop": None}
+    numbers = {"temperature": 1, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0}
+    chat = {"logprobs": False, "top_logprobs": 0, "store": False, "service_tier": "auto", "modalities": ["text"]}
+    chat |= {"parallel_tool_calls": True, "tool_choice": "none", "function_call": "none", "metadata": {}, "tools": []}
+    chat |= {"audio": None, "prediction": None, "web_search_options": None, "response_format": {"type": "text"}}
+    completion = {"best_of": 1, "echo": False, "logprobs": None, "suffix": None, "max_tokens": 16}
+    assert parse(ChatBody, {**CHAT, **shared, **numbers, **chat}).sampling() == numbers
+    assert parse(CompletionBody, {**COMPLETION, **shared, **numbers, **completion}).sampling() == {
+        **numbers,
+        "max_tokens": 16,
+    }
+
+
+def named(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+@pytest.mark.parametrize("is_flat", [False, True], ids=["chat completions", "responses"])
+def test_allowed_tools(is_flat: bool) -> None:
+    """The model is told of those that it may call, in the order of the choice."""
+
+    def read(mode: str, *names: str) -> dict[str, Any]:
+        own = {"mode": mode, "tools": [{"type": "function", "name": n} for n in names] if is_flat else named(*names)}
+        choice = {"type": "allowed_tools", **(own if is_flat else {"allowed_tools": own})}
+        return parse(ChatBody, {"messages": [USER], "tools": named("f", "g", "h"), "tool_choice": choice}).sampling()
+
+    assert read("auto", "h", "f") == {"tools": named("h", "f")}
+    assert read("auto") == {}
+    only = parse(ChatBody, {"messages": [USER], "tools": named("f", "g"), "tool_choice": "required"}).sampling()
+    assert read("required", "f", "g") == only and "json_schema" in only
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": MESSAGES, "max_tokens": 2, **fields}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
 def message(**fields: Any) -> dict[str, Any]:
     return chat(messages=[{"role": "user", "content": "What?", **fields}])
 
@@ -66,12 +71,12 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "calls of a user": (message(tool_calls=[TOOL]), "messages[0].tool_calls", "assistant"),
     "temperature": (chat(temperature="hot"), "temperature", "number"),
     "temperature too high": (chat(temperature=3), "temperature", "less than or equal to 2"),
-    "top_p": (chat(top_p=0), "top_p", "greater than 0"),
+    "top_p": (chat(top_p=-0.1), "top_p", "greater than or equal to 0"),
     "max_tokens": (chat(max_tokens=0), "max_tokens", "greater than or equal to 1"),
     "max_tokens is a flag": (chat(max_tokens=True), "max_tokens", "integer"),
     "two limits": (chat(max_completion_tokens=3), "max_completion_tokens", "not both"),
     "seed": (chat(seed=2**63), "seed", "less than"),
-    "stop": (chat(stop=[""]), "stop", "not empty"),
+    "stop": (chat(stop=["", 3]), "stop", "string"),
     "too many answers": (chat(n=9), "n", "less than or equal to 8"),
     "no answer": (chat(n=0), "n", "greater than or equal to 1"),
     "n is a flag": (chat(n=True), "n", "integer"),
@@ -83,7 +88,8 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         None,
         "Set finish='none'",
     ),
-    "penalty": (chat(frequency_penalty=0.5), "frequency_penalty", "not supported"),
+    "penalty": (chat(frequency_penalty=2.5), "frequency_penalty", "less than or equal to 2"),
+    "reward": (chat(presence_penalty=-2.5), "presence_penalty", "greater than or equal to -2"),
     "bias": (chat(logit_bias={"1": 5}), "logit_bias", "not supported"),
     "reasoning": (chat(reasoning_effort="extreme"), "reasoning_effort", "Leave it out"),
     "tiny penalty": (chat(repetition_penalty=1e-300), "repetition_penalty", "greater than or equal"),
@@ -106,6 +112,18 @@ CHATS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "tool_choice",
         "'g'",
     ),
+    "tools that are not there": (
+        chat(tools=[TOOL], tool_choice=allowed("auto", "f", "g")),
+        "tool_choice",
+        "'g', and there is no such tool",
+    ),
+    "another mode": (chat(tools=[TOOL], tool_choice=allowed("any", "f")), "tool_choice", "a mode, auto or required"),
+    "allowed tools without names": (
+        chat(tools=[TOOL], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}),
+        "tool_choice",
+        "got {'mode': 'auto', 'tools': [{}]}",
+    ),
+    "none of the tools": (chat(tools=[TOOL], tool_choice=allowed("required")), "tool_choice", "no tools"),
     "choice without tools": (chat(tool_choice="required"), "tool_choice", "no tools"),
     "format": (chat(response_format={"type": "xml"}), "response_format.type", "json_schema"),
     "no schema": (chat(response_format={"type": "json_schema"}), "response_format.json_schema.schema", "schema"),

@@ -467,6 +467,44 @@ class TestRefusals:
         assert served.ask(kv_transfer_params=None, cacheclip={"finish": "none"}, vllm_xargs={"a": 1}).status_code == 200
         assert served.inner.last["vllm_xargs"] == {"a": 1}
 
+    @pytest.mark.parametrize(
+        ("given", "sent"),
+        [
+            ({"top_p": 0}, {"top_p": 1, "top_k": 1}),
+            ({"top_p": 0.5, "top_k": 7}, {"top_p": 0.5, "top_k": 7}),
+            *(({"stop": value}, {}) for value in ("", [], [""], [None], None)),
+            ({"stop": ["", "END"]}, {"stop": ["END"]}),
+            *(({"response_format": value}, {}) for value in ({}, "", None)),
+            *(({"stream_options": value}, {}) for value in ({}, {"include_usage": False})),
+            *(({name: -1}, {}) for name in ("max_tokens", "max_completion_tokens")),
+            ({"frequency_penalty": 0.5, "presence_penalty": -0.5}, {"frequency_penalty": 0.5, "presence_penalty": -0.5}),
+            ({"bad_words": [], "seed": 0, "stream": False}, {"bad_words": [], "seed": 0, "stream": False}),
+        ],
+    )
+    def test_what_vllm_does_not_take_is_said_in_its_words(
+        self, served: Served, given: dict[str, Any], sent: dict[str, Any]
+    ) -> None:
+        for ask in (served.ask, served.complete):
+            assert ask(**given).status_code == 200
+            own = {"messages", "prompt", "kv_transfer_params", "cache_salt"}
+            assert {name: value for name, value in served.inner.last.items() if name not in own} == sent
+
+    def test_allowed_tools(self, served: Served) -> None:
+        def choice(mode: str, *names: str) -> dict[str, Any]:
+            tools = [{"type": "function", "function": {"name": name}} for name in names]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+        other = {**TOOL, "function": {**TOOL["function"], "name": "g"}}
+        for mode in ("auto", "required"):
+            served.ask(tools=[TOOL, other], tool_choice=choice(mode, "g"))
+            assert (served.inner.last["tools"], served.inner.last["tool_choice"]) == ([other], mode)
+        for given in ({"tools": [TOOL], "tool_choice": choice("auto")}, {"tools": [], "tool_choice": "auto"}):
+            served.ask(**given)
+            assert not {"tools", "tool_choice"} & served.inner.last.keys()
+        for tools in ([TOOL], {}, None, 3):
+            refused = served.ask(tools=tools, tool_choice=choice("auto", "h"))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+
     def test_of_a_prompt_that_is_too_long(self, served: Served) -> None:
         for response in (served.ask("word " * 6000), served.complete("word " * 6000)):
             assert response.status_code == 400
@@ -990,7 +1028,7 @@ class TestShadowChecks:
         assert compared(shadowed, 1) == {"skipped_total": 1}, "what cannot be asked"
         model.get_diff_sampling_param = lambda: {"temperature": 0.0, "top_p": 0.9}
         shadowed.ask(temperature=1), shadowed.ask(temperature=None)
-        assert compared(shadowed, 2)["checks_total"] == 1 and shadowed.inner.last["temperature"] is None
+        assert compared(shadowed, 2)["checks_total"] == 1 and "temperature" not in shadowed.inner.last
 
     def test_one_at_a_time(self, shadowed: Served) -> None:
         """Answers do not wait for it, and the server's end does not either."""

@@ -159,6 +159,9 @@ class LlamaRuntime(ChatText):
     def decode_ids(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._vocabulary.piece(token_id)
+
     def decode_calls(self, ids: Sequence[int]) -> str:
         return self._vocabulary.decode(ids, keep=self._vocabulary.markers)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -144,7 +145,25 @@ def _keeps_all_bytes(pre_tokenizer: Any) -> bool:
     return keep and any(step["type"] == "ByteLevel" for step in steps)
 
 
+def bytes_of(tokenizer: Any, token_id: int) -> bytes:
+    """Bytes of one token of a fast tokenizer, as they stand in the middle of a text; of an added token, its name."""
+    backend = tokenizer.backend_tokenizer
+    piece = backend.id_to_token(token_id)
+    if piece is None:  # weights have more rows than the tokenizer has tokens
+        return f"token_id:{token_id}".encode()
+    if token_id in tokenizer.added_tokens_decoder:
+        return str(piece).encode()
+    if backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__():
+        return bytes(map(_BYTES.__getitem__, piece)) if _BYTES.keys() >= {*piece} else str(piece).encode()
+    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(found[1])
+    return str(piece).replace("\u2581", " ").encode()
+
+
 def _byte_letters() -> list[str]:
     """The character by which byte-level tokenizers write each of the 256 bytes (from GPT-2)."""
     others = count(256)
     return [chr(n if 33 <= n <= 126 or (161 <= n <= 255 and n != 173) else next(others)) for n in range(256)]
+
+
+_BYTES = {letter: byte for byte, letter in enumerate(_byte_letters())}

@@ -91,8 +91,8 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
     the statistics of all its prompts in ``metadata["cacheclip"]``, with any synthesizer.
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
-    ``repetition_penalty``, ``stop``, ``seed``, ``method``, ``recompute_ratio``, ``finish``, ``question`` (text that
-    scores the chunks; default all text after the last chunk), and ``documents`` (texts known to be in the prompt; they
+    ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``, ``stop``, ``seed``, ``method``,
+    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk), and ``documents`` (texts known to be in the prompt; they
     are stored even if they were never precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the
     texts are released with these nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model
     in a separate thread, which stops before the next token if the task is cancelled. The model's chat template renders
