@@ -27,7 +27,7 @@ class Sampler:
         prompt_ids: torch.Tensor | None = None,
         logprobs: int | None = None,
     ) -> None:
-        """``prompt_ids``, ``(num_tokens,)``, count for ``repetition_penalty``. ``logprobs``: as in the options of a call."""
+        """``prompt_ids``, ``(num_tokens,)``, count for ``repetition_penalty``. ``logprobs``: as in a call's options."""
         from transformers import (
             LogitsProcessorList,
             RepetitionPenaltyLogitsProcessor,

@@ -35,9 +35,9 @@ def uses_tools(runtime: Runtime) -> bool:
 
 def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
     """A call's options with ``tool_choice`` and OpenAI's ``response_format`` turned into ``json_schema``: an answer
-    that must be a call is constrained to be one. ``none`` leaves the tools out, ``allowed_tools`` all others. With tools and a ``json_schema``, the
-    answer is a call or follows the schema. Raises ConfigurationError: a choice without tools, of an unknown tool, or
-    beside a ``json_schema``; or a ``response_format`` that is none."""
+    that must be a call is constrained to be one. ``none`` leaves the tools out, ``allowed_tools`` the
+    others. With tools and a ``json_schema``, the answer is a call or follows the schema. Raises ConfigurationError: a
+    choice without tools, of an unknown tool, or beside a ``json_schema``; or a ``response_format`` that is none."""
     options = dict(options)
     asked = _schema_of(options.pop("response_format", None))
     if asked is not None:

@@ -92,9 +92,9 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
 def in_vllms_words(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """A body with what the server of :mod:`cacheclip_rag.serving` takes and vLLM refuses said as vLLM takes it. What
     says nothing is left out. Raises RequestError: ``allowed_tools`` that there are not."""
-    found = {
+    found = {  # a chat has all fields of a completion but its prompt
         name: value
-        for name, value in without_nothing(ChatBody, body).items()  # which has all fields of a completion but its prompt
+        for name, value in without_nothing(ChatBody, body).items()
         if not (name in ("max_tokens", "max_completion_tokens") and is_neutral(value, (-1,)))
     }
     if is_neutral(found.get("top_p"), (0,)):  # the likeliest token

@@ -66,12 +66,13 @@ class ChatCacheClip(LangChainFields, BaseChatModel):
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
     ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``, ``stop``, ``seed``, ``method``,
-    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk), and ``documents`` (Documents or strings known to be in
-    the prompt; they are stored even if they were never precomputed). Messages may also carry documents: in
-    ``text-plain`` blocks, in a tool message's ``artifact``, in ``additional_kwargs["documents"]``, and in text blocks
-    with your own ``id`` in system, human and tool messages. The last block of the last human message is the question,
-    not a document. A stored document with an id is released together with this id (:class:`CacheClipVectorStore`).
-    Async calls run the model in a separate thread; a cancelled call stops before the next token.
+    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk),
+    and ``documents`` (Documents or strings known to be in the prompt; they are stored even if they were never
+    precomputed). Messages may also carry documents: in ``text-plain`` blocks, in a tool message's ``artifact``, in
+    ``additional_kwargs["documents"]``, and in text blocks with your own ``id`` in system, human and tool messages. The
+    last block of the last human message is the question, not a document. A stored document with an id is released
+    together with this id (:class:`CacheClipVectorStore`). Async calls run the model in a separate thread; a cancelled
+    call stops before the next token.
 
     The constructor only checks settings. Weights load at the first call, and models with equal settings share them.
     The model reads the text of messages and refuses other content. Its reasoning is in

@@ -477,7 +477,7 @@ class TestRefusals:
             *(({"response_format": value}, {}) for value in ({}, "", None)),
             *(({"stream_options": value}, {}) for value in ({}, {"include_usage": False})),
             *(({name: -1}, {}) for name in ("max_tokens", "max_completion_tokens")),
-            ({"frequency_penalty": 0.5, "presence_penalty": -0.5}, {"frequency_penalty": 0.5, "presence_penalty": -0.5}),
+            *(({name: 0.5}, {name: 0.5}) for name in ("frequency_penalty", "presence_penalty")),
             ({"bad_words": [], "seed": 0, "stream": False}, {"bad_words": [], "seed": 0, "stream": False}),
         ],
     )

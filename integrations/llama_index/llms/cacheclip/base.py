@@ -92,13 +92,13 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     Each call accepts ``max_tokens`` (or ``max_new_tokens``), ``temperature``, ``top_p``, ``top_k``,
     ``repetition_penalty``, ``frequency_penalty``, ``presence_penalty``, ``stop``, ``seed``, ``method``,
-    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk), and ``documents`` (texts known to be in the prompt; they
-    are stored even if they were never precomputed). If ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the
-    texts are released with these nodes. Every answer emits a :class:`CacheClipFusionEvent`. Async calls run the model
-    in a separate thread, which stops before the next token if the task is cancelled. The model's chat template renders
-    messages; ``messages_to_prompt`` is not used. Tools, calls and results of tools are rendered by the chat template
-    too; a model whose template does not use tools refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a
-    response's message, in OpenAI's format.
+    ``recompute_ratio``, ``finish``, ``question`` (text that scores the chunks; default all text after the last chunk),
+    and ``documents`` (texts known to be in the prompt; they are stored even if they were never precomputed). If
+    ``documents`` maps texts to ``(node id, ref_doc_id)`` pairs, the texts are released with these nodes. Every answer
+    emits a :class:`CacheClipFusionEvent`. Async calls run the model in a separate thread, which stops before the next
+    token if the task is cancelled. The model's chat template renders messages; ``messages_to_prompt`` is not used.
+    Tools, calls and results of tools are rendered by the chat template too; a model whose template does not use tools
+    refuses them. Calls are in ``additional_kwargs["tool_calls"]`` of a response's message, in OpenAI's format.
 
     Structured output (``structured_predict``, ``as_structured_llm``) follows its schema where the extra ``structured``
     is installed, with every model.
