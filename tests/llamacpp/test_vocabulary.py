@@ -48,7 +48,9 @@ class TestTexts:
         assert list(runtime.tokenize(text).offsets) == [tuple(pair) for pair in expected["offset_mapping"]]
 
     def test_ids_give_back_the_text(self, runtime: Runtime, text: str) -> None:
-        assert runtime.decode_ids(runtime.tokenize(text).ids) == text
+        ids = runtime.tokenize(text).ids
+        assert runtime.decode_ids(ids) == text
+        assert b"".join(runtime.token_bytes(token) or b"" for token in ids).decode() in (text, f" {text}")
 
     def test_no_text_yields_a_control_token(self, runtime: Runtime, text: str) -> None:
         assert runtime.control_ids is not None and not set(runtime.control_ids) & set(runtime.tokenize(text).ids)
