@@ -14,15 +14,17 @@ from .base.checks import (
     check_namespace,
     check_number,
     check_ratio_and_limit,
+    check_store_url,
     check_whole_number,
     model_place,
     refuse_unknown,
     store_place,
 )
 from .base.errors import ConfigurationError
-from .base.paths import HOT_SCHEMES, SCHEMES, is_url, split_hot
+from .base.paths import is_url
 from .base.removed import SETTINGS, refuse_removed
 from .base.sampling import FINISH_MODES
+from .base.urls import shown_url
 from .chunks.context import check_chunk_context
 from .methods import DEFAULT_METHOD, check_method
 from .runtime.base import DTYPES
@@ -132,18 +134,7 @@ class EngineConfig:
             if not isinstance(self.store, str | PathLike) or not str(self.store):
                 raise ConfigurationError(f"store must be a folder, a URL, or None for memory only, got {self.store!r}.")
             if is_url(self.store):
-                url, hot = split_hot(str(self.store))
-                scheme, _, rest = url.partition("://")
-                if scheme not in SCHEMES or not rest:
-                    raise ConfigurationError(
-                        f"store must be a folder or a URL such as s3://bucket/prefix ({', '.join(SCHEMES)}), got "
-                        f"{url!r}."
-                    )
-                kind, _, server = hot.partition("://")
-                if "?hot=" in str(self.store) and (kind not in HOT_SCHEMES or not server):
-                    raise ConfigurationError(
-                        f"a hot tier must be a URL such as valkey://host:6379 ({', '.join(HOT_SCHEMES)}), got {hot!r}."
-                    )
+                check_store_url(str(self.store))
                 if self.max_bytes is not None:
                     raise ConfigurationError(
                         "max_bytes limits a store folder. What a shared store holds is decided by ingest and by "
@@ -163,6 +154,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or not may_be_none:
                 check_whole_number(name, value, of="bytes")
+
+    def __repr__(self) -> str:
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        own["store"] = self.store and shown_url(self.store)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
     @property
     def fixed_ratio(self) -> float | None:

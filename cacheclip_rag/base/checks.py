@@ -6,9 +6,11 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
+from urllib.parse import urlsplit
 
 from .errors import ConfigurationError
-from .paths import is_url, split_hot
+from .paths import HOT_SCHEMES, SCHEMES, is_url, split_hot
+from .urls import HIDDEN, shown_url
 
 ALIASES = {
     "model": "primary",
@@ -79,6 +81,34 @@ def store_place(value: Any) -> Any:
         return os.path.abspath(os.path.expanduser(text))
     url, hot = split_hot(text)
     return f"{url}?hot={hot}" if hot else url
+
+
+def check_store_url(store: str) -> None:
+    """Raise ConfigurationError unless this is the URL of a shared store, with that of a hot tier or without."""
+    url, hot = split_hot(store)
+    scheme, _, rest = url.partition("://")
+    if f"{HIDDEN}@" in store:
+        raise ConfigurationError(
+            f"the password of {shown_url(store)!r} was left out where it was shown. Give it again."
+        )
+    if scheme not in SCHEMES or not rest or "@" in rest.partition("/")[0]:
+        raise ConfigurationError(
+            f"store must be a folder or a URL such as s3://bucket/prefix ({', '.join(SCHEMES)}) without credentials, "
+            f"which are read from the environment, got {shown_url(url)!r}."
+        )
+    if "?hot=" in store and not _is_server(hot):
+        raise ConfigurationError(
+            f"a hot tier must be a URL such as valkey://host:6379 ({', '.join(HOT_SCHEMES)}), got "
+            f"{shown_url(store).partition('?hot=')[2]!r}. In a password, write what means something in URLs as %2F."
+        )
+
+
+def _is_server(url: str) -> bool:
+    try:
+        found = urlsplit(url)
+        return found.scheme in HOT_SCHEMES and bool(found.hostname) and (found.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def is_whole_number(value: Any) -> bool:

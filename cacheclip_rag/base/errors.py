@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .urls import without_secrets
+
 __all__ = [
     "CacheClipError",
     "CertificateError",
@@ -49,7 +51,10 @@ def is_panic(error: BaseException) -> bool:
 
 
 class CacheClipError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library. No message shows the password of a URL."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(without_secrets(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigurationError(CacheClipError):

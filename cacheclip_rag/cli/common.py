@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
+from ..base.urls import shown_url
 from .options import existing_store
 
 
@@ -48,7 +49,10 @@ _USAGE_ERRORS = (ConfigurationError, UnknownModelError, DocumentError)
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object on one line. Infinity and NaN become null, halves of surrogate pairs question marks."""
+    """Print one JSON object on one line, its ``store`` without a password. Infinity and NaN become null, halves of
+    surrogate pairs question marks."""
+    if "store" in value:
+        value = {**value, "store": shown_url(value["store"])}
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
 

@@ -9,6 +9,7 @@ import typer
 
 from ..base.errors import ConfigurationError
 from ..base.paths import is_url
+from ..base.urls import shown_url
 from .common import (
     ExistingStoreOption,
     JsonOption,
@@ -42,7 +43,7 @@ def create(
     if as_json:
         print_json({"store": store, **made})
     else:
-        typer.echo(f"{store} is a store now" + (f", with codec {made['codec']}" if made["codec"] else ""))
+        typer.echo(f"{shown_url(store)} is a store now" + (f", with codec {made['codec']}" if made["codec"] else ""))
 
 
 @app.command("compact")
@@ -62,7 +63,7 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    for name, value in found.items():
+    for name, value in {**found, "store": shown_url(found["store"])}.items():
         if isinstance(value, list):
             print_names(name, value)
         elif not isinstance(value, dict):

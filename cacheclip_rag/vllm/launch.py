@@ -12,12 +12,13 @@ import secrets
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
 from ..base.errors import ConfigurationError
 from ..base.python import own_folder, python_command, python_environment
+from ..base.urls import shown_url
 from ..config import EngineConfig
 from ..models.load import choose_device, concrete, resolve
 from ..serving.access import check_origins
@@ -26,7 +27,7 @@ from ..serving.server import served_name as name_of
 from .internals import check_vllm, is_tried
 from .offline import engine_options, worker_of
 from .options import absolute_paths, check_flags, is_on, value_of
-from .parameters import NAMESPACES_VARIABLE
+from .parameters import NAMESPACES_VARIABLE, STORE_VARIABLE
 from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
@@ -43,7 +44,7 @@ class Command:
     """A program in place of this one."""
 
     arguments: tuple[str, ...]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)
     """Variables beside those of this process."""
 
 
@@ -53,6 +54,9 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     config, access = settings.config, settings.access
     tenants = {config.namespace, *(tenant for names in access.tenants.values() for tenant in names)}
     engine = engine_options(config.store, namespace=None, device=worker_of(config.device), sealed=True)
+    environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
+    if shown_url(config.store) != str(config.store):
+        environment[STORE_VARIABLE] = engine["kv_transfer_config"]["kv_connector_extra_config"].pop("store")
     arguments = [
         *python_command(*_VLLM, str(resolve(config.primary))),
         *("--served-model-name", settings.name),
@@ -65,7 +69,6 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
         *("--shutdown-timeout", str(_SHUTDOWN_S)),
         *("--api-server-count", "1"),  # by default one for each data-parallel rank
     ]
-    environment = {**settings.to_environment(), NAMESPACES_VARIABLE: json.dumps(sorted(tenants))}
     environment["VLLM_USE_RUST_FRONTEND"] = "0"  # it has no middleware
     # of a flag given twice, the last one counts
     return Command((*arguments, *absolute_paths(flags)), environment)

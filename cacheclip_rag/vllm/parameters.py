@@ -15,7 +15,7 @@ import hmac
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -35,6 +35,8 @@ SEAL_VARIABLE = "CACHECLIP_VLLM_SEAL"
 NAMESPACES_VARIABLE = "CACHECLIP_VLLM_NAMESPACES"
 """Environment variable with the connector's tenants, a JSON list, where its settings name none: all users of a machine
 can read the settings, which are on a command line."""
+STORE_VARIABLE = "CACHECLIP_VLLM_STORE"
+"""Environment variable with the store, where its URL has a password: vLLM's log has the settings, too."""
 EXACT = "vLLM's own prefix cache holds so much of the prompt that plain prefill computes less"
 """The connector's reason for plain prefill of requests whose plan computes more."""
 UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
@@ -45,7 +47,7 @@ UNREADABLE = "its KV could not be read or computed; vLLM's log says why"
 class Settings:
     """Settings of the connector: ``kv_connector_extra_config``."""
 
-    store: Path | str | None = None
+    store: Path | str | None = field(default=None, repr=False)
     """Folder or URL of the store, for plans; None refuses them."""
     namespaces: frozenset[str] = frozenset({"default"})
     """Tenants whose entries may be read. Of several, the plan names one, so that plans should be sealed."""
@@ -68,8 +70,10 @@ class Settings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Settings:
-        """Tenants that are not given are those of the environment, by default ``default``. Raises ConfigurationError:
-        an unknown setting or a wrong value."""
+        """A store and tenants that are not given are those of the environment, by default none and ``default``. Raises
+        ConfigurationError: an unknown setting or a wrong value."""
+        if "store" not in given and (hidden := os.environ.get(STORE_VARIABLE)):
+            given = {**given, "store": hidden}
         known = ("store", "namespaces", "exchange", "sealed", "reader")
         unknown = sorted(set(given) - set(known))
         if unknown:

@@ -55,7 +55,7 @@ class ServedModel:
 class RemoteEngine:
     """Answers by a server. It holds no connection of its own, so that it can be copied and pickled."""
 
-    base_url: str
+    base_url: str = field(repr=False)
     """With ``/v1`` at its end, as for OpenAI's client."""
     api_key: str | None = field(default=None, repr=False)
     model: str | None = None

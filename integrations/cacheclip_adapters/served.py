@@ -6,14 +6,14 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, SecretStr
 
 from cacheclip_rag.base.errors import ConfigurationError
 
 from .remote import RemoteEngine
-from .settings import ModelFields, Tokenizer
+from .settings import SHOWN, ModelFields, Tokenizer
 
 if TYPE_CHECKING:
     from cacheclip_rag.answering.options import CallOptions
@@ -32,7 +32,7 @@ class ServedFields(ModelFields):
     defaults, so that else the server's settings hold. Documents are sent as candidates with each call. A cancelled call
     ends at the next piece of text, or sign of life of the server (every ten seconds)."""
 
-    base_url: str | None = None
+    base_url: Annotated[str | None, SHOWN] = None
     """Address of a server, such as ``http://127.0.0.1:8000/v1``; None: the model runs here."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     """API key for the server; default the environment's ``CACHECLIP_API_KEY``. Ignored without ``base_url``."""

@@ -5,12 +5,12 @@ defaults. It needs pydantic, which both frameworks install.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.base.checks import (
@@ -25,6 +25,7 @@ from cacheclip_rag.base.checks import (
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.removed import SETTINGS, refuse_removed
 from cacheclip_rag.base.sampling import SamplingParams
+from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.frontend.forced_tools import with_tool_choice
 
@@ -40,6 +41,14 @@ _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
 _PER_CALL = ("method", "recompute_ratio", "max_ttft_s", "finish")
 """Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
+
+
+def _shown(value: Any) -> Any:
+    return shown_url(value) if isinstance(value, str) else value
+
+
+SHOWN = PlainSerializer(_shown)
+"""A field whose URL is dumped without its password, because traces hold dumps."""
 
 
 def _as_list(value: Any) -> Any:
@@ -65,7 +74,7 @@ class EngineFields(BaseModel):
     """Model that answers: hub id, local folder, GGUF file, or ``packaged:NAME``. Also ``model`` or ``model_name``."""
     auxiliary: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.auxiliary
     """Small model that scores tokens; None for methods that need none. Also ``auxiliary_model_name``."""
-    store: Annotated[str | None, BeforeValidator(path_as_text)] = _ENGINE.store  # type: ignore[assignment]
+    store: Annotated[str | None, BeforeValidator(path_as_text), SHOWN] = _ENGINE.store  # type: ignore[assignment]
     """Folder or URL of the chunk-cache store; None keeps chunk caches in memory only."""
     namespace: str = _ENGINE.namespace
     """Tenant. Two namespaces never share an entry."""
@@ -88,6 +97,11 @@ class EngineFields(BaseModel):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**self._named(fields))
         self._check()
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return (
+            (name, _shown(value) if name in ("store", "base_url") else value) for name, value in super().__repr_args__()
+        )
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)  # a framework's base class may define it; pydantic's own would hide it

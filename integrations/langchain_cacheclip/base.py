@@ -19,6 +19,7 @@ from pydantic import model_validator
 
 from cacheclip_rag import __version__
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.frontend.aio import iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.forced_tools import forced_tool
@@ -52,8 +53,9 @@ class LangChainFields(ServedFields):
         # LangChain overwrites a key named "stop" with the call's stop strings
         stop = {"stop_sequences": sampling.pop("stop")}
         variables = {"chat_template_kwargs": dict(self.chat_template_kwargs)} if self.chat_template_kwargs else {}
-        named = {"model_name": config.pop("primary"), "base_url": self.base_url}
-        return {**named, **config, **sampling, **stop, **variables}
+        places = {"base_url": self.base_url, "store": config["store"]}
+        shown = {name: place and shown_url(place) for name, place in places.items()}  # traces have them, too
+        return {"model_name": config.pop("primary"), **config, **shown, **sampling, **stop, **variables}
 
     def get_num_tokens(self, text: str) -> int:
         """Number of tokens of ``text``; loads the model. With ``base_url`` it is estimated, rather too high than too

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ...base.database import OutageWarning
+from ...base.errors import ConfigurationError
+from ...base.urls import shown_url
 from ..backend import Backend, Sink
 from ..codecs import CODECS
 from ..reading_pool import later
@@ -47,12 +49,17 @@ class HotBackend(Backend):
         """``objects``: of a place with a hot tier."""
         redis, url = need("redis", "hot"), objects.place.hot
         self._objects, self._errors = objects, redis.exceptions
-        self._client = redis.Redis.from_url(
-            url.replace("valkey", "redis", 1),
-            socket_connect_timeout=_CONNECT_S,
-            socket_timeout=_SILENT_S,
-            retry=need("redis.retry", "hot").Retry(need("redis.backoff", "hot").NoBackoff(), 0),
-        )
+        try:
+            self._client = redis.Redis.from_url(
+                url.replace("valkey", "redis", 1),
+                socket_connect_timeout=_CONNECT_S,
+                socket_timeout=_SILENT_S,
+                retry=need("redis.retry", "hot").Retry(need("redis.backoff", "hot").NoBackoff(), 0),
+            )
+        except ValueError:  # which may show a password
+            raise ConfigurationError(
+                f"a hot tier must be a URL such as valkey://host:6379, got {shown_url(url)!r}."
+            ) from None
         self._medium = f"valkey://{urlsplit(url).hostname}:{urlsplit(url).port or 6379}"
         self._prefix = f"cacheclip:{objects.place.replica.name}:"
         self._reads_again = self._writes_again = 0.0

@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 from ...base.errors import ConfigurationError, MissingExtraError, StoreError
 from ...base.keys import FRAME_VERSION
 from ...base.paths import cache_home, split_hot
+from ...base.urls import shown_url
 
 LAYOUT = 1
 """Increase this number when names of objects or columns of the table change meaning."""
@@ -51,14 +52,16 @@ class SharedPlace:
     machines share. Behind ``?hot=`` stands the URL of a hot tier."""
 
     url: str
-    hot: str = ""
+    hot: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         url, hot = split_hot(self.url)
         _, _, rest = url.partition("://")
-        if not rest or (rest[0] == "/") != url.startswith("file://") or not {*url}.isdisjoint("?#"):
+        is_place = rest and (rest[0] == "/") == url.startswith("file://") and {*url}.isdisjoint("?#")
+        if not is_place or "@" in rest.partition("/")[0]:
             raise ConfigurationError(
-                f"expected the URL of a store, such as s3://bucket/prefix, without ? and #, got {self.url!r}."
+                "expected the URL of a store, such as s3://bucket/prefix, without ?, # and credentials, got "
+                f"{shown_url(self.url)!r}."
             )
         object.__setattr__(self, "url", url)
         object.__setattr__(self, "hot", hot or self.hot)

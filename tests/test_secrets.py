@@ -1,0 +1,198 @@
+"""No message, log, repr, output or dump shows a password or a key that stands in a URL or a setting."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_cacheclip import CacheClipLLM as TextModel
+from langchain_cacheclip import ChatCacheClip
+from langchain_core.load import dumpd
+from llama_index.llms.cacheclip import CacheClipLLM
+
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
+from cacheclip_rag.base.urls import shown_url, without_secrets
+from cacheclip_rag.cli import main
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.serving.access import Access
+from cacheclip_rag.store.shared.care import create
+from cacheclip_rag.store.shared.place import SharedPlace
+from cacheclip_rag.vllm.launch import command
+from cacheclip_rag.vllm.parameters import STORE_VARIABLE, Settings
+from cacheclip_rag.vllm.settings import ServerSettings
+from tests.conftest import CHUNKS, rag_prompt
+
+SECRET = "s3cr3t"
+MODELS: list[Any] = [CacheClipLLM, ChatCacheClip, TextModel]
+
+
+@pytest.fixture
+def seen(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """What is collected, and at the end everything that was logged, must be without the secret."""
+    found: list[str] = []
+    caplog.set_level(logging.DEBUG)
+    yield found
+    found += [logging.Formatter().format(record) for record in caplog.records]
+    assert found and not [each for each in found if SECRET in each]
+
+
+def result_of(ask: Callable[[], object]) -> str:
+    """What comes of a call, or what its error says, with its causes."""
+    try:
+        return repr(ask())
+    except CacheClipError as error:
+        return f"{error!r} {error} {''.join(traceback.format_exception(error))}"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://:s3cr3t@h:1/0", "redis://***@h:1/0"),
+        ("valkeys://us/er:s3cr3t?#/@x@h:1", "valkeys://***@h:1"),
+        ("redis://h:1?password=s3cr3t&db=2", "redis://h:1?password=***&db=***"),
+        ("s3://b/p?hot=redis://:s3cr3t@h:6379", "s3://b/p?hot=redis://***@h:6379"),
+        ("s3://b/p?hot=redis://:s3cr 3t's@h:6379", "s3://b/p?hot=redis://***@h:6379"),
+        ("s3://b/p?hot=:s3cr3t@h", "s3://b/p?hot=***@h"),
+        ("s3://b/p&hot=redis://:s3cr3t@h", "s3://b/p&hot=***"),
+        ("s3://key:s3cr3t@b/p", "s3://***@b/p"),
+        ("az://c/p?sv=1&sig=s3cr3t", "az://c/p?sv=***&sig=***"),
+        ("http://user:s3cr/3t@h:8000/v1", "http://***@h:8000/v1"),
+        *((same, same) for same in ("s3://b/a@b", "http://h:8000/v1/a@b", "/data/a@b", "s3://b/p?hot=valkey://h:1")),
+    ],
+)
+def test_urls(url: str, shown: str) -> None:
+    assert shown_url(url) == shown_url(shown) == shown
+    if " " not in url:
+        assert without_secrets(f"got '{url}': run --store {url}") == f"got '{shown}': run --store {shown}"
+
+
+WRONG = (
+    *("s3://b/p?hot={}@h:6379", "s3://b/p?hot=:{}@h:6379", "s3://b/p?hot=http://:{}@h", "s3://b/p?hot=redis://:{}/x@h"),
+    *("s3://b/p?hot=redis://:{}@h:port", "s3://b/p?hot=redis://h:1?password={}&socket_timeout=x", "redis://:{}@h"),
+    *("s3://key:{}@b/p", "s3://b/p?secret_access_key={}", "ftp://user:{}@h/p", "s3://b/p?hot=redis://***@h"),
+)
+
+
+@pytest.mark.parametrize("store", WRONG)
+def test_wrong_settings(store: str, seen: list[str], tiny_models: dict[str, str]) -> None:
+    """Wherever it is seen that they are wrong."""
+    given = store.format(SECRET)
+    models: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": None}
+    with pytest.raises(CacheClipError, match="expected|must be|left out") as caught:
+        CacheClipEngine(EngineConfig(**models, store=given)).generate("Hello", max_tokens=1)
+    seen.append(str(caught.value))
+    for ask in (lambda: EngineConfig(store=given), lambda: create(given), lambda: SharedPlace(given)):
+        seen.append(result_of(ask))
+    seen += [result_of(lambda kind=kind: kind(store=given)) for kind in MODELS]  # type: ignore[misc]
+    seen.append(output_of("store", "stats", "--store", given))
+    seen.append(output_of("store", "create", given))
+
+
+def output_of(*arguments: str) -> str:
+    """What the command prints."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(out), suppress(SystemExit):
+        patch.setattr("sys.argv", ["cacheclip", *arguments])
+        main()
+    assert out.getvalue()
+    return out.getvalue()
+
+
+@contextmanager
+def server(says: bytes | None) -> Iterator[int]:
+    """The port of a server that answers each request with the same bytes; None: never."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+        def talk(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                while connection.recv(1 << 16):
+                    if says is not None:
+                        connection.sendall(says * 64)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("way", ["another host", "refused", "bad password", "timeout", "no redis"])
+def test_a_hot_tier_that_fails(way: str, seen: list[str], tiny_models: dict[str, str], tmp_path: Path) -> None:
+    says = {"bad password": b"-WRONGPASS invalid username-password pair\r\n", "no redis": b"HTTP/1.1 400 Bad\r\n\r\n"}
+    with server(says.get(way)) as port:
+        where = {"another host": "nowhere.invalid:6379", "refused": "127.0.0.1:1"}.get(way, f"127.0.0.1:{port}")
+        store = f"file://{tmp_path}/store?hot=redis://user:{SECRET}@{where}"
+        seen.append(output_of("store", "create", store))
+        config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, method="anchored", store=store)
+        assert str(config.store) == store
+        engine = CacheClipEngine(config)
+        assert engine.precompute(CHUNKS) == len(CHUNKS)
+        answer = engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2))
+        seen += [repr(answer), engine.metrics.to_prometheus(), repr(config), repr(engine.store)]
+        engine.close()
+        for arguments in (("stats",), ("verify",), ("gc",), ("stats", "--json"), ("limit", "--namespace", "a", "1GB")):
+            seen.append(output_of("store", *arguments, "--store", store))
+
+
+def test_credentials_of_storage(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"id-{SECRET}")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for endpoint in (
+        "http://127.0.0.1:1",
+        f"http://user:{SECRET}@127.0.0.1:1",
+        f"http://user:{SECRET}@nowhere.invalid",
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for name in ("stats", "verify", "gc"):
+            seen.append(output_of("store", name, "--store", "s3://bucket/prefix"))
+        seen.append(output_of("store", "create", "s3://bucket/prefix"))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters(kind: Any, seen: list[str]) -> None:
+    """Traces hold their dumps. A copy works on, and who loads a dump is told what it lacks."""
+    store, url = f"s3://b/p?hot=redis://:{SECRET}@h:1", f"http://user:{SECRET}@127.0.0.1:1/v1"
+    for llm in (kind(store=store, auxiliary=None), kind(base_url=url, api_key=SECRET)):
+        seen += [repr(llm), str(llm), json.dumps(llm.model_dump(), default=repr), llm.model_dump_json()]
+        seen += [repr(llm._identifying_params), str(dumpd(llm))] if kind is not CacheClipLLM else [str(llm.to_dict())]
+        assert (llm.model_copy().store, llm.model_copy().base_url) == (llm.store, llm.base_url)
+    assert "***@127.0.0.1:1/v1" in repr(llm) and llm.base_url == url
+    seen.append(result_of(lambda: llm._answering().stream("Hello") and [*llm._answering().stream("Hello")]))
+    seen.append(repr(llm._remote()))
+    dumped = kind(store=store, auxiliary=None).model_dump()["store"]
+    with pytest.raises(ConfigurationError, match="Give it again"):
+        kind(store=dumped)
+
+
+def test_the_server_and_vllm(seen: list[str], tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users of a machine can read a command line, and vLLM logs it."""
+    store = f"s3://b/p?hot=redis://:{SECRET}@h:1"
+    config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, store=store, device="cpu")
+    settings = ServerSettings(config, "tiny", api_key=f"key-{SECRET}", seal=SECRET)
+    program = command(settings, [], host="127.0.0.1", port=8000)
+    seen += [repr(settings), repr(program), " ".join(program.arguments), repr(settings.access)]
+    for name, value in program.environment.items():
+        monkeypatch.setenv(name, value)
+    extra = json.loads(program.arguments[program.arguments.index("--kv-transfer-config") + 1])
+    connector = Settings.of(extra["kv_connector_extra_config"])
+    assert connector.store == store == program.environment[STORE_VARIABLE]
+    seen += [repr(connector), result_of(lambda: Access("default", f"{SECRET} x"))]
+    plain = command(
+        ServerSettings(EngineConfig(primary=tiny_models["llama"], store="s3://b/p"), "t"), [], host="", port=1
+    )
+    assert '"s3://b/p"' in " ".join(plain.arguments) and STORE_VARIABLE not in plain.environment
