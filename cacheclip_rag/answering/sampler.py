@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..base.errors import ModelError
-from ..base.sampling import SamplingParams, has_penalty, takes_likeliest
+from ..base.sampling import GREEDY_BELOW, NO_PENALTIES, SamplingParams
 from ..runtime.base import Constraint
 
 
@@ -40,8 +40,9 @@ class Sampler:
         self.recorded: list[list[tuple[int, float]]] = []
         """Of each token that was picked, if ``logprobs`` is set: the token and the likeliest ones, with logarithms of
         their probabilities."""
-        self._greedy = takes_likeliest(params)
-        self._params, self._has_penalty = params, has_penalty(params)
+        self._greedy = params.temperature < GREEDY_BELOW or params.top_p == 0
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        self._params, self._has_penalty = params, penalties != NO_PENALTIES
         self._of_repetition = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
         self._read = torch.empty(0, dtype=torch.int64) if prompt_ids is None else prompt_ids
         self._num_prompt = len(self._read)

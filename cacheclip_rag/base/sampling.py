@@ -110,18 +110,11 @@ def _schema_text(schema: Any) -> str | None:
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures would overflow float32 logits; they choose the likeliest token anyway."""
-
-
-def has_penalty(params: SamplingParams) -> bool:
-    """Whether earlier tokens change how likely a token is."""
-    return params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
-
-
-def takes_likeliest(params: SamplingParams) -> bool:
-    """Whether the likeliest token is always taken, once penalties are applied."""
-    return params.temperature < GREEDY_BELOW or params.top_p == 0
+NO_PENALTIES = (1.0, 0.0, 0.0)
+"""For repetition, frequency and presence."""
 
 
 def is_greedy(params: SamplingParams) -> bool:
     """Whether these settings always choose the model's likeliest token."""
-    return takes_likeliest(params) and not has_penalty(params)
+    penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    return penalties == NO_PENALTIES and (params.temperature < GREEDY_BELOW or params.top_p == 0)
