@@ -11,10 +11,12 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -23,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
 from ..base.keys import text_digest
-from ..base.paths import is_url
+from ..base.paths import cache_home, is_url
 from ..base.progress import progress_bar
+from ..base.python import own_folder
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..prompt.segments import normalise_chunk
@@ -354,6 +357,14 @@ def _encoded_here(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], 
             worker.engine.close()
 
 
+def _start(ray: Any) -> None:
+    """Ray's workers look for code in the folder in which it was started."""
+    if "CACHECLIP_HOME" in os.environ:
+        os.environ["CACHECLIP_HOME"] = str(cache_home())  # it may be relative
+    with chdir(own_folder()):
+        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+
+
 def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any], workers: int) -> Iterator[pa.Table]:
     try:
         import ray
@@ -362,7 +373,7 @@ def _encoded_by_ray(work: Sequence[Mapping[str, str]], encode: Mapping[str, Any]
         raise MissingExtraError("ray (for --engine ray)", "ray") from error
     if not work:
         return
-    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    _start(ray)
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     has_gpus = bool(ray.cluster_resources().get("GPU")) and encode["config"].device != "cpu"

@@ -94,6 +94,28 @@ def test_places_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert python_environment()["PYTHONPATH"] == "/opt/a:/opt/b"
 
 
+@pytest.mark.long
+def test_ray(hostile: Path) -> None:
+    """Its workers import what they run."""
+    pytest.importorskip("ray", reason="the extra ray is not installed: pip install -e '.[ray]'")
+    program = (
+        "import os, ray\n"
+        "from cacheclip_rag.ingest.shared import _start\n"
+        "os.environ['PYTHONPATH'] = '.'\n"
+        "_start(ray)\n"
+        "@ray.remote\n"
+        "def work():\n"
+        "    import uvicorn, os\n"
+        "    return os.getcwd()\n"
+        "print(ray.get(work.remote()), os.getcwd())\n"
+        "ray.shutdown()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == [str(hostile.parent / "home" / "run"), str(Path.cwd())], done.stderr
+    assert not hostile.exists()
+
+
 def test_nothing_else_starts_a_process() -> None:
     found = set()
     for file in (REPOSITORY / "cacheclip_rag").rglob("*.py"):
@@ -106,6 +128,7 @@ def test_nothing_else_starts_a_process() -> None:
         if starts or "ProcessPoolExecutor" in file.read_text():
             found.add(str(file.relative_to(REPOSITORY / "cacheclip_rag")))
             assert "python_environment(" in file.read_text() and "python_command(" in file.read_text(), file
+        assert "ray.init" not in names or "chdir(own_folder())" in file.read_text(), file
     assert found == STARTS
 
 
