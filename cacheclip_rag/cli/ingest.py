@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..engine import CacheClipEngine
     from ..ingest.job import IngestReport
     from ..ingest.plan import IngestPlan
+    from ..ingest.shared import SharedReport
 
 
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
@@ -29,7 +30,7 @@ def ingest(
     settings: CommandSettings,
     paths: Annotated[
         list[str],
-        typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs for a shared store."),
+        typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs of object storage."),
     ],
     embedding: Annotated[
         str | None,
@@ -50,6 +51,9 @@ def ingest(
         bool,
         typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see."),
     ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove what is gone, even if it is most of what was ingested from a path.")
+    ] = False,
     backend: BackendOption = "transformers",
     engine: Annotated[
         str | None,
@@ -61,10 +65,11 @@ def ingest(
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
     store = settings.store
     if is_url(store):
-        local = {"--dry-run": dry_run, "--strict": strict, "--embedding": embedding, "--backend": backend == "vllm"}
+        local = {"--embedding": embedding, "--backend": backend == "vllm"}
         if ignored := [name for name, value in local.items() if value]:
             raise ConfigurationError(f"{', '.join(ignored)} works on a store folder, not on {store}. Leave it out.")
-        _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, as_json)
+        shared = _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, dry_run, yes)
+        _finish(store, shared, strict, as_json)
         return
     if engine is not None or workers != 1 or settings.table(IngestTable).kv != "all":
         raise ConfigurationError(
@@ -94,35 +99,50 @@ def ingest(
     made = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
     limit = made.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     embedder = Embedder(chosen.embedding, config.device)
+    common: dict[str, Any] = {
+        "library": library,
+        "engine": made,
+        "settings": chosen,
+        "embedder": embedder,
+        "confirmed": yes,
+    }
     if dry_run:
-        found = plan_ingestion(paths, library=library, engine=made, settings=chosen, embedder=embedder, max_bytes=limit)
-        _print_plan(found, as_json)
-        if strict and (found.failed or found.notes):
-            raise typer.Exit(1)
-        return
-    report = run(
-        paths,
-        library=library,
-        engine=made,
-        embedder=embedder,
-        settings=chosen,
-        max_bytes=config.max_bytes,
-    )
-    if as_json:
-        print_json({"store": store, **report.to_dict()})
+        _finish(store, plan_ingestion(paths, max_bytes=limit, **common), strict, as_json)
     else:
-        _print_report(report, limit)
-    is_nothing = not report.documents and not report.removed
-    if report.failed or report.evicted or is_nothing or (strict and report.notes):
+        _finish(store, run(paths, max_bytes=config.max_bytes, **common), strict, as_json, limit)
+
+
+def _finish(
+    store: str, found: IngestReport | SharedReport | IngestPlan, strict: bool, as_json: bool, limit: int | None = None
+) -> None:
+    """Print a report or a plan. Exit code 1 if it is found wanting."""
+    from ..ingest.plan import IngestPlan
+
+    is_plan = isinstance(found, IngestPlan)
+    if as_json:
+        print_json({**({"dry_run": True} if is_plan else {"store": store}), **found.to_dict()})
+    elif isinstance(found, IngestPlan):
+        _print_plan(found)
+    else:
+        _print_report(found, limit)
+    is_nothing = not (found.added or found.changed or found.unchanged or found.removed)
+    is_wanting = bool(found.failed or getattr(found, "evicted", 0) or is_nothing)
+    if found.unconfirmed or (strict and (found.failed or found.notes)) or (is_wanting and not is_plan):
         raise typer.Exit(1)
 
 
 def _ingest_shared(
-    settings: CommandSettings, paths: list[str], chunk_tokens: int | None, engine: str, workers: int, as_json: bool
-) -> None:
+    settings: CommandSettings,
+    paths: list[str],
+    chunk_tokens: int | None,
+    engine: str,
+    workers: int,
+    dry_run: bool,
+    confirmed: bool,
+) -> SharedReport | IngestPlan:
     """Into object storage: KV and texts, no embeddings."""
     from ..ingest.library import LibrarySettings
-    from ..ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, read_settings
+    from ..ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
     from ..ingest.splitting import check_sizes
     from ..models.load import concrete
     from .settings import given_settings
@@ -138,23 +158,10 @@ def _ingest_shared(
     chosen = replace(known, **given_settings({**settings.engine, **given}))
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = concrete(chosen.engine_config(**{**settings.engine, "store": settings.store}))
-    report = ingest_shared(paths, config, replace(chosen, dtype=config.dtype), engine=engine, workers=workers, kv=kv)
-    if as_json:
-        print_json({"store": settings.store, **report.to_dict()})
-    else:
-        typer.echo(
-            f"{report.documents} documents: {report.unchanged} unchanged, {report.removed} removed; {report.texts} "
-            f"chunks, {report.computed} computed"
-        )
-        print_names("nothing stored of", report.failed, err=True)
-        if report.above_quota:
-            typer.echo(
-                "the tenant's quota is reached. Raise it with cacheclip store limit, or remove documents and run "
-                "cacheclip store gc; then ingest again.",
-                err=True,
-            )
-    if report.failed:
-        raise typer.Exit(1)
+    chosen = replace(chosen, dtype=config.dtype)
+    if dry_run:
+        return plan_shared(paths, config, chosen, kv=kv, confirmed=confirmed)
+    return ingest_shared(paths, config, chosen, engine=engine, workers=workers, kv=kv, confirmed=confirmed)
 
 
 def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: dict[str, Any]) -> CacheClipEngine:
@@ -168,30 +175,29 @@ def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: di
     return context.with_resource(vllm_engine(config, vllm=vllm))
 
 
-def _print_report(report: IngestReport, limit: int | None) -> None:
+def _print_report(report: IngestReport | SharedReport, limit: int | None) -> None:
     typer.echo(
         f"{report.documents} documents: {report.added} added, {report.changed} changed, {report.unchanged} "
         f"unchanged, {report.removed} removed; {report.chunks} chunks, {report.computed} computed"
     )
     _print_problems(report)
-    _print_evicted(report.evicted, limit)
+    if evicted := getattr(report, "evicted", 0):
+        size = format_bytes(limit) if limit is not None else "a limit"
+        typer.echo(
+            f"warning: {evicted} of these chunks are not stored any more, because the store is limited to {size}. "
+            "Raise the limit with cacheclip store limit; what is missing is stored again after an answer that needs "
+            "it.",
+            err=True,
+        )
+    if getattr(report, "above_quota", False):
+        typer.echo(
+            "the tenant's quota is reached. Raise it with cacheclip store limit, or remove documents and run "
+            "cacheclip store gc; then ingest again.",
+            err=True,
+        )
 
 
-def _print_evicted(evicted: int, limit: int | None) -> None:
-    if not evicted:
-        return
-    size = format_bytes(limit) if limit is not None else "a limit"
-    typer.echo(
-        f"warning: {evicted} of these chunks are not stored any more, because the store is limited to {size}. Raise "
-        "the limit with cacheclip store limit; what is missing is stored again after an answer that needs it.",
-        err=True,
-    )
-
-
-def _print_plan(found: IngestPlan, as_json: bool) -> None:
-    if as_json:
-        print_json({"dry_run": True, **found.to_dict()})
-        return
+def _print_plan(found: IngestPlan) -> None:
     typer.echo(
         f"{found.added} documents to add, {found.changed} changed, {found.unchanged} unchanged, {found.removed} to "
         f"remove; {found.chunks} chunks, {found.computed} of them to compute ({found.tokens} tokens)\n"
@@ -203,10 +209,24 @@ def _print_plan(found: IngestPlan, as_json: bool) -> None:
             "little: chunk caches would be evicted. Raise the limit with max_bytes.",
             err=True,
         )
+    elif found.excess_bytes:
+        typer.echo(
+            f"warning: the tenant's quota is {format_bytes(found.excess_bytes)} too little: the run would end before "
+            "its last documents. Raise it with cacheclip store limit.",
+            err=True,
+        )
     _print_problems(found)
 
 
-def _print_problems(found: IngestReport | IngestPlan) -> None:
+def _print_problems(found: IngestReport | SharedReport | IngestPlan) -> None:
     for kind, problems in (("failed", found.failed), ("skipped", found.skipped)):
         print_names(kind, [problem["error"] for problem in problems], err=True)
     print_names("note", [note["note"] for note in found.notes], err=True)
+    if found.unconfirmed:
+        print_names("gone, and kept", found.unconfirmed, err=True)
+        typer.echo(
+            f"{len(found.unconfirmed)} documents are gone: more than half of what was ingested from a given path, so "
+            "nothing is removed. If a folder or share is not there for now, bring it back, and ingest again. If they "
+            "are gone for good, add --yes.",
+            err=True,
+        )

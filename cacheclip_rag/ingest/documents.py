@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -40,6 +41,9 @@ _UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 _OFFICE = frozenset(f".{kind}" for kind in "doc docx docm xls xlsx xlsm ppt pptx odt ods odp rtf epub pages".split())
 """Types of documents that other programs make text of."""
 
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Errors which say that nothing is there. All others say nothing about that."""
+
 Tell = Callable[[Path, str], None]
 """Is told a path that is left out, and why."""
 
@@ -61,7 +65,7 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
     Args:
         skipped: is told files of other types, PDF files if pypdf is not installed, links that lead out of the given
             folder or to nothing, devices, pipes and sockets.
-        failed: is told folders that cannot be read.
+        failed: is told files and folders that cannot be looked at.
 
     Raises:
         DocumentError: a path does not exist, or is neither a file nor a folder.
@@ -69,14 +73,9 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
     seen: set[str] = set()
     for given in paths:
         path = Path(os.path.realpath(Path(given).expanduser()))
-        if not path.is_dir() and not path.is_file():
-            what = "is neither a file nor a folder" if path.exists() else "no such file or folder"
-            raise DocumentError(
-                f"{what}: {printable(given)}. Give text, Markdown or PDF files, or folders that contain them."
-            )
-        for file in [path] if path.is_file() else sorted(_files_in(path, skipped, failed)):
-            if file.suffix.lower() == PDF_SUFFIX and (missing := _no_pdf()):
-                skipped(file, f"{printable(file)} is not read: {missing}")
+        for file in sorted(_files_at(path, given, skipped, failed)):
+            if reason := reason_of_installation(file):
+                skipped(file, f"{printable(file)} {reason}")
                 continue
             real = os.path.realpath(file)
             if real not in seen:  # not a link to a file that is read already
@@ -84,49 +83,104 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
                 yield file
 
 
-def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
-    def unreadable(error: OSError) -> None:
-        failed(Path(error.filename), f"the folder {printable(error.filename)} cannot be read: {error.strerror}.")
+def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
+    """A given file, or the files of a given folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DocumentError(
+            f"no such file or folder: {printable(given)}. Give text, Markdown or PDF files, or folders that contain "
+            "them. What is gone for good is taken out of a store with cacheclip store remove."
+        ) from error
+    except OSError as error:
+        failed(path, f"{printable(path)} cannot be looked at: {error.strerror or error}.")
+        return
+    if stat.S_ISREG(mode):
+        yield path
+    elif stat.S_ISDIR(mode):
+        yield from _files_in(path, skipped, failed)
+    else:
+        raise DocumentError(
+            f"neither a file nor a folder: {printable(given)}. Give text, Markdown or PDF files, or folders that "
+            "contain them."
+        )
 
-    for folder, folders, names in os.walk(root, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        for path in (Path(folder, name) for name in [*links, *sorted(names)]):
-            if path.name.startswith("."):
+
+def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+        except OSError as error:
+            failed(folder, f"the folder {printable(folder)} cannot be read: {error.strerror or error}.")
+            continue
+        for path in (folder / name for name in names):
+            try:
+                mode = os.lstat(path).st_mode
+                target = _followed(path) if stat.S_ISLNK(mode) else mode
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    failed(path, f"{printable(path)} cannot be looked at: {error.strerror or error}.")
                 continue
-            if path.name not in links and path.suffix.lower() not in SUFFIXES:
-                kind = f"of type {printable(path.suffix)}" if path.suffix else "without a type"
-                way = SAVE_AS_TEXT if path.suffix.lower() in _OFFICE else "If it is text, give it by its own name."
-                skipped(path, f"{printable(path)} is a file {kind}, which is not read from a folder. {way}")
-            elif reason := _reason_to_skip(path, root):
-                skipped(path, f"{printable(path)} {reason}.")
-            elif path.is_file():
+            if stat.S_ISDIR(mode):
+                folders.append(path)
+            elif reason := _reason_to_skip(path, root, mode, target):
+                skipped(path, f"{printable(path)} {reason}")
+            elif stat.S_ISREG(target):  # a link to a folder inside leads to what is read anyway
                 yield path
 
 
-def _reason_to_skip(path: Path, root: Path) -> str:
+def _followed(link: Path) -> int:
+    """Mode of a link's target; 0 if there is none. Raises OSError if it cannot be looked at."""
+    try:
+        return os.stat(link).st_mode
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        return 0
+
+
+def _reason_to_skip(path: Path, root: Path, mode: int, target_mode: int) -> str:
     """Why a path of a folder is not read; empty if there is no reason."""
-    if not path.exists():
-        return "is a link to nothing"
-    if path.is_symlink():
+    if not stat.S_ISDIR(target_mode) and (reason := reason_of_type(path)):
+        return reason
+    if not target_mode:
+        return "is a link to nothing."
+    if stat.S_ISLNK(mode):
         target = Path(os.path.realpath(path))
         if not target.is_relative_to(root):
-            return f"is a link that leads out of {printable(root)}; give its target as a path of its own to ingest it"
+            return f"is a link that leads out of {printable(root)}; give its target as a path of its own to ingest it."
         if any(part.startswith(".") for part in target.relative_to(root).parts):
-            return "is a link to a hidden file"
-    return "" if path.is_file() or path.is_dir() else "is a device, pipe or socket"
+            return "is a link to a hidden file."
+    return "" if stat.S_ISREG(target_mode) or stat.S_ISDIR(target_mode) else "is a device, pipe or socket."
 
 
-def is_read(path: Path) -> bool:
-    """Whether files of this type are read from folders, as far as this installation can."""
-    return path.suffix.lower() in SUFFIXES and not (path.suffix.lower() == PDF_SUFFIX and _no_pdf())
-
-
-def _no_pdf() -> str:
-    """Why PDF files cannot be read; empty if they can."""
-    if importlib.util.find_spec("pypdf") is not None:
+def reason_of_type(path: Path) -> str:
+    """Why files of this type are not read from folders; empty if they are."""
+    if path.suffix.lower() in SUFFIXES:
         return ""
-    return str(MissingExtraError(PYPDF, "pdf"))
+    kind = f"of type {printable(path.suffix)}" if path.suffix else "without a type"
+    way = SAVE_AS_TEXT if path.suffix.lower() in _OFFICE else "If it is text, give it by its own name."
+    return f"is a file {kind}, which is not read from a folder. {way}"
+
+
+def is_gone(path: str) -> bool:
+    """Whether a place could be looked at, and no file is there, or a link stands in place of it or of a folder above.
+    (A document's path has no link in it.)"""
+    folder = os.path.dirname(path)
+    try:
+        return os.path.realpath(folder, strict=True) != folder or not stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError as error:
+        return error.errno in ABSENT
+
+
+def reason_of_installation(path: Path) -> str:
+    """Why this installation cannot read files of this type; empty if it can."""
+    if path.suffix.lower() != PDF_SUFFIX or importlib.util.find_spec("pypdf") is not None:
+        return ""
+    return f"is not read: {MissingExtraError(PYPDF, 'pdf')}"
 
 
 def printable(path: str | Path) -> str:
@@ -180,6 +234,11 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
         data = file.read()
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
         raise DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
+    return document_text(path, data)
+
+
+def document_text(path: Path, data: bytes) -> DocumentText:
+    """Text of a file's bytes, as of :func:`read_document`. ``path`` says the type, and names the file in errors."""
     suffix = path.suffix.lower()
     if suffix == PDF_SUFFIX:
         found = pdf_text(path, data)

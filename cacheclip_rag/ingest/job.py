@@ -7,34 +7,20 @@ stored chunk caches by their content.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..base.errors import DocumentError, EncodingError
+from ..base.errors import CacheClipError
 from ..base.progress import progress_bar
 from ..engine import CacheClipEngine
 from ..models.load import concrete
-from .documents import (
-    MARKDOWN_SUFFIXES,
-    SUFFIXES,
-    TABLE_SUFFIXES,
-    EmptyFileError,
-    digest_file,
-    find_files,
-    is_read,
-    printable,
-    read_document,
-)
+from ..prompt.segments import chunk_texts
 from .embedding import Embedder
 from .library import Library, LibrarySettings
-from .plan import IngestCounts, IngestPlan, Problems, price
-from .splitting import Splitter
-from .text import HTML_SUFFIXES
-
-logger = logging.getLogger(__name__)
+from .passages import PassageReader, read_each
+from .plan import IngestPlan, plan_documents
+from .survey import DocumentWork, IngestCounts, Survey
 
 
 @dataclass(slots=True)
@@ -49,31 +35,8 @@ class IngestReport(IngestCounts):
     """Texts of this run's passages whose KV is not stored at its end: the store's limit is too small."""
 
 
-@dataclass(frozen=True, slots=True)
-class _DocumentWork:
-    """A document to process."""
-
-    path: Path
-    digest: str
-    num_bytes: int
-    is_new: bool
-
-
-_Document = tuple[_DocumentWork, list[str]]
+_Document = tuple[DocumentWork, list[str]]
 """A document to process and its passages."""
-
-
-@dataclass(slots=True)
-class _Survey:
-    """What a run finds before it processes anything. Texts are not kept."""
-
-    roots: list[Path]
-    files: list[Path] = field(default_factory=list)
-    work: list[_DocumentWork] = field(default_factory=list)
-    unchanged: list[Path] = field(default_factory=list)
-    failed: Problems = field(default_factory=list)
-    skipped: Problems = field(default_factory=list)
-    notes: Problems = field(default_factory=list)
 
 
 def ingest(
@@ -84,14 +47,17 @@ def ingest(
     embedder: Embedder,
     settings: LibrarySettings,
     max_bytes: int | None = None,
+    confirmed: bool = False,
 ) -> IngestReport:
     """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
-    Documents that were ingested from a given folder and no longer exist there are removed.
+    Documents that were ingested from a given folder, which could be looked at, and are not there any more are removed.
 
     Args:
+        paths: files and folders, and URLs of object storage.
         settings: recorded with the first document; a later run with other settings is refused.
         max_bytes: limit to record in the store first; 0: no limit; None: as recorded.
+        confirmed: remove documents even if more than half of those of a given path are gone.
 
     Raises:
         DocumentError: a path does not exist, or no document was found.
@@ -102,27 +68,26 @@ def ingest(
         engine.store.chunk_store.set_limit(max_bytes)
     settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
-    report = IngestReport(
-        unchanged=len(survey.unchanged), failed=survey.failed, skipped=survey.skipped, notes=survey.notes
-    )
+    report = survey.begin(IngestReport)
     _check_models(survey, engine, embedder)
     for path in survey.unchanged:
-        engine.library.index.add(library.passages_of(str(path)))  # no effect, unless the store's catalog was lost
+        engine.library.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
     done = []
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0
-        for group in _together(_passages(survey, engine, settings), engine):
+        for group in _together(_documents(survey, engine, settings), engine):
             num_bytes = sum(item.num_bytes for item, _ in group)
 
             def show(share: float, before: int = before, num_bytes: int = num_bytes) -> None:
                 advance(before + num_bytes * share)
 
-            for item, passages in _precompute(group, engine, report, show):
+            for item, passages in _precompute(group, engine, report, survey, show):
                 report.chunks += len(passages)
                 _record(item, passages, library, engine, embedder, settings, report)
-                done.append(str(item.path))
+                done.append(item.name)
             before += num_bytes
-    _remove_gone(library, engine, survey, report)  # last, so that a renamed document's texts keep their KV
+    for path in survey.settle(report, confirmed):  # last, so that a renamed document's texts keep their KV
+        report.released += engine.release(library.remove(path))
     report.evicted = sum(_num_evicted(engine, library.passages_of(path)) for path in done)
     report.documents = len(library.documents())
     return report
@@ -141,65 +106,31 @@ def plan_ingestion(
     settings: LibrarySettings,
     embedder: Embedder | None = None,
     max_bytes: int | None = None,
+    confirmed: bool = False,
 ) -> IngestPlan:
     """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors.
 
     Args:
         embedder: is checked too, if it is given.
         max_bytes: limit that the store would have; None: no limit.
+        confirmed: as of :func:`ingest`.
     """
     settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
     _check_models(survey, engine, embedder)
-    found = IngestPlan(
-        unchanged=len(survey.unchanged),
-        max_bytes=max_bytes,
-        failed=survey.failed,
-        skipped=survey.skipped,
-        notes=survey.notes,
-    )
-
-    def texts() -> Iterator[str]:
-        for item, passages in _passages(survey, engine, settings):
-            found.added += item.is_new
-            found.changed += not item.is_new
-            found.chunks += len(passages)
-            yield from passages
-
-    price(engine, texts(), found)
-    found.removed = sum(1 for _ in _gone(library, survey))
-    return found
+    documents = _documents(survey, engine, settings)
+    return plan_documents(survey, documents, engine, confirmed=confirmed, max_bytes=max_bytes)
 
 
 def _survey(
     paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
-) -> _Survey:
-    """What there is to do. Reads every file once, in pieces."""
+) -> Survey:
     _ = engine.store  # refuses a store of an older format before anything is read
-    survey = _Survey([Path(os.path.realpath(Path(path).expanduser())) for path in paths])
-    survey.files = list(find_files(survey.roots, _reporter(survey.skipped), _reporter(survey.failed)))
-    if not (survey.files or survey.failed) and not _known_under(library, survey.roots):
-        reasons = "".join(f" Skipped: {problem['error']}" for problem in survey.skipped[:3])
-        raise DocumentError(
-            f"no documents in {', '.join(map(printable, survey.roots))}. Expected {', '.join(sorted(SUFFIXES))}."
-            f"{reasons}"
-        )
     library.check_settings(settings)
-    known, damaged = library.documents(), library.damaged()
-    for file in survey.files:
-        try:
-            digest, num_bytes = digest_file(file)
-        except DocumentError as error:
-            _reporter(survey.failed)(file, str(error))
-            continue
-        if known.get(str(file)) == digest and str(file) not in damaged:
-            survey.unchanged.append(file)
-        else:
-            survey.work.append(_DocumentWork(file, digest, num_bytes, str(file) not in known))
-    return survey
+    return Survey.take(paths, library.documents(), damaged=library.damaged())
 
 
-def _check_models(survey: _Survey, engine: CacheClipEngine, embedder: Embedder | None) -> None:
+def _check_models(survey: Survey, engine: CacheClipEngine, embedder: Embedder | None) -> None:
     """Load every model that the run needs, also those that it needs last. An unchanged library loads none."""
     if survey.work:
         if embedder is not None:
@@ -207,37 +138,10 @@ def _check_models(survey: _Survey, engine: CacheClipEngine, embedder: Embedder |
         engine.chunk_caches()
 
 
-def _reporter(problems: Problems) -> Callable[[Path, str], None]:
-    def report(path: Path, error: str) -> None:
-        logger.info("left out: %s", error)
-        problems.append({"path": printable(path), "error": error})
-
-    return report
-
-
-def _passages(survey: _Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[_Document]:
-    """Each document to process and its passages. Documents that cannot be read are reported as failed."""
-    splitter: Splitter | None = None  # made at the first change, so that an unchanged library loads no model
-    for item in survey.work:
-        try:
-            text = read_document(item.path, item.digest)
-        except EmptyFileError as error:
-            _reporter(survey.skipped)(item.path, str(error))
-            survey.files.remove(item.path)  # what it held before is gone
-            continue
-        except DocumentError as error:
-            _reporter(survey.failed)(item.path, str(error))
-            continue
-        survey.notes += [
-            {"path": printable(item.path), "note": f"{printable(item.path)}: {note}"} for note in text.notes
-        ]
-        splitter = splitter or Splitter(engine.primary.tokenizer, settings.chunk_tokens, settings.overlap_tokens)
-        suffix = item.path.suffix.lower()
-        passages = splitter.split(
-            text, markdown=suffix in MARKDOWN_SUFFIXES | HTML_SUFFIXES, table=suffix in TABLE_SUFFIXES
-        )
-        # some tokenizers drop all characters of a text, for instance invisible characters
-        yield item, [passage for passage in passages if len(engine.primary.tokenize(passage))]
+def _documents(survey: Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[_Document]:
+    """Each document to process and its passages; the survey hears of others."""
+    sizes = settings.chunk_tokens, settings.overlap_tokens
+    return read_each(survey.work, lambda: PassageReader(engine.primary, *sizes), survey.tell)
 
 
 def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterator[list[_Document]]:
@@ -255,7 +159,11 @@ def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterat
 
 
 def _precompute(
-    group: list[_Document], engine: CacheClipEngine, report: IngestReport, show: Callable[[float], None]
+    group: list[_Document],
+    engine: CacheClipEngine,
+    report: IngestReport,
+    survey: Survey,
+    show: Callable[[float], None],
 ) -> Iterator[_Document]:
     """Store the chunk caches of a group, and ``show`` the share that is done; gives the documents for which that
     worked. Others are reported as failed."""
@@ -268,23 +176,17 @@ def _precompute(
         report.computed += computed
         show(done / len(texts))
 
-    try:
-        engine.precompute(texts, stored=stored)
-    except EncodingError as error:
-        logger.info("documents are computed one by one after a failure: %s", error)
-        for item, passages in group:
-            try:
-                report.computed += engine.precompute(passages)
-            except EncodingError as failure:
-                _reporter(report.failed)(item.path, f"{printable(item.path)}: {failure}")
-            else:
-                yield item, passages
-        return
-    yield from group
+    bad: dict[str, CacheClipError] = {}
+    engine.precompute(texts, stored=stored, skipped=lambda text, _, error: bad.setdefault(text, error))
+    for item, passages in group:
+        if errors := [bad[text] for text in chunk_texts(passages) if text in bad]:
+            survey.tell("failed", item.name, f"{item.name}: {errors[0]}")
+        else:
+            yield item, passages
 
 
 def _record(
-    item: _DocumentWork,
+    item: DocumentWork,
     passages: list[str],
     library: Library,
     engine: CacheClipEngine,
@@ -294,7 +196,7 @@ def _record(
 ) -> None:
     vectors = embedder.embed(passages)
     library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
-    unused = library.replace(str(item.path), item.digest, passages, vectors)
+    unused = library.replace(item.name, item.version, passages, vectors)
     report.released += engine.release(unused)
     report.added += item.is_new
     report.changed += not item.is_new
@@ -304,35 +206,3 @@ def _num_evicted(engine: CacheClipEngine, texts: Iterable[str]) -> int:
     """How many texts are not stored."""
     models = engine.chunk_caches()
     return sum(any(text not in caches for caches in models) for text in set(texts))
-
-
-def _known_under(library: Library, roots: Iterable[Path]) -> list[str]:
-    folders = [root for root in roots if root.is_dir()]
-    return [p for p in library.documents() if any(Path(p).is_relative_to(folder) for folder in folders)]
-
-
-def _remove_gone(library: Library, engine: CacheClipEngine, survey: _Survey, report: IngestReport) -> None:
-    for path in list(_gone(library, survey)):
-        report.released += engine.release(library.remove(path))
-        report.removed += 1
-
-
-def _gone(library: Library, survey: _Survey) -> Iterator[str]:
-    """Documents that were ingested from one of the roots and no longer exist, or are skipped now."""
-    present = {str(file) for file in survey.files}
-    skipped = {problem["path"] for problem in survey.skipped if is_read(Path(problem["path"]))}
-    for path in _known_under(library, survey.roots):
-        # a file named itself may have a suffix that folders skip
-        if path not in present and (path in skipped or not _exists(path)):
-            yield path
-
-
-def _exists(path: str) -> bool:
-    """Whether a file may be there: also if its folder cannot be read."""
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
+from ..base.errors import CacheClipError
 from ..chunks.batches import in_batches
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
 from ..prompt.segments import chunk_texts
 from ..store import text_digest
+from .survey import DocumentWork, IngestCounts, Survey
 
 _SAMPLED_CHUNKS = 64
 _TIMED_BATCHES = 3
 """Batches of chunks of middle length among the first ``_SAMPLED_CHUNKS``."""
-
-
-Problems = list[dict[str, str]]
-
-
-@dataclass(slots=True)
-class IngestCounts:
-    """What an ingestion run does, or would do, with documents."""
-
-    added: int = 0
-    """Documents."""
-    changed: int = 0
-    """Changed documents, and those that were damaged in the library."""
-    unchanged: int = 0
-    removed: int = 0
-    chunks: int = 0
-    """Passages of added and changed documents."""
-    computed: int = 0
-    """Passages whose KV was not stored."""
-    failed: Problems = field(default_factory=list)
-    """Documents that could not be read: ``{"path", "error"}``. The others are ingested."""
-    skipped: Problems = field(default_factory=list)
-    """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
-    ``{"path", "error"}``."""
-    notes: Problems = field(default_factory=list)
-    """What readers of these documents see and their text lacks, such as pages that were scanned:
-    ``{"path", "note"}``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(slots=True)
@@ -67,10 +38,56 @@ class IngestPlan(IngestCounts):
     """Bytes by which the store would exceed its limit. About so many bytes of chunk caches would be evicted."""
 
 
+def plan_documents(
+    survey: Survey,
+    documents: Iterable[tuple[DocumentWork, list[str]]],
+    engine: CacheClipEngine | None,
+    *,
+    confirmed: bool,
+    max_bytes: int | None = None,
+) -> IngestPlan:
+    """What a run would do with the documents to process.
+
+    Args:
+        engine: computes their KV; None: no KV is computed.
+    """
+    found = survey.begin(IngestPlan)
+    found.max_bytes = max_bytes
+
+    def texts() -> Iterator[str]:
+        for item, passages in documents:
+            if reason := _reason_to_fail(passages, engine.chunk_caches() if engine is not None else ()):
+                survey.tell("failed", item.name, f"{item.name}: {reason}")
+                continue
+            found.added += item.is_new
+            found.changed += not item.is_new
+            found.chunks += len(passages)
+            yield from passages
+
+    if engine is not None:
+        price(engine, texts(), found)
+    else:
+        for _ in texts():
+            pass
+    found.removed = len(survey.settle(found, confirmed))
+    return found
+
+
+def _reason_to_fail(passages: Iterable[str], models: Sequence[ChunkCaches]) -> str:
+    """Why the KV of a document cannot be stored; empty if it can."""
+    try:
+        for passage in passages:
+            for caches in models:
+                caches.check_length(passage)
+    except CacheClipError as error:
+        return str(error)
+    return ""
+
+
 @torch.inference_mode()
 def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, method: str | None = None) -> None:
     """Fill in the cost of precomputing ``texts`` for a method (default the engine's method). Reads one text at a time,
-    computes a few of them for timing, and stores nothing. Raises the same errors as precomputing."""
+    computes a few of them for timing, and stores nothing."""
     models = engine.chunk_caches(engine.context_of(method))
     known: set[bytes] = set()
     num_tokens, samples = [0] * len(models), [[] for _ in models]  # type: tuple[list[int], list[list[str]]]
@@ -79,8 +96,6 @@ def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, me
         if digest in known:
             continue
         known.add(digest)
-        for caches in models:
-            caches.check_length(text)
         missing = [text not in caches for caches in models]
         plan.computed += any(missing)
         for number, caches in enumerate(models):

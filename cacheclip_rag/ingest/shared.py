@@ -13,19 +13,17 @@ import logging
 import math
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import chdir
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ..base.checks import check_choice
-from ..base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
+from ..base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError
 from ..base.keys import text_digest
-from ..base.paths import cache_home, is_url
+from ..base.paths import cache_home
 from ..base.progress import progress_bar
 from ..base.python import own_folder
 from ..config import EngineConfig
@@ -36,10 +34,10 @@ from ..store.shared.objects import ObjectBackend
 from ..store.shared.place import SharedPlace, need
 from ..store.shared.store import SharedStore, read_store_file
 from ..store.shared.table import Removal, SharedText, TextTable, rows_of, schema
-from .documents import MARKDOWN_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, digest_file, find_files, read_document
 from .library import LibrarySettings, differences
-from .splitting import Splitter
-from .text import HTML_SUFFIXES
+from .passages import PassageReader, read_each
+from .plan import IngestPlan, plan_documents
+from .survey import IngestCounts, Survey
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,16 +53,21 @@ _PAUSES_S = (11.0, 60.0)
 """After which a batch is tried again that storage failed: by then it is asked again."""
 _OWN_ERROR = re.compile(rf"^{re.escape(CacheClipError.__module__)}\.\w+: (.*)$", re.MULTILINE)
 """In the traces of the processes that an error of a worker came through."""
+_Told = tuple[str, str, str]
+"""What is wrong with a document, as :meth:`~cacheclip_rag.ingest.survey.Survey.tell` takes it."""
 _COMMIT_ROWS, _COMMIT_S = 4096, 10.0
 """A commit has so many rows, or comes so long after the last one."""
 
 
-def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
+def encode_table(
+    table: pa.Table, engine: CacheClipEngine, failed: Callable[[str, str], object] | None = None
+) -> pa.Table:
     """Store the KV of texts, and return the rows that :class:`Commit` adds to the store's catalog.
 
     Args:
         table: columns ``text`` and ``document``, perhaps ``version``: what changes with the document.
         engine: with a shared store. It leaves commits to others from now on. Threads that share it take turns.
+        failed: is told documents with a text that cannot be stored, and why; the other texts are stored.
 
     Raises:
         ConfigurationError: the engine's store is none that machines share.
@@ -83,6 +86,9 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
     def skipped(text: str, names: Sequence[str], error: CacheClipError) -> None:
         logger.warning("a text of %s is left out: %s", ", ".join(names), error)
+        if failed is not None:
+            for name in names:
+                failed(name, f"{name}: {error}")
 
     with store.encoding:  # rows of another thread's table would be taken with these
         try:
@@ -98,8 +104,11 @@ def encode_table(table: pa.Table, engine: CacheClipEngine) -> pa.Table:
 
 class Encode:
     """Encodes tables, with models that are loaded once. Takes texts as :func:`encode_table` does, or whole documents:
-    columns ``path`` (a file or URL) and ``version``. With ``kv="hot"``, only texts: the second answer of a server that
-    uses one stores its KV."""
+    columns ``path`` (a file or URL) and ``version``, perhaps ``digest`` (SHA-256 that a file must have). With
+    ``kv="hot"``, only texts: the second answer of a server that uses one stores its KV.
+
+    Rows with a ``problem`` hold no text of a document, but what is wrong with it: ``failed`` (it has no other rows),
+    ``empty``, or a ``note`` on what it lacks."""
 
     def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
         check_choice("kv", kv, KV_OF_TEXTS)
@@ -110,38 +119,63 @@ class Encode:
         return CacheClipEngine(self._config)
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        table = self._passages(table) if "path" in table.column_names else table
-        if self._kv == "all":
-            return self._encoded(table)
+        told: list[_Told] = []
+        has_documents = "path" in table.column_names
+        if has_documents:
+            table = self._passages(table, told)
+        rows = self._encoded(table, told) if self._kv == "all" else self._texts(table)
+        if has_documents:
+            rows = _without(rows, {name for kind, name, _ in told if kind == "failed"})
+        return _with_problems(rows, told)
+
+    def _texts(self, table: pa.Table) -> pa.Table:
         texts = [SharedText(r["text"], r["document"], r["document"], r.get("version") or "") for r in table.to_pylist()]
         rows = rows_of(self._config.namespace, texts)
         pa = need("pyarrow")
         return rows.append_column("computed", pa.array([0] * rows.num_rows, pa.int64()))
 
-    def _encoded(self, table: pa.Table) -> pa.Table:
+    def _encoded(self, table: pa.Table, told: list[_Told]) -> pa.Table:
         """Tried again if storage fails for a while: an error would end the job."""
-        for pause_s in _PAUSES_S:
+        for pause_s in (*_PAUSES_S, None):
+            failed: dict[str, str] = {}
             try:
-                return encode_table(table, self.engine)
+                rows = encode_table(table, self.engine, failed.__setitem__)
+                break
             except StoreError as error:
+                if pause_s is None:
+                    raise
                 logger.warning("a batch is tried again in %.0f s: %s", pause_s, error)
                 time.sleep(pause_s)
-        return encode_table(table, self.engine)
+        told += [("failed", name, said) for name, said in failed.items()]
+        return rows
 
-    def _passages(self, table: pa.Table) -> pa.Table:
-        splitter = Splitter(self.engine.primary.tokenizer, *self._sizes)
-        rows = []
+    def _passages(self, table: pa.Table, told: list[_Told]) -> pa.Table:
+        reader, rows = PassageReader(self.engine.primary, *self._sizes), []
+
+        def tell(kind: str, name: str, said: str) -> None:
+            logger.log(logging.INFO if kind == "note" else logging.WARNING, "%s: %s", kind, said)
+            told.append((kind, name, said))
+
         for row in table.to_pylist():
-            try:
-                passages = _passages_of(row["path"], splitter)
-            except DocumentError as error:
-                logger.warning("left out: %s", error)
-                continue
-            known = {"document": row["path"], "version": row["version"]}
-            rows += [{**known, "text": text} for text in passages if len(self.engine.primary.tokenize(text))]
+            texts = reader.passages(row["path"], row.get("digest") or "", tell)
+            rows += [{"document": row["path"], "version": row["version"], "text": text} for text in texts]
         text = need("pyarrow").string()
         names = ("document", "version", "text")
         return need("pyarrow").Table.from_pylist(rows, schema=need("pyarrow").schema([(name, text) for name in names]))
+
+
+def _without(rows: pa.Table, documents: Collection[str]) -> pa.Table:
+    """Rows of other documents."""
+    pa, compute = need("pyarrow"), need("pyarrow.compute")
+    return rows.filter(compute.invert(compute.is_in(rows["document"], pa.array([*documents], pa.string()))))
+
+
+def _with_problems(rows: pa.Table, told: Sequence[_Told]) -> pa.Table:
+    """Rows, and a row for each problem: without a namespace, and with the column ``problem``."""
+    pa = need("pyarrow")
+    rows = rows.append_column("problem", pa.nulls(rows.num_rows, pa.string()))
+    said = [{"problem": kind, "document": name, "text": text} for kind, name, text in told]
+    return pa.concat_tables([rows, pa.Table.from_pylist(said, schema=rows.schema)])
 
 
 class Commit:
@@ -152,9 +186,9 @@ class Commit:
         self._tables: dict[str, TextTable] = {}
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """Rows that are there already add nothing; the result counts texts and new rows."""
+        """Rows that are there already add nothing, nor do problems; the result counts texts and new rows."""
         pa, compute = need("pyarrow"), need("pyarrow.compute")
-        new = 0
+        table, new = table.filter(compute.is_valid(table["namespace"])), 0
         for namespace in set(table["namespace"].to_pylist()):
             rows = table.filter(compute.equal(table["namespace"], namespace)).select(schema().names)
             new += self.table(namespace).commit(rows)
@@ -166,25 +200,13 @@ class Commit:
 
 
 @dataclass(slots=True)
-class SharedReport:
+class SharedReport(IngestCounts):
     """Result of an ingestion run."""
 
     documents: int = 0
-    """That were found."""
-    unchanged: int = 0
-    texts: int = 0
-    """Passages of new and changed documents."""
-    computed: int = 0
-    """Texts whose KV was computed."""
-    removed: int = 0
-    """Documents that are gone."""
-    failed: list[str] = field(default_factory=list)
-    """Documents of which nothing is stored."""
+    """Documents of the tenant afterwards."""
     above_quota: bool = False
-    """Whether they are left out because the tenant's KV has reached its quota."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    """Whether documents failed because the tenant's KV has reached its quota."""
 
 
 def ingest_shared(
@@ -195,58 +217,84 @@ def ingest_shared(
     engine: str = "local",
     workers: int = 1,
     kv: str = "all",
+    confirmed: bool = False,
 ) -> SharedReport:
     """Bring a shared store up to date with files, folders and URLs. Only new and changed documents are encoded; those
-    that are gone from a given folder are removed. May be killed at any time, and run again.
+    that are gone from a given path, which could be looked at, are removed. May be killed at any time, and run again.
 
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
         kv: ``all``: of every text; ``hot``: of those that answers use, stored by the second one.
+        confirmed: remove documents even if more than half of those of a given path are gone.
 
     Raises:
         ConfigurationError: the store was made with other settings.
-        DocumentError: no document was found.
+        DocumentError: a path does not exist, or no document was found.
         StoreError: there is no store, or it does not answer.
     """
-    assert config.store is not None, "the caller checked that there is a store"
-    url = str(config.store)
-    check_settings(url, settings)
-    kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
-    kept |= {"kv": kv} if kv != "all" else {}
-    tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
-    found = {
-        path: hashlib.sha256(f"{version}\n{tag}".encode()).hexdigest()[:32]
-        for path, version in _documents(paths).items()
-    }
-    commit = Commit(url)
+    url, commit = str(config.store), Commit(str(config.store))
     table = commit.table(config.namespace)
-    known = {row["document"]: row["version"] for row in table.rows(["document", "version"]).to_pylist()}
-    gone = {name for name in known if name not in found and any(_is_in(name, root) for root in paths)}
-    if not found and not gone:
-        raise DocumentError(f"no documents in {', '.join(paths)}. Expected {', '.join(sorted(SUFFIXES))}.")
-    work = [{"path": path, "version": version} for path, version in found.items() if known.get(path) != version]
-    report = SharedReport(documents=len(found), unchanged=len(found) - len(work))
+    survey = _survey(paths, table, config, settings, kv)
+    report = survey.begin(SharedReport)
     left = room(url, config.namespace) if kv == "all" else math.inf
     run = {"local": _encoded_here, "ray": _encoded_by_ray}[engine]
     encode = {name: getattr(settings, name) for name in ("chunk_tokens", "overlap_tokens")}
     encode |= {"config": config, "kv": kv}
+    work = [{"path": item.name, "version": item.version, "digest": item.digest} for item in survey.work]
     done: set[str] = set()
     with progress_bar("ingesting", len(work), "documents") as advance:
-        for rows in _together(run(work, encode, workers) if left > 0 else iter(())):
+        for rows in _together(_heard(run(work, encode, workers), survey) if left > 0 else iter(())):
             if not done:  # after all models have worked
                 fix_settings(url, settings)
             counts = commit(rows).to_pylist()[0]
-            report.texts, report.computed = report.texts + counts["texts"], report.computed + counts["computed"]
+            report.chunks, report.computed = report.chunks + counts["texts"], report.computed + counts["computed"]
             done |= {*rows["document"].to_pylist()}
             advance(len(done))
             if left < math.inf and (left := room(url, config.namespace)) <= 0:
                 break
-    report.failed = sorted({row["path"] for row in work} - done)
-    report.above_quota = left <= 0 and bool(report.failed)
-    if gone:
-        table.commit(schema().empty_table(), Removal(names=gone))
-    report.removed = len(gone)
+    report.above_quota = left <= 0 and survey.fail_others(done, "the tenant's quota is reached")
+    survey.fail_others(done, "no worker gave it back; ingest again")
+    report.added = sum(item.is_new for item in survey.work if item.name in done)
+    report.changed = len(done) - report.added
+    if gone := survey.settle(report, confirmed):
+        table.commit(schema().empty_table(), Removal(names={*gone}))
+    report.documents = len(({*survey.known} | done) - {*gone})
     return report
+
+
+def plan_shared(
+    paths: Sequence[str], config: EngineConfig, settings: LibrarySettings, *, kv: str = "all", confirmed: bool = False
+) -> IngestPlan:
+    """What :func:`ingest_shared` would do, and its cost in this process. Changes nothing, and raises the same
+    errors."""
+    survey = _survey(paths, TextTable(SharedPlace(str(config.store)), config.namespace), config, settings, kv)
+    engine, sizes = CacheClipEngine(config), (settings.chunk_tokens, settings.overlap_tokens)
+    try:
+        documents = read_each(survey.work, lambda: PassageReader(engine.primary, *sizes), survey.tell)
+        found = plan_documents(survey, documents, engine if survey.work and kv == "all" else None, confirmed=confirmed)
+    finally:
+        engine.close()
+    if kv == "all" and (left := room(str(config.store), config.namespace)) < math.inf:
+        found.excess_bytes = max(0, found.bytes - int(left))
+    return found
+
+
+def _survey(paths: Sequence[str], table: TextTable, config: EngineConfig, settings: LibrarySettings, kv: str) -> Survey:
+    check_settings(str(config.store), settings)
+    kept = {name: value for name, value in asdict(settings).items() if name != "embedding"}
+    kept |= {"kv": kv} if kv != "all" else {}
+    tag = json.dumps({**kept, "method": str(config.method), "system_prompt": config.system_prompt}, sort_keys=True)
+
+    def version(digest: str) -> str:
+        return hashlib.sha256(f"{digest}\n{tag}".encode()).hexdigest()[:32]
+
+    return Survey.take(paths, documents_of(table), version=version)
+
+
+def documents_of(table: TextTable) -> dict[str, str]:
+    """Version of each document of a tenant."""
+    rows = table.rows(["document", "version"]).to_pylist()
+    return {row["document"]: row["version"] or "" for row in rows if row["document"]}
 
 
 def fix_settings(url: str, settings: LibrarySettings) -> None:
@@ -278,60 +326,18 @@ def read_settings(url: str) -> LibrarySettings | None:
         raise StoreError(f"{url}/{_SETTINGS_FILE} cannot be read: {error}.") from error
 
 
-# -- documents ------------------------------------------------------------------------------------------------------
-
-
-def _documents(paths: Sequence[str]) -> dict[str, str]:
-    """What tells a document's versions apart, by path or URL."""
-    found: dict[str, str] = {}
-    for path in paths:
-        if is_url(path):
-            bucket, name = _bucket(path)
-            try:
-                objects = [*bucket.objects_of(name), *bucket.object_at(name)]
-            except OSError as error:
-                raise StoreError(f"the documents of {path} cannot be listed: {error}.") from error
-            for each in objects:
-                if PurePosixPath(each["path"]).suffix.lower() in SUFFIXES:
-                    found[f"{bucket.place.url}/{each['path']}"] = str(each["e_tag"] or each["last_modified"])
-        else:
-            for file in find_files([Path(path).expanduser().resolve()]):
-                found[str(file)] = digest_file(file)[0]
-    return found
-
-
-def _bucket(url: str) -> tuple[ObjectBackend, str]:
-    """The bucket of a URL, and the name in it, which may hold what means something in URLs."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, name = rest.partition("/")
-    if scheme == "file":
-        raise ConfigurationError(f"expected a folder without file://, got {url!r}.")
-    objects = ObjectBackend(SharedPlace(f"{scheme}://{bucket}"))
-    objects.is_patient = True
-    return objects, name.rstrip("/")
-
-
-def _is_in(document: str, root: str) -> bool:
-    folder = root.rstrip("/") if is_url(root) else str(Path(root).expanduser().resolve())
-    return document.startswith(f"{folder}/")
-
-
-def _passages_of(path: str, splitter: Splitter) -> list[str]:
-    suffix = PurePosixPath(path).suffix.lower()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(path)
-        if is_url(path):
-            bucket, name = _bucket(path)
-            file = Path(folder) / f"document{suffix}"
-            try:
-                file.write_bytes(bucket.fetch(name))
-            except OSError as error:
-                raise DocumentError(f"{path} cannot be read: {error}") from error
-        text = read_document(file)
-    return splitter.split(text, markdown=suffix in MARKDOWN_SUFFIXES | HTML_SUFFIXES, table=suffix in TABLE_SUFFIXES)
-
-
 # -- engines --------------------------------------------------------------------------------------------------------
+
+
+def _heard(tables: Iterator[pa.Table], survey: Survey) -> Iterator[pa.Table]:
+    """Rows of texts. The survey hears of problems."""
+    compute = need("pyarrow.compute")
+    for table in tables:
+        is_problem = compute.is_valid(table["problem"])
+        for row in table.filter(is_problem).select(["problem", "document", "text"]).to_pylist():
+            survey.tell(row["problem"], row["document"], row["text"])
+        if (rows := table.filter(compute.invert(is_problem))).num_rows:
+            yield rows
 
 
 def _together(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

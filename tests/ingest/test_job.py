@@ -24,7 +24,7 @@ from cacheclip_rag.base.errors import (
     StoreError,
     UnknownModelError,
 )
-from cacheclip_rag.ingest import job
+from cacheclip_rag.ingest import job, passages
 from cacheclip_rag.ingest.documents import find_files
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
@@ -404,9 +404,9 @@ def test_a_model_that_cannot_load_binds_the_store_to_nothing(workshop: Workshop,
 def test_a_document_is_read_when_its_turn_comes(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are not kept in memory: each is read after the one before was recorded."""
     events: list[str] = []
-    read, replace = job.read_document, workshop.library.replace
+    read, replace = passages.read_document, workshop.library.replace
     monkeypatch.setattr(
-        job, "read_document", lambda path, digest: events.append(f"read {path.name}") or read(path, digest)
+        passages, "read_document", lambda path, digest: events.append(f"read {path.name}") or read(path, digest)
     )
     monkeypatch.setattr(
         workshop.library, "replace", lambda path, *rest: events.append("recorded") or replace(path, *rest)

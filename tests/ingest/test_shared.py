@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -173,12 +174,13 @@ class TestStages:
 class TestJob:
     def test_only_changes_are_encoded(self, config: EngineConfig, settings: LibrarySettings, documents: Path) -> None:
         first = ingest_shared([str(documents)], config, settings)
-        assert (first.documents, first.unchanged, first.failed) == (4, 0, []) and first.texts >= first.computed > 0
+        assert (first.documents, first.added, first.unchanged, first.failed) == (4, 4, 0, [])
+        assert first.chunks >= first.computed > 0
         assert ingest_shared([str(documents)], config, settings) == SharedReport(documents=4, unchanged=4)
         (documents / "0.txt").unlink()
         (documents / "1.txt").write_text(CHUNKS[0] + " It is new.")
         again = ingest_shared([str(documents)], config, settings)
-        assert (again.documents, again.unchanged, again.removed) == (3, 2, 1) and again.computed > 0
+        assert (again.documents, again.changed, again.unchanged, again.removed) == (3, 1, 2, 1) and again.computed > 0
         assert {*texts_of(config)} == {str(documents / f"{n}.txt") for n in (1, 2, 3)}
         assert not any(CHUNKS[1] in text for texts in texts_of(config).values() for text in texts)
 
@@ -192,7 +194,8 @@ class TestJob:
         assert ingest_shared([root], config, settings).removed == 1
         assert ingest_shared([f"{root}/folder/1.txt"], config, settings).unchanged == 1
         obstore.delete(SharedPlace(root).objects, [f"folder/{number}.txt" for number in range(1, 4)])
-        assert ingest_shared([root], config, settings).removed == 3 and texts_of(config) == {}
+        assert len(ingest_shared([root], config, settings).unconfirmed) == 3 == len(texts_of(config))
+        assert ingest_shared([root], config, settings, confirmed=True).removed == 3 and texts_of(config) == {}
         with pytest.raises(DocumentError, match="no documents in s3://"):
             ingest_shared([root], config, settings)
 
@@ -210,8 +213,8 @@ class TestJob:
         root = f"{config.store}-documents"
         address = f"{os.environ['AWS_ENDPOINT_URL']}/{root.removeprefix('s3://')}/a//b.txt"
         httpx.put(address, content=b"text").raise_for_status()
-        with pytest.raises(StoreError, match="cannot be listed: .*a//b.txt"):
-            ingest_shared([root], config, settings)
+        [failure] = ingest_shared([root], config, settings).failed
+        assert failure["path"] == root and re.search("cannot be listed: .*a//b.txt", failure["error"])
 
     def test_a_run_that_fails_fixes_no_settings(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
@@ -244,7 +247,7 @@ class TestJob:
         """The others have a row only. A second job changes nothing; KV that is there stays."""
         given = [str(documents)]
         report = ingest_shared(given, config, settings, kv="hot")
-        assert report.computed == 0 < report.texts and stats(str(config.store))["payloads"] == 0
+        assert report.computed == 0 < report.chunks and stats(str(config.store))["payloads"] == 0
         assert ingest_shared(given, config, settings, kv="hot").unchanged == 4
         engine = CacheClipEngine(config)
         store = engine.store.chunk_store
@@ -272,8 +275,8 @@ class TestJob:
         set_quota(url, "default", 1)
         for _ in range(2):
             report = ingest_shared(given, config, settings)
-            assert (report.documents, len(report.failed), report.above_quota) == (4, 3, True)
-            assert len(texts_of(config)) == 1
+            assert (report.documents, len(report.failed), report.above_quota) == (1, 3, True)
+            assert len(texts_of(config)) == 1 and "quota is reached" in report.failed[0]["error"]
         set_quota(url, "default", None)
         report = ingest_shared(given, config, settings)
         assert (report.unchanged, report.failed, report.above_quota) == (1, [], False)
@@ -326,7 +329,7 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     for words, command in (
         ("folder", ["store", "limit", "--store", url, "5"]),
         ("without --engine ray", ["ingest", str(documents), "--store", url, "--workers", "2"]),
-        ("--dry-run, --strict works on", ["ingest", str(documents), "--store", url, "--dry-run", "--strict"]),
+        ("--embedding works on", ["ingest", str(documents), "--store", url, "--embedding", config.primary]),
     ):
         refused = runner.invoke(app, command)
         assert isinstance(refused.exception, ConfigurationError) and words in str(refused.exception)

@@ -1,0 +1,47 @@
+"""Documents in object storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from ..base.errors import ConfigurationError, DocumentError
+from ..store.shared.objects import ObjectBackend
+from ..store.shared.place import SharedPlace
+from .documents import document_text
+from .text import DocumentText
+
+
+def find_objects(url: str) -> Iterator[tuple[str, str, int]]:
+    """URL, version and bytes of the objects in a folder, and of one that has this URL itself.
+
+    Raises:
+        OSError: not all of them could be listed.
+    """
+    bucket, name = _bucket(url)
+    for each in chain(bucket.objects_of(name), bucket.object_at(name)):
+        yield f"{bucket.place.url}/{each['path']}", str(each["e_tag"] or each["last_modified"]), each["size"]
+
+
+def read_object(url: str) -> DocumentText:
+    """Text of an object, as of :func:`~cacheclip_rag.ingest.documents.read_document`."""
+    bucket, name = _bucket(url)
+    path = Path(url)
+    try:
+        return document_text(path, bucket.fetch(name))
+    except OSError as error:
+        raise DocumentError(f"{url} cannot be read: {error}") from error
+    except DocumentError as error:
+        raise type(error)(str(error).replace(str(path), url)) from error  # a path has one slash where a URL has two
+
+
+def _bucket(url: str) -> tuple[ObjectBackend, str]:
+    """The bucket of a URL, and the name in it, which may hold what means something in URLs."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    if scheme == "file":
+        raise ConfigurationError(f"expected a folder without file://, got {url!r}.")
+    objects = ObjectBackend(SharedPlace(f"{scheme}://{bucket}"))
+    objects.is_patient = True
+    return objects, name.rstrip("/")

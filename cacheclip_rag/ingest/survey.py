@@ -1,0 +1,235 @@
+"""What an ingestion finds before it processes anything, and what is gone: the same for every kind of store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..base.errors import DocumentError
+from ..base.paths import is_url
+from .bucket import find_objects
+from .documents import (
+    SUFFIXES,
+    digest_file,
+    find_files,
+    is_gone,
+    printable,
+    reason_of_installation,
+    reason_of_type,
+)
+
+logger = logging.getLogger(__name__)
+
+Problems = list[dict[str, str]]
+
+
+@dataclass(slots=True)
+class IngestCounts:
+    """What an ingestion run does, or would do, with documents."""
+
+    added: int = 0
+    """Documents."""
+    changed: int = 0
+    """Changed documents, and those that were damaged in the library."""
+    unchanged: int = 0
+    removed: int = 0
+    """Documents that are gone, or empty now."""
+    unconfirmed: list[str] = field(default_factory=list)
+    """Documents that are gone and were kept, because they are most of what was ingested from a given path. A run that
+    is ``confirmed`` removes them."""
+    chunks: int = 0
+    """Passages of added and changed documents."""
+    computed: int = 0
+    """Passages whose KV was not stored."""
+    failed: Problems = field(default_factory=list)
+    """Documents and folders that could not be read: ``{"path", "error"}``. The others are ingested."""
+    skipped: Problems = field(default_factory=list)
+    """Paths that are left out on purpose, such as files of other types, and links that lead out of the given folder:
+    ``{"path", "error"}``."""
+    notes: Problems = field(default_factory=list)
+    """What readers of these documents see and their text lacks, such as pages that were scanned:
+    ``{"path", "note"}``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_CountsT = TypeVar("_CountsT", bound=IngestCounts)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentWork:
+    """A document to process."""
+
+    name: str
+    """Path or URL."""
+    digest: str
+    """SHA-256 of a file; empty for an object."""
+    version: str
+    """What is recorded with the document."""
+    num_bytes: int
+    is_new: bool
+
+
+@dataclass(slots=True)
+class Survey:
+    """What there is to do. Texts are not kept."""
+
+    known: Mapping[str, str]
+    """Version of each document that was ingested before, by path or URL."""
+    roots: list[str] = field(default_factory=list)
+    """Given paths and URLs. A path is here with and without following its links."""
+    found: dict[str, str] = field(default_factory=dict)
+    """Version of each document that was found."""
+    work: list[DocumentWork] = field(default_factory=list)
+    unchanged: list[str] = field(default_factory=list)
+    failed: Problems = field(default_factory=list)
+    skipped: Problems = field(default_factory=list)
+    notes: Problems = field(default_factory=list)
+    _empty: set[str] = field(default_factory=set)
+    _unseen: set[str] = field(default_factory=set)
+    """Documents and folders that could not be read."""
+    _listed: set[str] = field(default_factory=set)
+    """URLs of all objects that were found, read or not."""
+
+    @classmethod
+    def take(
+        cls,
+        paths: Iterable[str | Path],
+        known: Mapping[str, str],
+        *,
+        damaged: Collection[str] = (),
+        version: Callable[[str], str] = str,
+    ) -> Survey:
+        """Look at files, folders and URLs. Reads every file once, in pieces.
+
+        Args:
+            damaged: documents that are processed although they did not change.
+            version: makes of a digest what is recorded.
+
+        Raises:
+            DocumentError: a path does not exist, or no document was found.
+        """
+        survey, paths = cls(known), [*paths]
+        for name, tag, digest, num_bytes in survey._find(paths):
+            survey.found[name] = version(tag)
+            if known.get(name) == version(tag) and name not in damaged:
+                survey.unchanged.append(name)
+            else:
+                survey.work.append(DocumentWork(name, digest, version(tag), num_bytes, name not in known))
+        if not (survey.found or survey.failed) and not any(map(survey._is_here, known)):
+            reasons = "".join(f" Skipped: {problem['error']}" for problem in survey.skipped[:3])
+            given = ", ".join(map(printable, paths))
+            raise DocumentError(f"no documents in {given}. Expected {', '.join(sorted(SUFFIXES))}.{reasons}")
+        return survey
+
+    def begin(self, kind: type[_CountsT]) -> _CountsT:
+        """A report or a plan, with what is known before anything is processed."""
+        return kind(unchanged=len(self.unchanged), failed=self.failed, skipped=self.skipped, notes=self.notes)
+
+    def tell(self, kind: str, name: str, said: str) -> None:
+        """Take what is wrong with a document: ``failed``, ``skipped``, ``empty``, or a ``note``."""
+        if kind == "note":
+            self.notes.append({"path": printable(name), "note": f"{printable(name)}: {said}"})
+            return
+        logger.info("left out: %s", said)
+        (self.failed if kind == "failed" else self.skipped).append({"path": printable(name), "error": said})
+        if kind == "failed":
+            self._unseen.add(name)
+        elif kind == "empty":
+            self._empty.add(name)
+
+    def fail_others(self, done: Collection[str], reason: str) -> bool:
+        """Take the documents to process of which nothing was heard as failed, for a reason; whether there are any."""
+        heard = {*done, *self._unseen, *self._empty}
+        others = [item.name for item in self.work if item.name not in heard]
+        for name in others:
+            self.tell("failed", name, f"{name} is not stored: {reason}.")
+        return bool(others)
+
+    def _teller(self, kind: str) -> Callable[[Path, str], None]:
+        return lambda path, said: self.tell(kind, str(path), said)
+
+    def settle(self, report: IngestCounts, confirmed: bool) -> list[str]:
+        """Documents to remove, when all others were processed; counts them."""
+        gone = self._gone()
+        if not confirmed and self._loses_most(gone):
+            report.unconfirmed = gone
+            return []
+        report.removed = len(gone)
+        return gone
+
+    # -- what is there --------------------------------------------------------------------------------------------
+
+    def _find(self, paths: list[str | Path]) -> Iterator[tuple[str, str, str, int]]:
+        """Name, what tells its versions apart, SHA-256 of a file, and bytes."""
+        urls = [str(path).rstrip("/") for path in paths if is_url(path)]
+        files = [Path(path).expanduser() for path in paths if not is_url(path)]
+        self.roots = [*urls, *{each for path in files for each in (os.path.abspath(path), os.path.realpath(path))}]
+        for file in find_files(files, self._teller("skipped"), self._teller("failed")):
+            try:
+                digest, num_bytes = digest_file(file)
+            except DocumentError as error:
+                self.tell("failed", str(file), str(error))
+            else:
+                yield str(file), digest, digest, num_bytes
+        for url in urls:
+            yield from self._find_objects(url)
+
+    def _find_objects(self, root: str) -> Iterator[tuple[str, str, str, int]]:
+        try:
+            for name, tag, num_bytes in find_objects(root):
+                self._listed.add(name)
+                parts, path = name.removeprefix(f"{root}/").split("/"), Path(name)
+                is_named = name == root
+                is_hidden = not is_named and any(part.startswith(".") for part in parts)
+                if is_hidden or not (num_bytes or path.suffix) or name in self.found:  # or the marker of a folder
+                    continue
+                reason = "" if is_named else reason_of_type(path)
+                if reason := reason or reason_of_installation(path):
+                    self.tell("skipped", name, f"{name} {reason}")
+                else:
+                    yield name, tag, "", num_bytes
+        except OSError as error:
+            self.tell("failed", root, f"the documents of {root} cannot be listed: {error}.")
+
+    # -- what is gone ---------------------------------------------------------------------------------------------
+
+    def _is_here(self, name: str) -> bool:
+        return any(is_in(name, root) for root in self.roots)
+
+    def _gone(self) -> list[str]:
+        """Documents of the given paths that are empty now, or whose place could be looked at and had none."""
+        others = (name for name in self.known if name not in self.found and self._is_here(name))
+        return sorted({*filter(self._is_absent, others)} | self._empty.intersection(self.known))
+
+    def _is_absent(self, name: str) -> bool:
+        if not self._unseen.isdisjoint(_with_folders(name)):
+            return False
+        return name not in self._listed if is_url(name) else is_gone(name)
+
+    def _loses_most(self, gone: Iterable[str]) -> bool:
+        """Whether more than half of what was ingested from a given path is missing: a share may not be mounted. What
+        was emptied is not missing, nor what stands elsewhere now."""
+        there = {version for name, version in self.found.items() if name not in self._unseen}
+        missing = [name for name in gone if name not in self._empty and self.known[name] not in there]
+        for root in self.roots:
+            lost = sum(is_in(name, root) for name in missing)
+            if 2 * lost > sum(is_in(name, root) for name in self.known):
+                return True
+        return False
+
+
+def is_in(name: str, root: str) -> bool:
+    """Whether a document is below a folder or URL."""
+    return name.startswith(f"{root.rstrip('/')}/")
+
+
+def _with_folders(name: str) -> Iterator[str]:
+    """A document and each folder that it is in."""
+    parts = name.split("/")
+    return ("/".join(parts[:number]) or "/" for number in range(1, len(parts) + 1))
