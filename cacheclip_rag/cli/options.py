@@ -286,7 +286,7 @@ def existing_folder(store: str) -> str:
     if is_url(store):
         raise ConfigurationError(
             f"expected a store folder, got {store!r}: this command works on a folder of this machine. For a shared "
-            "store there are cacheclip ingest, serve, and store create, stats, gc, verify and compact."
+            "store there are cacheclip ingest, serve, and store create, stats, gc, verify, remove and compact."
         )
     if not Path(store).expanduser().is_dir():
         raise no_store(store)

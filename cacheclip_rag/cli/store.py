@@ -1,4 +1,4 @@
-"""``cacheclip store create|stats|limit|verify|repair|gc|compact|clear``."""
+"""``cacheclip store create|stats|limit|verify|repair|gc|compact|remove|clear``."""
 
 from __future__ import annotations
 
@@ -226,6 +226,27 @@ def gc(
         f"{found['writes']} unfinished writes, {found['temporaries']} temporary files, {found['payloads']} payloads, "
         f"{found['texts']} texts removed; {found['evicted']} chunk caches evicted"
     )
+
+
+@app.command("remove")
+def remove(
+    store: ExistingStoreOption,
+    documents: Annotated[
+        list[str] | None, typer.Argument(help="Paths or URLs of documents that were ingested; they may be gone.")
+    ] = None,
+    under: Annotated[str | None, typer.Option("--under", metavar="PATH", help="All documents below it.")] = None,
+    namespace: NamespaceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take documents of ingest, and the chunk caches that only they need, out of a store. Ingesting a folder in which
+    they still are brings them back."""
+    from ..ingest.removal import remove_documents
+
+    removed = remove_documents(store, documents or [], under=under, namespace=namespace)
+    if as_json:
+        print_json({"store": store, "removed": removed})
+    else:
+        print_names("removed", removed)
 
 
 @app.command("clear")

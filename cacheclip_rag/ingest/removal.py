@@ -1,0 +1,82 @@
+"""Takes documents out of a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ..base.checks import did_you_mean
+from ..base.errors import ConfigurationError, DocumentError
+from ..base.paths import is_url
+from ..engine import CacheClipEngine
+from ..store.shared.place import SharedPlace
+from ..store.shared.table import Removal, TextTable, schema
+from .documents import printable
+from .library import Library
+from .shared import documents_of, read_settings
+from .survey import is_in
+
+
+def remove_documents(
+    store: str | Path, documents: Sequence[str] = (), *, under: str | None = None, namespace: str | None = None
+) -> list[str]:
+    """Take documents out of a store folder, or out of a shared store; returns their paths and URLs. KV that no other
+    document needs goes too: at once in a folder, with the next cleaning in a shared store. Loads no model.
+
+    Args:
+        documents: paths or URLs of files that were ingested; they need not exist any more.
+        under: takes all documents below this folder or URL.
+        namespace: tenant; default the one that the store was made for.
+
+    Raises:
+        ConfigurationError: nothing was named, or ``namespace`` is not that of the store folder.
+        DocumentError: the store has no such document; then nothing is removed.
+        StoreError: there is no store, or it cannot be used.
+    """
+    if under == "" or not (documents or under):
+        raise ConfigurationError("expected documents, or a path that they are under (--under PATH), got none.")
+    if is_url(store):
+        settings = read_settings(str(store))
+        chosen = namespace or (settings.namespace if settings is not None else "default")
+        table = TextTable(SharedPlace(str(store)), chosen)
+        gone = _chosen(documents_of(table), documents, under)
+        table.commit(schema().empty_table(), Removal(names={*gone}))
+        return gone
+    library = Library.open(store)
+    assert library.settings is not None, "it was opened"
+    if namespace not in (None, library.settings.namespace):
+        raise ConfigurationError(
+            f"the documents of {store} belong to namespace {library.settings.namespace!r}, not to {namespace!r}. Leave "
+            "it out."
+        )
+    gone = _chosen(library.documents(), documents, under)
+    engine = CacheClipEngine(library.settings.engine_config(store))
+    for name in gone:
+        engine.release(library.remove(name))
+    engine.close()
+    library.close()
+    return gone
+
+
+def _chosen(known: Collection[str], documents: Sequence[str], under: str | None) -> list[str]:
+    """Documents of a store that were named. Raises DocumentError."""
+    found: set[str] = set()
+    for given in documents:
+        names = {given, *_names(given)}.intersection(known)
+        if not names:
+            hint = did_you_mean(_names(given)[-1], known)
+            raise DocumentError(f"the store has no document {printable(given)}, so nothing is removed.{hint}")
+        found |= names
+    if under is not None:
+        below = {name for name in known if any(is_in(name, root) for root in _names(under))}
+        if not below:
+            raise DocumentError(f"the store has no documents under {printable(under)}, so nothing is removed.")
+        found |= below
+    return sorted(found)
+
+
+def _names(given: str) -> list[str]:
+    """What a document or folder may be recorded as."""
+    path = Path(given).expanduser()
+    return [given.rstrip("/")] if is_url(given) else [os.path.realpath(path), os.path.abspath(path)]

@@ -1,0 +1,401 @@
+"""What an ingestion finds and what is gone, for a store folder and for a shared store alike."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError
+from cacheclip_rag.ingest.embedding import Embedder, Vectors
+from cacheclip_rag.ingest.job import ingest, plan_ingestion
+from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_rag.ingest.removal import remove_documents
+from cacheclip_rag.ingest.survey import IngestCounts
+
+PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
+
+
+class OneVector(Embedder):
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        return np.ones((len(texts), 4), np.float32)
+
+
+class Door:
+    """A store, and a folder ``documents`` with ``a.md`` and ``sub/b.md``."""
+
+    def __init__(self, root: Path, models: dict[str, str]) -> None:
+        self.documents, self.store = root / "documents", self.place(root)
+        self.write("a.md", "The lighthouse of Brindle Point was built in 1847.")
+        self.write("sub/b.md", "Its lamp burned whale oil until 1871.")
+        names = {"primary": models["llama"], "auxiliary": models["auxiliary"], "dtype": "float32"}
+        self.settings = LibrarySettings(**names, chunk_context="prefix")
+        self.config = self.settings.engine_config(self.store, device="cpu")
+
+    def place(self, root: Path) -> str:
+        raise NotImplementedError
+
+    def write(self, name: str, text: str | bytes) -> Path:
+        file = self.documents / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return file
+
+    def run(self, *paths: Path | str, confirmed: bool = False, dry: bool = False, **changes: Any) -> Any:
+        raise NotImplementedError
+
+    def texts(self) -> dict[str, str]:
+        """What is stored, by document; paths below the folder are relative to it."""
+        found: dict[str, str] = {}
+        for name, text in self.rows():
+            name = name.removeprefix(f"{self.documents}/")
+            found[name] = found.get(name, "") + text
+        return found
+
+    def rows(self) -> Sequence[tuple[str, str]]:
+        raise NotImplementedError
+
+    def remove(self, *documents: str, **options: Any) -> list[str]:
+        return remove_documents(self.store, documents, **options)
+
+
+class FolderDoor(Door):
+    def place(self, root: Path) -> str:
+        return str(root / "store")
+
+    def run(self, *paths: Path | str, confirmed: bool = False, dry: bool = False, **changes: Any) -> IngestCounts:
+        settings = LibrarySettings(**{**vars_of(self.settings), **changes})
+        engine, library = CacheClipEngine(self.config), Library(self.store)
+        common: dict[str, Any] = {"library": library, "engine": engine, "settings": settings, "confirmed": confirmed}
+        run = plan_ingestion if dry else ingest
+        try:
+            return run(paths or [self.documents], embedder=OneVector("one"), **common)
+        finally:
+            engine.close()
+            library.close()
+
+    def rows(self) -> list[tuple[str, str]]:
+        return [(name, text) for name, _, text in Library(self.store).passages()]
+
+
+class SharedDoor(Door):
+    def place(self, root: Path) -> str:
+        from cacheclip_rag.store.shared.care import create
+
+        create(url := f"file://{root}/shared")
+        return url
+
+    def run(self, *paths: Path | str, confirmed: bool = False, dry: bool = False, **changes: Any) -> IngestCounts:
+        from cacheclip_rag.ingest.shared import ingest_shared, plan_shared
+
+        settings = LibrarySettings(**{**vars_of(self.settings), **changes})
+        run: Any = plan_shared if dry else ingest_shared
+        found = run([*map(str, paths or [self.documents])], self.config, settings, confirmed=confirmed)
+        assert isinstance(found, IngestCounts)
+        return found
+
+    def rows(self) -> list[tuple[str, str]]:
+        from cacheclip_rag.ingest import Commit
+
+        rows = Commit(self.store).table("default").rows(["document", "text"]).to_pylist()
+        return [(row["document"], row["text"]) for row in rows]
+
+
+def vars_of(settings: LibrarySettings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in LibrarySettings.__dataclass_fields__}
+
+
+@pytest.fixture(params=["folder", "shared"])
+def door(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Door:
+    if request.param == "folder":
+        return FolderDoor(tmp_path, tiny_models)
+    for name in ("pyarrow", "obstore", "deltalake"):
+        pytest.importorskip(name, reason="the extra shared is not installed: pip install -e '.[shared]'")
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    return SharedDoor(tmp_path, tiny_models)
+
+
+@contextmanager
+def failing(function: str, code: int, *names: str) -> Iterator[None]:
+    """``os.FUNCTION`` fails for paths with these last parts: rights do not stop root."""
+    real: Callable[..., Any] = getattr(os, function)
+
+    def fails(path: Any, *rest: Any, **options: Any) -> Any:
+        if not isinstance(path, int) and Path(os.fsdecode(path)).name in names:
+            raise OSError(code, os.strerror(code), os.fsdecode(path))
+        return real(path, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, function, fails)
+        yield
+
+
+def names_of(problems: Sequence[dict[str, str]]) -> list[str]:
+    return [Path(each["path"]).name for each in problems]
+
+
+class TestWhatCannotBeLookedAt:
+    """It is a failure, its documents stay, and the others are ingested."""
+
+    @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+    @pytest.mark.parametrize(
+        ("function", "name", "failed"),
+        [
+            ("scandir", "sub", "sub"),
+            ("lstat", "sub", "sub"),
+            ("lstat", "b.md", "b.md"),
+            ("open", "b.md", "b.md"),
+            ("scandir", "documents", "documents"),
+            ("stat", "documents", "documents"),
+        ],
+    )
+    def test_a_file_or_folder(self, door: Door, function: str, name: str, failed: str, code: int) -> None:
+        door.run()
+        before = door.texts()
+        door.write("c.md", "A keeper and two assistants lived on the rock.")
+        for confirmed in (False, True):
+            with failing(function, code, name):
+                report = door.run(confirmed=confirmed)
+            assert names_of(report.failed) == [failed] and (report.removed, report.unconfirmed) == (0, [])
+            assert door.texts().items() >= before.items()
+        assert ("c.md" in door.texts()) == (failed != "documents")
+        assert door.run().failed == []
+
+    def test_one_of_two_given_folders(self, door: Door, tmp_path: Path) -> None:
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "c.md").write_text("A keeper and two assistants lived on the rock.")
+        with failing("stat", errno.ESTALE, "documents"):
+            report = door.run(door.documents, tmp_path / "other")
+        assert report.added == 1 and names_of(report.failed) == ["documents"]
+
+    def test_a_link_that_cannot_be_followed(self, door: Door) -> None:
+        (door.documents / "link.md").symlink_to(door.documents / "far" / "c.md")
+        with failing("stat", errno.EACCES, "link.md"):
+            report = door.run()
+        assert report.added == 2 and names_of(report.failed) == ["link.md"]
+
+    def test_a_name_that_is_not_utf8(self, door: Door) -> None:
+        with open(os.fsencode(door.documents) + b"/bad\xff.md", "wb") as file:
+            file.write(b"Some text.")
+        report = door.run()
+        assert report.added == 2 and "not UTF-8" in report.failed[0]["error"]
+        assert door.run(dry=True).failed == report.failed
+
+    def test_a_given_folder_that_is_not_there(self, door: Door) -> None:
+        door.run()
+        door.documents.rename(door.documents.with_name("away"))
+        with pytest.raises(DocumentError, match="cacheclip store remove"):
+            door.run(confirmed=True)
+        assert len(door.texts()) == 2
+
+
+class TestDocumentsThatAreTakenBack:
+    def test_an_emptied_document(self, door: Door) -> None:
+        """Its text goes, and later runs are good."""
+        door.run()
+        door.write("a.md", " \n")
+        planned, report, again = door.run(dry=True), door.run(), door.run()
+        assert planned.removed == report.removed == 1 and [*door.texts()] == ["sub/b.md"]
+        for each in (planned, report, again):
+            assert each.failed == [] and names_of(each.skipped) == ["a.md"] and each.unchanged == 1
+        assert again.removed == 0
+
+    def test_the_only_document(self, door: Door) -> None:
+        """Emptied, not missing: nobody is asked."""
+        door.run(door.documents / "sub")
+        door.write("sub/b.md", "")
+        assert door.run(door.documents / "sub").removed == 1 and door.texts() == {}
+
+    def test_a_folder_that_was_moved_and_a_link_in_its_place(self, door: Door, tmp_path: Path) -> None:
+        door.run()
+        (door.documents / "sub").rename(tmp_path / "elsewhere")
+        (door.documents / "sub").symlink_to(tmp_path / "elsewhere")
+        report = door.run()
+        assert report.removed == 1 and [*door.texts()] == ["a.md"] and names_of(report.skipped) == ["sub"]
+
+    @pytest.mark.parametrize("moved", ["sub", "."])
+    def test_a_folder_that_was_moved_to_where_it_is_read(self, door: Door, tmp_path: Path, moved: str) -> None:
+        """Nothing is lost: nobody is asked, and no document is there twice."""
+        door.run()
+        old = (door.documents / moved).resolve()
+        new = door.documents / "new" if moved == "sub" else tmp_path / "new"
+        old.rename(new)
+        old.symlink_to(new)
+        report = door.run()
+        assert report.removed == report.added == (1 if moved == "sub" else 2) and report.unconfirmed == []
+        assert len(door.texts()) == 2 and report.computed == 0
+
+    def test_a_file_that_was_moved_and_a_link_in_its_place(self, door: Door) -> None:
+        door.run()
+        (door.documents / "sub" / "b.md").rename(door.documents / "_b.md")
+        (door.documents / "sub" / "b.md").symlink_to(door.documents / "_b.md")
+        assert door.run().removed == 1 and sorted(door.texts()) == ["_b.md", "a.md"]
+
+
+class TestMostIsGone:
+    def test_an_empty_mount_point(self, door: Door) -> None:
+        """A run asks, a dry run shows it, and a confirmed run removes."""
+        door.run()
+        files = [*door.documents.rglob("*.md")]
+        for file in files:
+            file.unlink()
+        for dry in (True, False):
+            report = door.run(dry=dry)
+            assert report.removed == 0 and report.unconfirmed == sorted(map(str, files)) and len(door.texts()) == 2
+        assert door.run(dry=True, confirmed=True).removed == 2 == len(door.texts())
+        report = door.run(confirmed=True)
+        assert (report.removed, report.unconfirmed, door.texts()) == (2, [], {})
+
+    def test_of_one_given_folder(self, door: Door, tmp_path: Path) -> None:
+        """Fewer than half of all documents; nothing at all is removed then, and new ones are ingested."""
+        other = tmp_path / "other"
+        other.mkdir()
+        for number in range(4):
+            (other / f"{number}.md").write_text(f"The foghorn could be heard {number} miles away.")
+        door.run(door.documents, other)
+        (door.documents / "a.md").unlink()
+        (door.documents / "sub" / "b.md").unlink()
+        (other / "0.md").unlink()
+        (other / "new.md").write_text("Seabirds nest on the eastern cliffs.")
+        report = door.run(door.documents, other)
+        assert (report.added, report.removed, len(report.unconfirmed)) == (1, 0, 3) and len(door.texts()) == 7
+
+    def test_half_is_not_most(self, door: Door) -> None:
+        door.run()
+        (door.documents / "a.md").unlink()
+        report = door.run()
+        assert (report.removed, report.unconfirmed, [*door.texts()]) == (1, [], ["sub/b.md"])
+
+    def test_renamed_documents_are_not_gone(self, door: Door) -> None:
+        door.run()
+        door.write("z.md", (door.documents / "a.md").read_bytes())
+        (door.documents / "a.md").unlink()
+        (door.documents / "sub").rename(door.documents / "tub")
+        report = door.run()
+        assert (report.added, report.removed, report.computed) == (2, 2, 0) and sorted(door.texts()) == [
+            "tub/b.md",
+            "z.md",
+        ]
+
+    def test_what_stands_elsewhere_and_cannot_be_read_there_is_gone(self, door: Door) -> None:
+        door.run()
+        for name in ("a.md", "sub/b.md"):
+            (door.documents / name).rename(door.documents / name.replace(".", "2."))
+        with pytest.MonkeyPatch.context() as patch:
+            read = "cacheclip_rag.ingest.passages.read_document"
+            patch.setattr(read, lambda path, digest: (_ for _ in ()).throw(DocumentError(f"{path} is gone")))
+            report = door.run()
+        assert len(report.failed) == len(report.unconfirmed) == 2 == len(door.texts())
+
+
+class TestWhatIsLeftOut:
+    def test_notes_and_skipped_paths_are_reported(self, door: Door) -> None:
+        door.write("a.md", "The lighthouse of Brindle Point was built in 1847." + PICTURE)
+        door.write("c.docx", "x")
+        door.write(".hidden.md", "Nobody reads this.")
+        door.write("bad.md", b"\x00\x01\x02")
+        for dry in (True, False):
+            report = door.run(dry=dry)
+            assert names_of(report.notes) == ["a.md"] and "picture" in report.notes[0]["note"]
+            assert names_of(report.skipped) == ["c.docx"] and names_of(report.failed) == ["bad.md"]
+            assert (report.added, report.chunks) == (2, 2) and report.computed == 2
+        assert sorted(door.texts()) == ["a.md", "sub/b.md"]
+
+    def test_a_document_whose_type_is_skipped_now_stays(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It was given by its own name, or could be read by another installation."""
+        from tests.ingest.pdf import pdf
+
+        log = door.write("notes.log", "Some notes of some length about the harbour.")
+        hidden = door.write(".kept.md", "Some notes that only who knows them gives.")
+        door.write("c.pdf", pdf("The harbour master keeps a parrot."))
+        assert door.run(door.documents, log, hidden).added == 5
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == "pypdf" else find_spec(name, *rest)
+        )
+        report = door.run(confirmed=True)
+        assert (report.removed, sorted(names_of(report.skipped))) == (0, ["c.pdf", "notes.log"])
+        assert len(door.texts()) == 5
+        for file in (log, hidden):
+            file.unlink()
+        assert door.run().removed == 2
+
+    def test_a_document_that_no_model_takes_stops_no_other(self, door: Door) -> None:
+        door.write("long.md", "word " * 5000)
+        planned, report = (door.run(dry=dry, chunk_tokens=6000) for dry in (True, False))
+        for each in (planned, report):
+            assert each.added == 2 and names_of(each.failed) == ["long.md"] and "smaller" in each.failed[0]["error"]
+        assert sorted(door.texts()) == ["a.md", "sub/b.md"]
+
+    def test_a_document_that_changes_during_the_run(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cacheclip_rag.ingest import survey
+
+        digest_file = survey.digest_file
+
+        def changed_behind(path: Path) -> tuple[str, int]:
+            found = digest_file(path)
+            if path.name == "a.md":
+                path.write_text(path.read_text() + " It is still there.")
+            return found
+
+        monkeypatch.setattr(survey, "digest_file", changed_behind)
+        report = door.run()
+        assert report.added == 1 and "was changed" in report.failed[0]["error"]
+
+
+class TestRemoval:
+    def test_by_name_and_under_a_path(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        door.write("sub/c.md", "A keeper and two assistants lived on the rock.")
+        door.run()
+        monkeypatch.chdir(door.documents)
+        (door.documents / "a.md").unlink()
+        assert door.remove("a.md") == [str(door.documents / "a.md")]
+        assert sorted(door.texts()) == ["sub/b.md", "sub/c.md"]
+        assert len(door.remove(under=f"{door.documents}/sub/")) == 2 and door.texts() == {}
+        assert door.run().added == 2, "what is still there comes back"
+
+    def test_kv_that_no_document_needs_goes_too(self, door: Door) -> None:
+        door.write("copy.md", (door.documents / "a.md").read_bytes())
+        door.run()
+        text = door.texts()["a.md"]
+        for name, is_stored in (("a.md", True), ("copy.md", False)):
+            door.remove(str(door.documents / name))
+            engine = CacheClipEngine(door.config)
+            if isinstance(door, FolderDoor):
+                assert engine.is_stored(text) == is_stored
+            assert (text in door.texts().values()) == is_stored
+            engine.close()
+
+    @pytest.mark.parametrize(
+        ("documents", "under", "error"),
+        [
+            (["{}/a.md", "{}/aa.md"], None, DocumentError),
+            (["{}/a.md"], "{}/su", DocumentError),
+            ([], None, ConfigurationError),
+            (["{}/a.md"], "", ConfigurationError),
+        ],
+    )
+    def test_what_it_refuses(self, door: Door, documents: list[str], under: str | None, error: type[Exception]) -> None:
+        """Nothing is removed then."""
+        door.run()
+        named = [name.format(door.documents) for name in documents]
+        with pytest.raises(error) as raised:
+            door.remove(*named, under=under and under.format(door.documents))
+        assert len(door.texts()) == 2
+        assert error is ConfigurationError or "the store has no document" in str(raised.value)
+
+    def test_of_another_tenant(self, door: Door) -> None:
+        door.run()
+        with pytest.raises((ConfigurationError, DocumentError)):
+            door.remove(str(door.documents / "a.md"), namespace="other")
+        assert len(door.texts()) == 2
