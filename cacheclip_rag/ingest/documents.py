@@ -87,12 +87,12 @@ def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Ite
     """A given file, or the files of a given folder."""
     try:
         mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DocumentError(
-            f"no such file or folder: {printable(given)}. Give text, Markdown or PDF files, or folders that contain "
-            "them. What is gone for good is taken out of a store with cacheclip store remove."
-        ) from error
     except OSError as error:
+        if error.errno in ABSENT:
+            raise DocumentError(
+                f"no such file or folder: {printable(given)}. Give text, Markdown or PDF files, or folders that "
+                "contain them. What is gone for good is taken out of a store with cacheclip store remove."
+            ) from error
         failed(path, f"{printable(path)} cannot be looked at: {error.strerror or error}.")
         return
     if stat.S_ISREG(mode):
@@ -172,6 +172,8 @@ def is_gone(path: str) -> bool:
     folder = os.path.dirname(path)
     try:
         return os.path.realpath(folder, strict=True) != folder or not stat.S_ISREG(os.lstat(path).st_mode)
+    except ValueError:  # no path: another program wrote it into a shared store
+        return True
     except OSError as error:
         return error.errno in ABSENT
 

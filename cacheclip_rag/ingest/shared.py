@@ -99,7 +99,7 @@ def encode_table(
         rows = store.take_rows(engine.config.namespace)
     version = pa.array([versions.get(document, "") for document in rows["document"].to_pylist()], pa.string())
     rows = rows.set_column(rows.schema.get_field_index("version"), "version", version)
-    return rows.append_column("computed", pa.array([computed, *[0] * (rows.num_rows - 1)][: rows.num_rows], pa.int64()))
+    return _with_computed(rows, computed)
 
 
 class Encode:
@@ -107,8 +107,8 @@ class Encode:
     columns ``path`` (a file or URL) and ``version``, perhaps ``digest`` (SHA-256 that a file must have). With
     ``kv="hot"``, only texts: the second answer of a server that uses one stores its KV.
 
-    Rows with a ``problem`` hold no text of a document, but what is wrong with it: ``failed`` (it has no other rows),
-    ``empty``, or a ``note`` on what it lacks."""
+    Rows with a ``problem`` hold no text of a document, but what is wrong with it: ``failed`` (then there are no other
+    rows of a whole document), ``empty``, or a ``note`` on what it lacks."""
 
     def __init__(self, config: EngineConfig, chunk_tokens: int = 512, overlap_tokens: int = 0, kv: str = "all") -> None:
         check_choice("kv", kv, KV_OF_TEXTS)
@@ -124,15 +124,12 @@ class Encode:
         if has_documents:
             table = self._passages(table, told)
         rows = self._encoded(table, told) if self._kv == "all" else self._texts(table)
-        if has_documents:
-            rows = _without(rows, {name for kind, name, _ in told if kind == "failed"})
-        return _with_problems(rows, told)
+        failed = {name for kind, name, _ in told if kind == "failed"} if has_documents else set()
+        return _with_problems(_without(rows, failed), told)
 
     def _texts(self, table: pa.Table) -> pa.Table:
         texts = [SharedText(r["text"], r["document"], r["document"], r.get("version") or "") for r in table.to_pylist()]
-        rows = rows_of(self._config.namespace, texts)
-        pa = need("pyarrow")
-        return rows.append_column("computed", pa.array([0] * rows.num_rows, pa.int64()))
+        return _with_computed(rows_of(self._config.namespace, texts), 0)
 
     def _encoded(self, table: pa.Table, told: list[_Told]) -> pa.Table:
         """Tried again if storage fails for a while: an error would end the job."""
@@ -153,7 +150,8 @@ class Encode:
         reader, rows = PassageReader(self.engine.primary, *self._sizes), []
 
         def tell(kind: str, name: str, said: str) -> None:
-            logger.log(logging.INFO if kind == "note" else logging.WARNING, "%s: %s", kind, said)
+            if kind != "note":
+                logger.warning("left out: %s", said)
             told.append((kind, name, said))
 
         for row in table.to_pylist():
@@ -164,10 +162,17 @@ class Encode:
         return need("pyarrow").Table.from_pylist(rows, schema=need("pyarrow").schema([(name, text) for name in names]))
 
 
+def _with_computed(rows: pa.Table, computed: int) -> pa.Table:
+    """Rows, the first of which says how many texts were computed."""
+    counts = need("pyarrow").array([computed, *[0] * (rows.num_rows - 1)][: rows.num_rows], need("pyarrow").int64())
+    return rows.append_column("computed", counts)
+
+
 def _without(rows: pa.Table, documents: Collection[str]) -> pa.Table:
-    """Rows of other documents."""
+    """Rows of other documents. The count of what was computed stays."""
     pa, compute = need("pyarrow"), need("pyarrow.compute")
-    return rows.filter(compute.invert(compute.is_in(rows["document"], pa.array([*documents], pa.string()))))
+    others = compute.invert(compute.is_in(rows["document"], pa.array([*documents], pa.string())))
+    return _with_computed(rows.drop_columns(["computed"]).filter(others), sum(rows["computed"].to_pylist()))
 
 
 def _with_problems(rows: pa.Table, told: Sequence[_Told]) -> pa.Table:
@@ -255,7 +260,7 @@ def ingest_shared(
     report.above_quota = left <= 0 and survey.fail_others(done, "the tenant's quota is reached")
     survey.fail_others(done, "no worker gave it back; ingest again")
     report.added = sum(item.is_new for item in survey.work if item.name in done)
-    report.changed = len(done) - report.added
+    report.changed = sum(not item.is_new for item in survey.work if item.name in done)
     if gone := survey.settle(report, confirmed):
         table.commit(schema().empty_table(), Removal(names={*gone}))
     report.documents = len(({*survey.known} | done) - {*gone})

@@ -293,6 +293,29 @@ def test_an_empty_file_is_skipped(cacheclip: Any, models: list[str], tmp_path: P
     assert cacheclip("ingest", corpus, "--store", tmp_path / "store", "--json").json["removed"] == 1, "now it is empty"
 
 
+def test_a_run_asks_before_it_removes_most(cacheclip: Any, stored: Path) -> None:
+    """It says which documents and what to do, a dry run too; nothing is removed, and the exit code is 1."""
+    corpus = stored.parent / "corpus"
+    (corpus / "island.txt").unlink()
+    for option in (["--dry-run"], []):
+        found = cacheclip("ingest", corpus, "--store", stored, *option)
+        assert found.code == 1 and f"gone, and kept: {corpus / 'island.txt'}" in found.err and "add --yes" in found.err
+        told = cacheclip("ingest", corpus, "--store", stored, *option, "--json")
+        assert told.code == 1 and told.json["unconfirmed"] == [str(corpus / "island.txt")] and told.json["removed"] == 0
+    assert cacheclip("ingest", corpus, "--store", stored, "--dry-run", "--yes", "--json").json["removed"] == 1
+    confirmed = cacheclip("ingest", corpus, "--store", stored, "--yes", "--json")
+    assert confirmed.code == 0 and (confirmed.json["removed"], confirmed.json["documents"]) == (1, 0)
+
+
+def test_a_run_that_finds_nothing_ends_with_one(cacheclip: Any, stored: Path, tmp_path: Path) -> None:
+    """Also if the store has documents of other folders."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "empty.txt").touch()
+    found = cacheclip("ingest", tmp_path / "other", "--store", stored, "--json")
+    assert found.code == 1 and found.json["documents"] == 1 and len(found.json["skipped"]) == 1
+    assert cacheclip("ingest", tmp_path / "other", stored.parent / "corpus", "--store", stored).code == 0
+
+
 def test_the_limit_given_once_holds_for_every_command(
     cacheclip: Any, stored: Path, models: list[str], tmp_path: Path, chunks: list[str]
 ) -> None:
@@ -562,7 +585,7 @@ def test_options_do_not_become_more() -> None:
     """Options of all commands together, `--help` not counted, a command with two names once. Lower the number when one
     goes; see the settings file before adding one."""
     once = {command.name: command for command in commands() if command.name != "calibrate"}.values()
-    assert len([each for command in once for each in command.params if each.param_type_name == "option"]) <= 122
+    assert len([each for command in once for each in command.params if each.param_type_name == "option"]) <= 127
     assert all("as_json" in [each.name for each in command.params] for command in commands())
 
 
@@ -727,6 +750,23 @@ class TestStoreCommands:
         assert removed > 0 and cacheclip("store", "stats", "--store", stored, "--json").json["entries"] == 0
         asked = cacheclip("ask", "When was it built?", "--store", stored, "--max-tokens", "2", "--json")
         assert asked.code == 0 and asked.json["stats"]["hits"] == 0, "the documents stay"
+
+    def test_remove(self, cacheclip: Any, stored: Path) -> None:
+        """A folder that was renamed leaves its documents behind, until they are taken out."""
+        corpus, before = stored.parent / "corpus", cacheclip("store", "stats", "--store", stored, "--json").json
+        corpus.rename(stored.parent / "renamed")
+        assert cacheclip("ingest", corpus, "--store", stored).code == 2
+        assert cacheclip("ingest", stored.parent / "renamed", "--store", stored, "--json").json["added"] == 1
+        wrong = cacheclip("store", "remove", corpus / "islnd.txt", "--store", stored, "--json")
+        assert wrong.code == 2 and wrong.out == "" and "Did you mean" in wrong.err and "island.txt" in wrong.err
+        assert cacheclip("store", "remove", "--store", stored).code == 2
+        found = cacheclip("store", "remove", "--under", corpus, "--store", stored, "--json")
+        assert found.code == 0 and found.json == {"store": str(stored), "removed": [str(corpus / "island.txt")]}
+        assert cacheclip("store", "stats", "--store", stored, "--json").json == before
+        renamed = stored.parent / "renamed" / "island.txt"
+        assert str(renamed) in cacheclip("store", "remove", renamed, "--store", stored).out
+        after = cacheclip("store", "stats", "--store", stored, "--json").json
+        assert (after["documents"], after["passages"]) == (0, 0) and after["entries"] == 2, "what is before each chunk"
 
     @pytest.mark.parametrize("command", ["stats", "verify", "repair", "gc"])
     def test_what_is_no_store_is_refused(self, cacheclip: Any, tmp_path: Path, command: str) -> None:

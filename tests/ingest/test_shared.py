@@ -25,14 +25,17 @@ from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, Docume
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, rag_prompt
+from tests.ingest.test_survey import OneVector
 from tests.object_storage import bucket, s3_address, set_environment  # noqa: F401
 
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
 
 from cacheclip_rag.ingest import Commit, Encode, encode_table, shared  # noqa: E402
-from cacheclip_rag.ingest.library import LibrarySettings  # noqa: E402
-from cacheclip_rag.ingest.shared import SharedReport, ingest_shared  # noqa: E402
+from cacheclip_rag.ingest.job import ingest  # noqa: E402
+from cacheclip_rag.ingest.library import Library, LibrarySettings  # noqa: E402
+from cacheclip_rag.ingest.removal import remove_documents  # noqa: E402
+from cacheclip_rag.ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
 from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402
@@ -165,6 +168,24 @@ class TestStages:
         ]
         engine.close()
 
+    def test_what_is_wrong_with_documents_comes_back(
+        self, config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As rows that are committed as nothing; a document that failed has no other rows."""
+        good, long = f"{CHUNKS[0]}\n\n![plan](plan.png)\n", "word " * 2700  # one text too long, and one that is not
+        contents = {"long.md": long, "good.md": good, "bad.md": "\0\1", "empty.md": ""}
+        for name, text in contents.items():
+            (tmp_path / name).write_text(text)
+        paths = [str(tmp_path / name) for name in contents]
+        given = pa.table({"path": paths, "version": ["1"] * len(paths)})
+        encode, commit = Encode(config, chunk_tokens=8000), Commit(str(config.store))
+        rows = encode(given)
+        told = {Path(row["document"]).name: row["problem"] for row in rows.to_pylist() if row["problem"]}
+        assert told == {"good.md": "note", "bad.md": "failed", "empty.md": "empty", "long.md": "failed"}
+        assert commit(rows).to_pylist() == [{"texts": 1, "new": 1, "computed": 2}]
+        assert {*texts_of(config)} == {paths[1]} and "bad.md looks binary" in caplog.text
+        encode.engine.close()
+
     def test_a_folder_is_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         engine = CacheClipEngine(config, store=str(tmp_path / "folder"))
         with pytest.raises(ConfigurationError, match="s3://bucket/prefix"):
@@ -216,6 +237,102 @@ class TestJob:
         [failure] = ingest_shared([root], config, settings).failed
         assert failure["path"] == root and re.search("cannot be listed: .*a//b.txt", failure["error"])
 
+    def test_what_a_folder_leaves_out_a_bucket_does(self, config: EngineConfig, settings: LibrarySettings) -> None:
+        """Hidden and empty objects, markers of folders, other types. What was given by its own name stays."""
+        root = f"{config.store}-documents"
+        contents = {"a.txt": CHUNKS[0], ".b.txt": CHUNKS[1], ".git/c.txt": CHUNKS[2], "d.docx": "x", "e.log": CHUNKS[3]}
+        for name, text in {**contents, "sub": "", "f.txt": ""}.items():
+            obstore.put(SharedPlace(root).objects, name, text.encode())
+        for dry in (True, False):
+            found = (plan_shared if dry else ingest_shared)([root], config, settings)
+            assert [each["path"].removeprefix(f"{root}/") for each in found.skipped] == ["d.docx", "e.log", "f.txt"]
+            assert (found.added, found.failed, found.removed) == (1, [], 0)
+        assert {*texts_of(config)} == {f"{root}/a.txt"}
+        named = [f"{root}/e.log", f"{root}/.git", f"{root}/.b.txt"]
+        assert ingest_shared(named, config, settings).added == 3
+        assert ingest_shared([root], config, settings, confirmed=True).removed == 0 and len(texts_of(config)) == 4
+        obstore.put(SharedPlace(root).objects, "a.txt", b"")
+        obstore.delete(SharedPlace(root).objects, ["e.log"])
+        report = ingest_shared([root], config, settings)
+        assert report.removed == 2 and report.failed == [] and f"{root}/a.txt is empty" in str(report.skipped)
+
+    @pytest.mark.parametrize("confirmed", [True, False])
+    def test_a_listing_that_fails_half_way(
+        self,
+        config: EngineConfig,
+        settings: LibrarySettings,
+        documents: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        confirmed: bool,
+    ) -> None:
+        """Nothing is gone; what was listed, and what stands elsewhere, is ingested."""
+        root = f"{config.store}-documents"
+        for number, text in enumerate(CHUNKS[:3]):
+            obstore.put(SharedPlace(root).objects, f"{number}.txt", text.encode())
+        ingest_shared([root], config, settings)
+        listed = ObjectBackend.objects_of
+        obstore.put(SharedPlace(root).objects, "0.txt", b"It has changed.")
+
+        def first_only(self: ObjectBackend, folder: str) -> Iterator[dict[str, Any]]:
+            found = listed(self, folder)
+            yield next(found)
+            if "documents" in folder:
+                raise OSError("503 Slow Down")
+            yield from found
+
+        monkeypatch.setattr(ObjectBackend, "objects_of", first_only)
+        report = ingest_shared([root, str(documents)], config, settings, confirmed=confirmed)
+        assert (report.removed, report.unconfirmed, report.added, report.changed) == (0, [], 4, 1)
+        assert [each["path"] for each in report.failed] == [root] and "503" in report.failed[0]["error"]
+        assert len(texts_of(config)) == 7
+
+    def test_an_object_that_cannot_be_fetched(
+        self, config: EngineConfig, settings: LibrarySettings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root, fetch = f"{config.store}-documents", ObjectBackend.fetch
+        for name in ("a.txt", "b.txt"):
+            obstore.put(SharedPlace(root).objects, name, f"{name} {CHUNKS[0]}".encode())
+        obstore.put(SharedPlace(root).objects, "c.txt", b"\x00\x01\x02")
+
+        def failing(self: ObjectBackend, name: str) -> bytes:
+            if name.endswith("a.txt"):
+                raise OSError("403 Forbidden")
+            return fetch(self, name)
+
+        monkeypatch.setattr(ObjectBackend, "fetch", failing)
+        report = ingest_shared([root], config, settings)
+        assert report.added == 1 and [each["path"] for each in report.failed] == [f"{root}/a.txt", f"{root}/c.txt"]
+        assert f"{root}/a.txt cannot be read: 403" in report.failed[0]["error"]
+        assert f"{root}/c.txt looks binary" in report.failed[1]["error"]
+
+    def test_removal(self, config: EngineConfig, settings: LibrarySettings) -> None:
+        """By URL and under one; the KV goes with the next cleaning."""
+        root, url = f"{config.store}-documents", str(config.store)
+        for number, text in enumerate(CHUNKS):
+            obstore.put(SharedPlace(root).objects, f"{number % 2}/{number}.txt", text.encode())
+        ingest_shared([root], config, settings)
+        assert remove_documents(url, [f"{root}/0/0.txt"]) == [f"{root}/0/0.txt"]
+        assert remove_documents(url, under=f"{root}/1/") == [f"{root}/1/1.txt", f"{root}/1/3.txt"]
+        assert {*texts_of(config)} == {f"{root}/0/2.txt"} and gc(url, grace_s=0)["deleted"] > 0
+
+    def test_a_bucket_into_a_store_folder(
+        self, config: EngineConfig, settings: LibrarySettings, tmp_path: Path
+    ) -> None:
+        root = f"{config.store}-documents"
+        for number, text in enumerate(CHUNKS):
+            obstore.put(SharedPlace(root).objects, f"{number}.txt", text.encode())
+        engine, library = CacheClipEngine(config, store=str(tmp_path / "folder")), Library(tmp_path / "folder")
+        common: dict[str, Any] = {
+            "library": library,
+            "engine": engine,
+            "settings": settings,
+            "embedder": OneVector("1"),
+        }
+        assert (ingest([root], **common).added, ingest([root], **common).unchanged) == (4, 4)
+        obstore.delete(SharedPlace(root).objects, ["0.txt"])
+        assert ingest([root], **common).removed == 1 and len(library.documents()) == 3
+        engine.close()
+
     def test_a_run_that_fails_fixes_no_settings(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
     ) -> None:
@@ -223,6 +340,15 @@ class TestJob:
             ingest_shared([str(documents)], replace(config, auxiliary="no/such model"), settings)
         other = replace(settings, chunk_tokens=32)
         assert ingest_shared([str(documents)], config, other).failed == []
+
+    def test_a_name_in_the_table_that_no_file_can_have(
+        self, config: EngineConfig, settings: LibrarySettings, documents: Path
+    ) -> None:
+        """Other programs write to the bucket."""
+        encode = Encode(config)
+        Commit(str(config.store))(encode(table((f"{documents}/a\0b/c", CHUNKS[0], "1"))))
+        encode.engine.close()
+        assert ingest_shared([str(documents)], config, settings, confirmed=True).removed == 1
 
     def test_a_job_with_other_settings_is_refused(
         self, config: EngineConfig, settings: LibrarySettings, documents: Path
@@ -317,6 +443,12 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
     options = ["--store", url, "--primary", config.primary, "--auxiliary", "none", "--dtype", "float32"]
     first = run("ingest", str(documents), *options)
     assert first["documents"] == 4 and first["computed"] > 0
+    (documents / "picture.md").write_text(f"{CHUNKS[0]}\n\n![plan](plan.png)\n")
+    planned = runner.invoke(app, ["ingest", str(documents), "--store", url, "--dry-run", "--strict", "--json"])
+    assert planned.exit_code == 1 and json.loads(planned.stdout)["dry_run"] is True
+    assert (json.loads(planned.stdout)["added"], len(json.loads(planned.stdout)["notes"])) == (1, 1)
+    (documents / "picture.md").unlink()
+    assert run("ingest", str(documents), "--store", url, "--dry-run")["added"] == 0
     assert run("ingest", str(documents), "--store", url)["unchanged"] == 4
     assert run("store", "stats", "--store", url)["documents"] == 4
     assert run("store", "verify", "--store", url)["damaged"] == []
@@ -484,6 +616,28 @@ def test_a_job_on_ray_survives_a_killed_worker(
 class FailingEncode(Encode):
     def __call__(self, given: Any) -> Any:
         raise ConfigurationError("planted, over\nlines")
+
+
+@on_ray
+def test_what_is_wrong_with_documents_comes_back_from_ray(
+    ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path
+) -> None:
+    (documents / "a.md").write_text(f"{CHUNKS[0]}\n\n![plan](plan.png)\n")
+    (documents / "b.md").write_text("It will be emptied.")
+    (documents / "c.md").write_bytes(b"\x00\x01\x02")
+    ingest_shared([str(documents)], config, settings, engine="ray", workers=2)
+    (documents / "a.md").write_text(f"{CHUNKS[1]}\n\n![plan](plan.png)\n")
+    (documents / "b.md").write_text("")
+    report = ingest_shared([str(documents)], config, settings, engine="ray", workers=2)
+    found = (
+        [Path(each["path"]).name for each in problems] for problems in (report.notes, report.skipped, report.failed)
+    )
+    assert [*found] == [["a.md"], ["b.md"], ["c.md"]] and (report.changed, report.removed, report.unchanged) == (
+        1,
+        1,
+        4,
+    )
+    assert str(documents / "b.md") not in texts_of(config)
 
 
 @on_ray

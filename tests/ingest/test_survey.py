@@ -171,6 +171,21 @@ class TestWhatCannotBeLookedAt:
         assert ("c.md" in door.texts()) == (failed != "documents")
         assert door.run().failed == []
 
+    def test_a_folder_that_lost_its_files_while_it_could_not_be_read(self, door: Door) -> None:
+        door.run()
+        (door.documents / "sub" / "b.md").unlink()
+        with failing("scandir", errno.EIO, "sub"):
+            assert door.run(confirmed=True).removed == 0 and "sub/b.md" in door.texts()
+        assert door.run().removed == 1
+
+    def test_a_document_in_a_hidden_folder(self, door: Door) -> None:
+        """It was given by its own name; its folder is not read."""
+        door.run(door.documents, door.write(".hidden/c.md", "A keeper and two assistants lived on the rock."))
+        with failing("lstat", errno.EIO, "c.md"):
+            assert door.run().removed == 0
+        (door.documents / ".hidden" / "c.md").unlink()
+        assert door.run().removed == 1
+
     def test_one_of_two_given_folders(self, door: Door, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "c.md").write_text("A keeper and two assistants lived on the rock.")
