@@ -69,7 +69,7 @@ class ChunkWriter:
                 if stored is not None:
                     behind.add(partial(stored, len(batch), computed))
                 total += computed
-        self._parts.store.chunk_store.commit()
+        self._parts.store.commit()
         return total
 
     def _record(
@@ -90,7 +90,7 @@ class ChunkWriter:
             return 0  # the prefix cache keeps its blocks
         self._parts.prefix_cache.clear()
         count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
-        self._parts.store.chunk_store.commit()
+        self._parts.store.commit()
         return count
 
     def release_sources(self, gone: Iterable[str], keep: Iterable[str] = ()) -> int:
@@ -102,7 +102,7 @@ class ChunkWriter:
         library = self._parts.library
         released = self.release(library.orphans(names, set(chunk_texts(keep))))
         library.remove_sources(names)  # last, so that a killed run can be repeated
-        self._parts.store.chunk_store.commit()
+        self._parts.store.commit()
         return released
 
     def store_missing(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +57,20 @@ def compact(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         raise ConfigurationError(
             f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc."
         )
-    _show({"store": store, **care.compact(store)}, as_json)
+    _look_after(store, care.compact, as_json)
+
+
+def _look_after(store: str, run: Callable[[str], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+    """Show what was done in a shared store, also where some tenants could not be looked after."""
+    from ..store.shared.care import TenantsError
+
+    try:
+        found = run(store)
+    except TenantsError as error:
+        _show({"store": store, **error.found}, as_json)
+        raise
+    _show({"store": store, **found}, as_json)
+    return found
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:
@@ -76,7 +91,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     if is_url(store):
         from ..store.shared import care
 
-        _show({"store": store, **care.stats(store)}, as_json)
+        _look_after(store, care.stats, as_json)
         return
     from ..ingest.library import Library
     from ..store.care import open_store
@@ -136,8 +151,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     if is_url(store):
         from ..store.shared import care
 
-        found = care.verify(store)
-        _show({"store": store, **found}, as_json)
+        found = _look_after(store, care.verify, as_json)
         if found["damaged"] or found["missing"]:
             raise typer.Exit(1)
         return
@@ -214,7 +228,7 @@ def gc(
     if is_url(store):
         from ..store.shared import care
 
-        _show({"store": store, **care.gc(store, grace)}, as_json)
+        _look_after(store, partial(care.gc, grace_s=grace), as_json)
         return
     from ..store.care import collect_garbage
 

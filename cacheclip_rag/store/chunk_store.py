@@ -129,8 +129,8 @@ class ChunkStore:
     codec: str | None = None
     """Codec that the store was made with, for engines that choose none."""
 
-    def commit(self) -> int:
-        """Let other machines find what was stored and released here: nothing to do for a folder."""
+    def commit(self, namespace: str | None = None) -> int:
+        """Let other machines find what a tenant, or any, stored and released here: nothing to do for a folder."""
         return 0
 
     wants: Callable[[str, str], bool] | None = None

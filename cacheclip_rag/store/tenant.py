@@ -106,7 +106,8 @@ class TenantStats:
 class TenantStore:
     """Maps keys (see :func:`~cacheclip_rag.base.keys.chunk_key`) to a tenant's KV.
 
-    A missing key gives None. A damaged or foreign payload is removed: it counts as a miss, with a warning. A payload
+    A missing key gives None. A damaged or foreign payload is a miss, with a warning; it is removed, in a shared store
+    replaced when it is computed again. A payload
     that cannot be read now (OSError of its backend) counts as a miss, with a warning, and stays. If the catalog cannot
     be used, payloads are read without it, with one warning.
     """
@@ -274,9 +275,7 @@ class TenantStore:
             if tier < len(tiers.backends) - 1:  # only a copy
                 tiers.drop_copies([key])
                 return self._get(key, buffer, known, entry, shape, tier + 1)
-            logger.warning(
-                "chunk cache %s… is damaged (%s); it is removed, and a miss until it is computed again", key[:12], error
-            )
+            logger.warning("chunk cache %s… is damaged (%s); it is a miss until it is computed again", key[:12], error)
             self._remove_damaged(key)
             return None
         except (OSError, MemoryError, StoreError) as error:  # the medium failed; the payload may be intact
@@ -376,6 +375,10 @@ class TenantStore:
         total = self.catalog.total(self.namespace)
         quota = self.catalog.quota(self.namespace)
         return TenantStats(total.entries, total.bytes, quota, self._hits, self._misses)
+
+    def commit(self) -> int:
+        """As :meth:`ChunkStore.commit`, of this tenant."""
+        return self.chunk_store.commit(self.namespace)
 
     def close(self) -> None:
         """Close the store's handles; it may be used again afterwards."""

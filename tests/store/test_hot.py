@@ -146,6 +146,19 @@ class TestCopies:
         assert full.stats.hits == len(CHUNKS) and tiers(one)["hot"][2] == 1
         assert client.get(name) == whole
 
+    def test_another_kind_of_value_is_replaced_and_no_outage(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
+        """The other copies are read as ever."""
+        one = machine(store=hot_url)
+        one.precompute(CHUNKS)
+        key = one.chunk_caches()[0].key(CHUNKS[1])
+        (name,) = client.keys(f"*{key}*")
+        whole = client.get(name)
+        client.delete(name)
+        client.rpush(name, b"x")
+        before = tiers(one)["hot"][0]
+        assert answered(one) == len(CHUNKS) and tiers(one)["hot"][0] >= before + len(CHUNKS) - 1
+        assert client.get(name) == whole
+
     def test_a_process_that_carries_out_plans_reads_them(self, machine: Machine, hot_url: str, client: Any) -> None:  # noqa: F811
         one = machine(store=hot_url, codec="int8")
         one.precompute(CHUNKS[:1])

@@ -358,6 +358,23 @@ class TestPayloadsNeverChange:
         assert verify(store_url) == {**verify(store_url), "missing": 0, "damaged": []}
         assert machine().precompute(CHUNKS) == 1 and hits(machine()) == len(CHUNKS)
 
+    @pytest.mark.parametrize("kind", ["empty", "layer"])
+    def test_answers_write_a_damaged_one_again(self, machine: Machine, kind: str) -> None:
+        """The second one that misses it, as it does for a text that lost its KV."""
+        one = machine()
+        one.precompute(CHUNKS)
+        objects, key = shared(one).objects, one.chunk_caches()[0].key(CHUNKS[0])
+        [found] = objects.locate("default", [key])[key]
+        whole = bytes(obstore.get(objects.place.objects, found.name).bytes())
+        obstore.put(objects.place.objects, found.name, b"" if kind == "empty" else whole[:-1] + bytes([whole[-1] ^ 1]))
+        answers = []
+        for _ in range(3):
+            one.prefixes.clear()
+            answers.append(hits(one))
+        assert answers == [len(CHUNKS) - 1, len(CHUNKS) - 1, len(CHUNKS)]
+        assert not objects.breaker.is_open and hits(machine()) == len(CHUNKS)
+        assert bytes(obstore.get(objects.place.objects, found.name).bytes()) == whole
+
     def test_a_payload_that_is_gone_is_a_miss(self, machine: Machine) -> None:
         one, other = machine(), machine(on_miss="ignore")
         one.precompute(CHUNKS)

@@ -7,17 +7,17 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import ConfigurationError, StoreError
 from ..codecs import CODECS, Frame, FrameError, OtherVersionError
 from .objects import ObjectBackend
-from .place import LAYOUT, SharedPlace, key_and_codec, tenant_folder
+from .place import LAYOUT, SharedPlace, failing_as, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
-from .table import Removal, TextTable, is_payload, schema
+from .table import Removal, TextTable, is_digest, is_payload, schema
 
 _TENANTS = "tenants/"
 _FOLDER = re.compile(r"tenants/[0-9a-f]{16}")
@@ -72,21 +72,27 @@ def _opened(url: str) -> ObjectBackend:
     return objects
 
 
-@contextmanager
-def _storage(objects: ObjectBackend) -> Iterator[None]:
-    """Storage that fails raises StoreError."""
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"the shared store {objects.place.url} cannot be read or changed now: {error}.") from error
+class TenantsError(StoreError):
+    """Some tenants could not be looked after. The others were."""
+
+    def __init__(self, message: str, found: dict[str, Any]) -> None:
+        """``found``: what was done for the others."""
+        super().__init__(message)
+        self.found = found
 
 
-def _each_tenant(objects: ObjectBackend, run: Callable[[str], None]) -> None:
-    """Run for each tenant's folder. One that fails does not stop the others; then StoreError is raised."""
+def _storage(objects: ObjectBackend) -> AbstractContextManager[None]:
+    """What fails raises StoreError."""
+    return failing_as(f"the shared store {objects.place.url} cannot be read or changed now")
+
+
+def _each_tenant(objects: ObjectBackend, run: Callable[[str], None], found: dict[str, Any]) -> None:
+    """Run for each tenant's folder, which adds to ``found``. One that fails does not stop the others; then TenantsError
+    is raised."""
     with _storage(objects):
-        found = objects.breaker.call(objects._client.list_with_delimiter, objects.place.patient, _TENANTS)
+        listed = objects.breaker.call(objects._client.list_with_delimiter, objects.place.patient, _TENANTS)
     failed = []
-    for folder in sorted(path.rstrip("/") for path in found["common_prefixes"]):
+    for folder in sorted(path.rstrip("/") for path in listed["common_prefixes"]):
         if not _FOLDER.fullmatch(folder):
             continue
         try:
@@ -95,7 +101,8 @@ def _each_tenant(objects: ObjectBackend, run: Callable[[str], None]) -> None:
         except StoreError as error:
             failed.append(f"{folder}: {error}")
     if failed:
-        raise StoreError(f"{len(failed)} tenants could not be looked after, the others were. {' '.join(failed)}")
+        message = f"{len(failed)} tenants could not be looked after, the others were. {' '.join(failed)}"
+        raise TenantsError(message, found)
 
 
 @dataclass(slots=True)
@@ -137,8 +144,8 @@ def _look(objects: ObjectBackend, folder: str) -> SharedTenant:
     rows = table.rows(["digest", "document", "kv"]).to_pylist()
     found.rows, found.texts = len(rows), len({row["digest"] for row in rows})
     found.documents = len({row["document"] for row in rows} - {"", None})
-    named = ((row["digest"], each) for row in rows for each in row["kv"] or () if is_payload(each))
-    found.known = {(each["key"], each["codec"]): digest for digest, each in named}
+    named = ((row["digest"], each) for row in rows if is_digest(row["digest"]) for each in row["kv"] or ())
+    found.known = {(each["key"], each["codec"]): digest for digest, each in named if is_payload(each)}
     found.objects = [*objects.objects_of(f"{folder}/kv/")]
     found.quota = _quota(objects, folder)
     return found
@@ -188,20 +195,19 @@ def room(url: str, namespace: str) -> float:
 def stats(url: str) -> dict[str, Any]:
     """Rows, texts, documents, payloads and bytes of each tenant."""
     objects, tenants = _opened(url), dict[str, dict[str, Any]]()
+    found: dict[str, Any] = dict.fromkeys(("rows", "texts", "documents", "payloads", "bytes"), 0)
+    found["tenants"] = tenants
 
     def count(folder: str) -> None:
-        found = _look(objects, folder)
-        tenants[folder] = {
-            **{"rows": found.rows, "texts": found.texts, "documents": found.documents},
-            **{"payloads": len(found.objects), "bytes": found.num_bytes, "max_bytes": found.quota},
-        }
+        own = _look(objects, folder)
+        counts = {"rows": own.rows, "texts": own.texts, "documents": own.documents}
+        counts |= {"payloads": len(own.objects), "bytes": own.num_bytes}
+        tenants[folder] = {**counts, "max_bytes": own.quota}
+        for name, number in counts.items():
+            found[name] += number
 
-    _each_tenant(objects, count)
-    total = {
-        name: sum(each[name] for each in tenants.values())
-        for name in ("rows", "texts", "documents", "payloads", "bytes")
-    }
-    return {**total, "tenants": tenants}
+    _each_tenant(objects, count, found)
+    return found
 
 
 def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
@@ -238,7 +244,7 @@ def gc(url: str, grace_s: float = GRACE_S) -> dict[str, int]:
         found["bytes"] += sum(garbage[path]["size"] for path in gone)
         found["table_files"] += tenant.table.vacuum(grace_s / 3600)
 
-    _each_tenant(objects, clean)
+    _each_tenant(objects, clean, found)
     return found
 
 
@@ -289,7 +295,7 @@ def verify(url: str) -> dict[str, Any]:
                 removal.payloads.setdefault(digest, set()).add(name)
             tenant.table.commit(schema().empty_table(), removal)
 
-    _each_tenant(objects, read)
+    _each_tenant(objects, read, found)
     return found
 
 
@@ -301,5 +307,5 @@ def compact(url: str) -> dict[str, int]:
         for name, count in TextTable(objects.place, folder=folder).compact().items():
             found[name] += count
 
-    _each_tenant(objects, pack)
+    _each_tenant(objects, pack, found)
     return found

@@ -80,6 +80,8 @@ class HotBackend(Backend):
                     pipeline.execute_command(*command)
                 found: list[Any] = pipeline.execute()
         except (self._errors.RedisError, OSError) as error:
+            if "WRONGTYPE" in str(error):  # something else has this name: no outage, and the next copy replaces it
+                return None
             with self._lock:
                 self._outage.failed(error)
                 self._writes_again = time.monotonic() + _PAUSE_S

@@ -8,6 +8,8 @@ is decided by whoever knows the codec that is wanted (:meth:`ObjectBackend.use`)
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,11 +24,17 @@ from .place import SharedPlace, key_and_codec, key_folder, need, object_name, sa
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+logger = logging.getLogger(__name__)
+
 _PAUSE_S = 10.0
-"""For which nothing is asked after a request failed."""
+"""For which nothing is asked after storage failed."""
 _MOST_NAMES = 1 << 18
 _PIECE_BYTES = 1 << 20
 _NO_OUTAGE = ("PermissionDeniedError", "UnauthenticatedError", "InvalidPathError", "NotSupportedError")
+_OF_ONE_OBJECT = re.compile(
+    r"status code: 4(?!08|29)\d\d|Requested range was invalid|\(os error (?:6|13|20|21|36|40)\)"
+)
+"""What storage says of an object: ENXIO, EACCES, ENOTDIR, EISDIR, ENAMETOOLONG and ELOOP in a folder."""
 
 
 class ObjectFound(NamedTuple):
@@ -39,7 +47,8 @@ class ObjectFound(NamedTuple):
 
 
 class Breaker:
-    """After a request that failed, all others fail at once for a while: an answer waits for an outage once."""
+    """After storage failed a request, all others fail at once for a while: an answer waits for an outage once. What
+    storage says of one object is no outage."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -60,7 +69,7 @@ class Breaker:
                 raise FileNotFoundError(text) from error
             if kind in ("AlreadyExistsError", "PreconditionError"):
                 raise FileExistsError(text) from error
-            if kind not in _NO_OUTAGE and " 416 " not in str(error):
+            if kind not in _NO_OUTAGE and not _OF_ONE_OBJECT.search(str(error)):
                 with self._lock:
                     self._until, self.is_open = time.monotonic() + _PAUSE_S, True
             raise OSError(text) from error
@@ -195,10 +204,21 @@ class ObjectBackend(Backend):
         return found
 
     def put(self, key: str, data: Buffer) -> None:
-        """Write a payload unless there is one of this key and codec."""
-        name = self.name_of(key, data)
-        self.create(name, bytes(data))
+        """Write a payload unless there is a whole one of this key and codec."""
+        name, payload = self.name_of(key, data), bytes(data)
+        if not self.create(name, payload):
+            self._mend(name, key, payload)
         self.use(key, name)
+
+    def _mend(self, name: str, key: str, payload: bytes) -> None:
+        """Write a payload over one that is damaged or foreign."""
+        try:
+            data, seen = self.take(name)
+            if (damage := _damage(data, key, payload)) is not None:
+                self.rewrite(name, payload, seen)
+                logger.warning("%s was damaged (%s), and is written again", name, damage)
+        except FileNotFoundError:  # removed meanwhile
+            self.create(name, payload)
 
     def name_of(self, key: str, data: Buffer) -> str:
         """The object that a payload belongs into."""
@@ -229,6 +249,21 @@ class ObjectBackend(Backend):
     def replace(self, name: str, data: bytes) -> None:
         self._ask("put", name, data, use_multipart=False)
 
+    def rewrite(self, name: str, data: bytes, seen: dict[str, Any]) -> None:
+        """Write an object again, unless it changed since :meth:`take` saw it. A folder cannot say whether it did."""
+        known = {each: seen[each] for each in ("e_tag", "version") if seen.get(each)}
+        try:
+            self._ask("put", name, data, use_multipart=False, mode=known or "overwrite")
+        except NotImplementedError:
+            self.replace(name, data)
+        except FileExistsError:  # as storage also says if it is gone
+            self.create(name, data)
+
+    def take(self, name: str) -> tuple[bytes, dict[str, Any]]:
+        """An object that no answer waits for, and what :meth:`rewrite` knows it by. Raises FileNotFoundError."""
+        found = self.breaker.call(self._client.get, self.place.patient, name)
+        return bytes(self.breaker.call(found.bytes)), found.meta
+
     def fetch(self, name: str) -> bytes:
         """An object. Raises FileNotFoundError."""
         return bytes(self._ask("get", name).bytes())
@@ -239,6 +274,8 @@ class ObjectBackend(Backend):
             return json.loads(self.fetch(name))
         except FileNotFoundError:
             return None
+        except RecursionError as error:
+            raise ValueError(str(error)) from error
 
     def beginning(self, name: str, num_bytes: int) -> tuple[Buffer, int]:
         """The first bytes of an object, and its size. Raises FileNotFoundError."""
@@ -288,3 +325,19 @@ class ObjectBackend(Backend):
     def medium(self, key: str) -> str:
         scheme, _, rest = self.place.url.partition("://")
         return f"{scheme}://{rest.partition('/')[0]}"
+
+
+def _damage(found: bytes, key: str, payload: bytes) -> str | None:
+    """What is wrong with a payload that should be this one, computed by this machine or another; None if nothing is, or
+    if it is no frame."""
+    try:
+        wanted = Frame.parse(payload, key)
+    except FrameError:
+        return None
+    try:
+        frame = Frame.parse(found, key)
+        frame.verify()
+    except FrameError as error:
+        return str(error)
+    is_alike = (frame.namespace, frame.codec, frame.shape) == (wanted.namespace, wanted.codec, wanted.shape)
+    return None if is_alike else "it holds other KV"

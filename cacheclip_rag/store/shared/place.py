@@ -10,6 +10,8 @@ import hashlib
 import importlib
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -18,7 +20,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ...base.errors import ConfigurationError, MissingExtraError, StoreError
+from ...base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError, is_panic
 from ...base.keys import FRAME_VERSION
 from ...base.paths import cache_home, split_hot
 from ...base.urls import shown_url
@@ -44,6 +46,20 @@ def said(error: BaseException) -> str:
     text = " ".join(_COLOURS.sub("", str(error)).partition("Debug source")[0].split())
     found = re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", text)
     return (f"{found[1]}: {found[2]}" if found else text)[:300].rstrip(".")
+
+
+@contextmanager
+def failing_as(what: str, advice: str = "") -> Iterator[None]:
+    """Whatever fails raises StoreError. Damage of a tenant's data makes the libraries that read it raise anything, and
+    those in Rust panic."""
+    try:
+        yield
+    except CacheClipError:
+        raise
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise StoreError(f"{what}: {said(error) or type(error).__name__}.{advice}") from error
 
 
 @dataclass(frozen=True)

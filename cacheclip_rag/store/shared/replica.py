@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ...base.database import Database, FormatError, OutageWarning, may_be_whole
+from ...base.database import Database, FormatError, may_be_whole
 from ...base.errors import ConfigurationError, StoreError
 from ...base.keys import is_key, text_digest
 from ...finding.texts import SCHEMA as TEXTS_SCHEMA
@@ -23,7 +23,7 @@ from ..catalog import SCHEMA, VERSION, Catalog, Entry, Total
 from ..codecs import Frame, FrameError
 from ..reading_pool import each_in_pool
 from .objects import ObjectBackend, ObjectFound
-from .place import object_name
+from .place import failing_as, object_name
 from .table import DamagedFileError, Removal, SharedText, TextTable, is_whole, place_of
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class SharedCatalog(Catalog):
         self.objects, self.folder = objects, None
         self.database = Database(objects.place.replica / FILE_NAME, SCHEMA + TEXTS_SCHEMA + _OWN, VERSION)
         self._missing: dict[str, float] = {}
-        self._damaged: set[str] = set()
         self._tables: dict[str, TextTable] = {}
         self._added: dict[str, dict[tuple[str, str, str], SharedText]] = {}
         self._removed: dict[str, Removal] = {}
         self._lock = threading.RLock()
         self._polling = threading.Lock()
-        self._outage = OutageWarning(logger, "new texts of the shared store are not seen: %s")
+        self._failing: set[str] = set()
+        """Tenants, and files of tables, that could not be read when they were last looked at."""
 
     # -- tenants --------------------------------------------------------------------------------------------------
 
@@ -86,20 +86,28 @@ class SharedCatalog(Catalog):
         return self._tables[namespace]
 
     def poll(self) -> tuple[int, int]:
-        """Take what others committed for the tenants that are served here: rows added and removed. An outage is a
-        warning."""
+        """Take what others committed for the tenants that are served here: rows added and removed. A tenant for which
+        that fails is named in a warning, and holds up no other one."""
         added = removed = 0
         with self._polling:
             for namespace in [*self._tables]:
                 try:
-                    more, less = self._poll(namespace)
+                    with failing_as("rows of its table cannot be taken"):
+                        more, less = self._poll(namespace)
                 except StoreError as error:
                     if not self._thrown_away(error):
-                        self._outage.failed(error)
+                        message = f"new texts of tenant {namespace!r} in the shared store are not seen: {error}"
+                        self._warn(namespace, message)
                     continue
-                self._outage.worked()
+                self._failing.discard(namespace)
                 added, removed = added + more, removed + less
         return added, removed
+
+    def _warn(self, what: str, message: str) -> None:
+        """Once until it works again."""
+        if what not in self._failing:
+            logger.warning("%s", message)
+        self._failing.add(what)
 
     def _thrown_away(self, error: StoreError) -> bool:
         """Whether the copy was damaged, or of another version of the package. The next poll makes it anew."""
@@ -117,14 +125,20 @@ class SharedCatalog(Catalog):
         table = self._tables[namespace]
         files = set(table.files())
         known = dict(self.database.query("SELECT name, id FROM files WHERE namespace = ?", (namespace,)))
-        added = 0
+        added, gone = 0, set[str]()
         for name in files - {*known}:
             try:
-                added += self._take(namespace, table, name)
+                count = self._take(namespace, table, name)
             except DamagedFileError as error:  # it holds up no other one
-                if name not in self._damaged:
-                    logger.warning("%s", error)
-                self._damaged.add(name)
+                self._warn(name, str(error))
+                continue
+            if count is None:
+                gone.add(name)
+            else:
+                self._failing.discard(name)
+                added += count
+        for name in gone.intersection(table.files() if gone else ()):  # no later commit has replaced them
+            self._warn(name, str(table.lost(name)))
         return added, self._forget_files(namespace, [known[name] for name in {*known} - files])
 
     def after_commit(self, namespace: str, texts: Iterable[SharedText]) -> None:
@@ -137,12 +151,15 @@ class SharedCatalog(Catalog):
         self.database.execute_many((sql, (namespace, each)) for each in gone)
         self._forget_texts(namespace, gone)
 
-    def _take(self, namespace: str, table: TextTable, name: str) -> int:
-        """Record a file's rows; returns how many no other file has. Parts of texts are found too."""
+    def _take(self, namespace: str, table: TextTable, name: str) -> int | None:
+        """Record a file's rows; returns how many no other file has, or None if it is gone. Parts of texts are found
+        too."""
         found, count = table.read(name), 0
         if found is None:
-            return 0
+            return None
         rows = [row for row in found.to_pylist() if row["namespace"] == namespace and is_whole(row)]
+        if left_out := found.num_rows - len(rows):
+            logger.warning("%d rows of %s are not what a commit writes, and are left out", left_out, name)
         TextIndex(self.database, namespace).add(dict.fromkeys(row["text"] for row in rows))
         with self.database.transaction() as run:
             file = run("INSERT OR REPLACE INTO files (namespace, name) VALUES (?, ?)", (namespace, name)).lastrowid
@@ -151,7 +168,7 @@ class SharedCatalog(Catalog):
                 others = run(_ROWS_OF_TEXT, (namespace, digest)).fetchall()
                 count += (row["source"], row["document"]) not in others
                 run("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?)", (file, digest, row["source"], row["document"]))
-                for each in row["kv"]:
+                for each in row["kv"] or ():
                     payload = (each["key"], each["codec"], namespace, digest, each["bytes"], each["tokens"], 0.0)
                     run(_RECORD, payload)
                 if row["source"]:

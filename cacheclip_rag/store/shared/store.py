@@ -12,12 +12,12 @@ from typing import Any
 from ...base.errors import ConfigurationError, StoreError
 from ...base.keys import text_digest
 from ..chunk_store import ChunkStore
-from ..codecs import CODECS, Frame
+from ..codecs import CODECS, Frame, FrameError
 from ..memory import MemoryBackend
 from ..tiers import Tiers
 from .hot import HotBackend, with_hot
 from .objects import ObjectBackend
-from .place import LAYOUT, SharedPlace
+from .place import LAYOUT, SharedPlace, failing_as
 from .replica import SharedCatalog, entry_of_frame
 from .table import rows_of
 
@@ -34,7 +34,7 @@ STORE_FILE = "store.json"
 
 
 class SharedStore(ChunkStore):
-    """Payloads are written once and never replaced, nothing is evicted, and servers delete nothing.
+    """Payloads are written once and replaced only if they are damaged, nothing is evicted, and servers delete nothing.
 
     A thread takes what others committed every ``POLL_S`` seconds, and commits what this process stored by itself after
     answers. :meth:`close` ends it.
@@ -92,25 +92,44 @@ class SharedStore(ChunkStore):
         self._polled.set()
         return found
 
-    def commit(self) -> int:
-        """Let other machines find what was stored and released here; returns the number of new rows. Payloads that an
-        earlier run left, and which a cleaning might take, are made young first. Raises StoreError."""
-        count = 0
+    def commit(self, namespace: str | None = None) -> int:
+        """Let other machines find what was stored and released here, by one tenant or by all; returns the number of new
+        rows. Payloads that an earlier run left, and which a cleaning might take, are made young first. Raises
+        StoreError, after all the others are committed."""
+        count, failed = self._commit_each(namespace)
+        if failed:
+            said = " ".join(f"Changes of tenant {name!r} wait: {error}" for name, error in failed.items())
+            raise StoreError(said) from next(iter(failed.values()))
+        return count
+
+    def _commit_each(self, only: str | None = None) -> tuple[int, dict[str, StoreError]]:
+        """The number of new rows, and what failed by tenant."""
+        count, failed = 0, dict[str, StoreError]()
         for namespace in self.shared.namespaces_waiting() if self.commits else ():
-            removed, texts = self.shared.take_removed(namespace), self.shared.waiting(namespace)
-            try:
+            if only in (None, namespace):
+                try:
+                    count += self._commit(namespace)
+                except StoreError as error:
+                    failed[namespace] = error
+        return count, failed
+
+    def _commit(self, namespace: str) -> int:
+        removed, texts = self.shared.take_removed(namespace), self.shared.waiting(namespace)
+        try:
+            with failing_as("not committed"):
                 self.look_again(namespace, [each.digest for each in texts])
                 texts = self.shared.with_kv(namespace, texts)
-                count += self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
+                count = self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
                 self.shared.after_commit(namespace, texts)
-            except (OSError, StoreError) as error:
-                self.shared.put_back(namespace, texts, removed)
-                raise error if isinstance(error, StoreError) else StoreError(f"not committed: {error}") from error
+        except BaseException:
+            self.shared.put_back(namespace, texts, removed)
+            raise
         return count
 
     def look_again(self, namespace: str, digests: Sequence[str]) -> None:
         """Look for payloads that this machine saw long ago. Those that are gone are forgotten; those that no row names,
-        and which a cleaning might take, are made as young as new ones. Raises OSError."""
+        and which a cleaning might take, are made as young as new ones, or forgotten if they are damaged. Raises
+        OSError."""
         before = time.time() - GRACE_S / 2
         old = self.shared.old_payloads(namespace, digests, before)
         found = self.objects.locate(namespace, [*{key for key, *_ in old}]) if old else {}
@@ -120,9 +139,11 @@ class SharedStore(ChunkStore):
                 if each is None:
                     raise FileNotFoundError
                 if not is_named and each.modified.timestamp() < before:
-                    self.objects.replace(each.name, self.objects.fetch(each.name))
+                    data = self.objects.fetch(each.name)
+                    Frame.parse(data, key).verify()  # else another machine may have replaced it by now
+                    self.objects.replace(each.name, data)
                 self.shared.seen(key, codec)
-            except FileNotFoundError:
+            except (FileNotFoundError, FrameError):
                 self.shared.remove(namespace, [key])
 
     def take_rows(self, namespace: str) -> Any:
@@ -223,9 +244,11 @@ def _follow(of: weakref.ref[SharedStore], stop: threading.Event, woken: threadin
             return
         try:
             store.poll()
-            store.commit()
+            for namespace, error in store._commit_each()[1].items():
+                what = "texts stored after answers of tenant %r are not committed: %s"
+                store.warn_once(f"commit {namespace}", what, namespace, error)
         except Exception as error:  # the thread must go on
-            store.warn_once("commit", "texts stored after answers are not committed: %s", error)
+            store.warn_once("follow", "the shared store is not followed: %s", error)
         store._polled.set()
         del store
         woken.wait(POLL_S)

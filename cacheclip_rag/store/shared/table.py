@@ -22,13 +22,15 @@ from ...base.errors import StoreError
 from ...base.keys import is_key, text_digest
 from ...finding.texts import TextRow, text_row
 from ..codecs import CODECS
-from .place import SharedPlace, need, said, tenant_folder
+from .place import SharedPlace, failing_as, need, said, tenant_folder
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
+_TRIES = 3
+"""Of reading all files, while commits replace some; and of a commit that fails though nobody else committed."""
 _CONFLICTS_S = 30.0
 """For which a commit is tried again that others come before."""
 _PLACES = TextRow._fields[1:]
@@ -39,6 +41,10 @@ _CONFIGURATION = {
     "delta.deletedFileRetentionDuration": "interval 1 hours",
 }
 _DIGEST = re.compile("[0-9a-f]{32}")
+_DATA_FILE = re.compile(r"(?:[A-Za-z0-9=-][\w.=-]*/)*[A-Za-z0-9=-][\w.=-]*\.parquet", re.ASCII)
+"""Names of files in the table's folder, and of none elsewhere."""
+_MOST_BYTES = 1 << 40
+"""Of a payload."""
 Result = TypeVar("Result")
 
 
@@ -112,10 +118,16 @@ def is_whole(row: dict[str, Any]) -> bool:
     return names and places and payloads and row["digest"] == text_digest(row["text"]).hex()
 
 
+def is_digest(value: str | None) -> bool:
+    """Whether a text can have this digest."""
+    return _DIGEST.fullmatch(value or "") is not None
+
+
 def is_payload(kv: Any) -> bool:
     """Whether a row's entry names a payload."""
-    sizes = kv is not None and all(isinstance(kv[name], int) for name in ("bytes", "tokens"))
-    return sizes and is_key(kv["key"]) and kv["codec"] in CODECS
+    sizes = [kv[name] for name in ("bytes", "tokens")] if kv is not None else [None]
+    whole = all(isinstance(size, int) and 0 <= size < _MOST_BYTES for size in sizes)
+    return whole and is_key(kv["key"]) and kv["codec"] in CODECS
 
 
 def place_of(row: dict[str, Any]) -> TextRow | None:
@@ -134,6 +146,7 @@ class TextTable:
         self.folder = f"{folder or tenant_folder(namespace)}/catalog"
         self.address = place.address(*self.folder.split("/"))
         self._table: Any = None
+        self._version = -1
         self._index: dict[str, list[dict[str, Any]]] = {}
 
     @cached_property
@@ -141,38 +154,65 @@ class TextTable:
         return need("deltalake")
 
     def _open(self) -> Any:
-        """The table in its newest version; None if nothing was committed yet."""
-        if self._table is None:
-            kinds = need("deltalake.exceptions")
-            try:
-                self._table = self._delta.DeltaTable(self.address, storage_options=self._place.delta_options)
-            except (kinds.TableNotFoundError, FileNotFoundError):
-                return None
-        else:
+        """The table in its newest version; None if nothing was committed yet. Raises StoreError if its log is lost."""
+        if self._table is not None:
             self._table.update_incremental()
+        else:
+            self._table = self._load()
+        if self._table is None and self._has_rows():
+            self._table = self._load()
+            if self._table is None:
+                raise StoreError(
+                    f"{self.folder} in {self._place.url} has files of rows, and no log. Restore its folder _delta_log, "
+                    "or delete the folder and ingest the tenant's documents again."
+                )
+        self._version = self._table.version() if self._table is not None else -1
         return self._table
 
+    def _load(self) -> Any:
+        try:
+            return self._delta.DeltaTable(self.address, storage_options=self._place.delta_options)
+        except (need("deltalake.exceptions").TableNotFoundError, FileNotFoundError):
+            return None
+
+    def _has_rows(self) -> bool:
+        """Whether there are files of rows. They are written after the log: another process may have begun it just now,
+        or it is lost."""
+        pages = need("obstore").list(self._place.patient, self.folder)
+        return any(each["path"].endswith(".parquet") for page in pages for each in page)
+
     def files(self) -> tuple[str, ...]:
-        """Names of the files that hold the rows now. Raises StoreError if storage does not answer."""
-        table = self._tried(self._open)
+        """Names of the files that hold the rows now. Raises StoreError if storage does not answer, or if one is no file
+        of the table."""
+        return self._tried(self._files)
+
+    def _files(self) -> tuple[str, ...]:
+        table = self._open()
         if table is None:
             return ()
-        actions = need("pyarrow").table(table.get_add_actions(flatten=True))
-        return tuple(f"{self.folder}/{path}" for path in actions["path"].to_pylist())
+        paths = need("pyarrow").table(table.get_add_actions(flatten=True))["path"].to_pylist()
+        for path in paths:
+            if not _DATA_FILE.fullmatch(path):  # it may be another tenant's, and a commit would read it
+                raise StoreError(
+                    f"the log of {self.folder} in {self._place.url} names {path[:200]!r}, expected a file in this "
+                    f"folder. Run: cacheclip store verify --store {self._place.url}"
+                )
+        return tuple(f"{self.folder}/{path}" for path in paths)
 
     def read(self, file: str, columns: Sequence[str] | None = None) -> pa.Table | None:
         """Rows of a file; None if it is gone, because a later commit replaced it. Raises StoreError, as
         DamagedFileError if it is damaged or of another table."""
-        obstore, parquet = need("obstore"), need("pyarrow.parquet")
 
         def run() -> pa.Table | None:
             try:
-                data = obstore.get(self._place.patient, file).bytes()
+                data = need("obstore").get(self._place.patient, file).bytes()
             except FileNotFoundError:
                 return None
             try:
-                return parquet.read_table(io.BytesIO(bytes(data))).select(columns or schema().names)
-            except (need("pyarrow").ArrowException, KeyError) as error:
+                return _rows_in(bytes(data), columns or schema().names)
+            except MemoryError:
+                raise
+            except Exception as error:  # OSError too: the bytes are at hand
                 url = self._place.url
                 raise DamagedFileError(
                     f"{file} in {url} is damaged: {said(error)}. Run: cacheclip store verify --store {url}"
@@ -181,10 +221,20 @@ class TextTable:
         return self._tried(run)
 
     def rows(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """All rows."""
-        found = [table for file in self.files() if (table := self.read(file, columns)) is not None]
-        empty = schema().empty_table()
-        return need("pyarrow").concat_tables([empty.select(columns) if columns else empty, *found])
+        """All rows. Raises what :meth:`read` does, also if a file is lost."""
+        empty, lost = schema().empty_table(), ""
+        for _ in range(_TRIES):
+            tables = {file: self.read(file, columns) for file in self.files()}
+            lost = next((file for file, table in tables.items() if table is None), "")
+            if not lost:
+                found = [table for table in tables.values() if table is not None]
+                return need("pyarrow").concat_tables([empty.select(columns) if columns else empty, *found])
+        raise self.lost(lost)
+
+    def lost(self, file: str) -> DamagedFileError:
+        """Of a file that the log goes on naming."""
+        url = self._place.url
+        return DamagedFileError(f"{file} in {url} is missing. Run: cacheclip store verify --store {url}")
 
     def _indexed(self) -> dict[str, list[dict[str, Any]]]:
         """What tells the rows of each file apart. A file is read once."""
@@ -199,7 +249,7 @@ class TextTable:
                 logger.warning("%s", error)
                 table = schema().empty_table()
             if table is not None:
-                self._index[file] = [row for row in table.to_pylist() if _DIGEST.fullmatch(row["digest"] or "")]
+                self._index[file] = [row for row in table.to_pylist() if is_digest(row["digest"])]
         return self._index
 
     def commit(self, rows: pa.Table, removed: Removal | None = None) -> int:
@@ -252,26 +302,30 @@ class TextTable:
 
     def compact(self) -> dict[str, int]:
         """Put small files together."""
-        table = self._tried(self._open)
-        if table is None:
+        if not self.files():
             return {"files": 0, "removed": 0}
         found = self._in_turn(lambda: self._open().optimize.compact())
-        self._tried(table.create_checkpoint)
+        self._tried(lambda: self._open().create_checkpoint())
         return {"files": len(self.files()), "removed": int(found["numFilesRemoved"])}
 
     def repair(self) -> list[str]:
-        """Take files that are damaged, and such as are gone, out of the table; returns the damaged ones."""
-        damaged = []
+        """Take files that are damaged or missing out of the table; returns their names."""
+        gone, damaged = self._forget_missing(), []
         for file in self.files():
             try:
                 self.read(file)
             except DamagedFileError:
                 damaged.append(file)
-        if self._table is not None:
-            if damaged:
-                self._tried(lambda: need("obstore").delete(self._place.patient, damaged))
-            self._in_turn(lambda: self._open().repair())
-        return damaged
+        if damaged:
+            self._tried(lambda: need("obstore").delete(self._place.patient, damaged))
+            self._forget_missing()
+        return [*gone, *damaged]
+
+    def _forget_missing(self) -> list[str]:
+        if self._tried(self._open) is None:
+            return []
+        found = self._in_turn(lambda: self._open().repair())
+        return [f"{self.folder}/{path}" for path in found["files_removed"]]
 
     def vacuum(self, hours: float) -> int:
         """Delete files that no version of the last ``hours`` needs; returns how many."""
@@ -284,32 +338,40 @@ class TextTable:
         return len(found)
 
     def _in_turn(self, run: Callable[[], Result]) -> Result:
-        """Run what commits, again while others come before it."""
-        until, pause_s = time.monotonic() + _CONFLICTS_S, 0.1
+        """Run what commits, again while others come before it: the table has another version then."""
+        until, pause_s, tries = time.monotonic() + _CONFLICTS_S, 0.1, 0
         while True:
+            before = self._version
             try:
                 return self._tried(run)
             except StoreError as error:
-                if type(error.__cause__).__name__ != "CommitFailedError" or time.monotonic() > until:
+                tries = tries + 1 if self._version == before else 0
+                if type(error.__cause__).__name__ != "CommitFailedError" or tries > _TRIES or time.monotonic() > until:
                     raise
-                self._table = None
                 time.sleep(random.uniform(0.0, pause_s))
                 pause_s = min(2 * pause_s, 2.0)
 
     def _tried(self, run: Callable[[], Result]) -> Result:
+        what = f"the texts of the shared store {self._place.url} cannot be read or changed now"
+        advice = f" Check that the storage answers, who may write to it, and whether {self.folder} is a table of ours."
         try:
-            return run()
-        except StoreError:
+            with failing_as(what, advice):
+                return run()
+        except DamagedFileError:
             raise
-        except _kinds() as error:
-            raise StoreError(
-                f"the texts of the shared store {self._place.url} cannot be read or changed now: {said(error)}. Check "
-                f"that the storage answers, who may write to it, and whether {self.folder} is a table of ours."
-            ) from error
+        except StoreError:
+            self._table = None  # the next one opens it anew: it may be mended by then
+            raise
 
 
-def _kinds() -> tuple[type[Exception], ...]:
-    return OSError, need("deltalake.exceptions").DeltaError, need("obstore.exceptions").BaseError
+def _rows_in(data: bytes, columns: Sequence[str]) -> pa.Table:
+    """Rows of a file of ours, whose values Python can hold. Raises anything else for another one."""
+    fields = [schema().field(name) for name in columns]
+    found = need("pyarrow.parquet").read_table(io.BytesIO(data)).select(columns).cast(need("pyarrow").schema(fields))
+    found.validate(full=True)
+    if "at" in columns:
+        need("pyarrow.compute").min_max(found["at"]).as_py()
+    return found
 
 
 def _identity(row: dict[str, Any]) -> tuple[str, str, str]:
