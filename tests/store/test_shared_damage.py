@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore
 from cacheclip_rag.store.shared.care import TenantsError, compact, create, gc, stats, verify
 from cacheclip_rag.store.shared.place import SharedPlace, need, tenant_folder
 from cacheclip_rag.store.shared.store import SharedStore
-from cacheclip_rag.store.shared.table import SharedText, TextTable, rows_of, schema
+from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from tests.store.samples import key, kv
 
 pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
@@ -84,8 +86,16 @@ VALUES: tuple[Any, ...] = (
     *({"": None}, "{", "[" * 200, "2026-01-01", "1e999"),
 )
 PATHS = (
-    *("../../x.parquet", f"../../{WHOLE}/catalog/x.parquet", "a//b.parquet", "/etc/passwd", "s3://b/x.parquet"),
-    *("file:///etc/passwd", "%2e%2e/%2e%2e/x.parquet", "..%2f..%2fx.parquet", "\x00", "", ".", "a\nb.parquet"),
+    *("../../x.parquet", f"../../{WHOLE[8:]}/kv/x.parquet", "a//b.parquet", "/etc/passwd", "s3://b/x.parquet"),
+    *(
+        "file:///etc/passwd",
+        "%2e%2e/%2e%2e/x.parquet",
+        f"..%2f../{WHOLE[8:]}/kv/x.parquet",
+        "\x00",
+        "",
+        ".",
+        "a\nb.parquet",
+    ),
     *("_delta_log/00000000000000000000.json", "x" * 300 + ".parquet", "part.parquet/", "\ud83d.parquet", "nö.parquet"),
 )
 
@@ -358,3 +368,174 @@ def test_whatever_one_tenant_has_stops_no_other_one(first: int, scene: Scene, ca
     said += [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     for name in lost:
         assert any(f"'{name}'" in each or DAMAGED[name] in each for each in said), f"nobody says: {done[name]}"
+
+
+# -- one kind at a time ---------------------------------------------------------------------------------------------
+
+NAME, FOLDER = next(iter(DAMAGED.items()))
+
+
+def texts_of(table: TextTable) -> set[str]:
+    return {*table.rows(["text"])["text"].to_pylist()}
+
+
+def erasure(number: int) -> Removal:
+    return Removal({text_digest(text_of(NAME, number)).hex()})
+
+
+MENDED = [("add", path) for path in PATHS[:4]] + [("remove", path) for path in PATHS[:8]]
+
+
+@pytest.mark.parametrize(("action", "path"), [*(("add", path) for path in PATHS), *MENDED[4:]])
+def test_a_log_names_files_of_its_own_folder_only(scene: Scene, path: str, action: str) -> None:
+    """Nothing else is read or deleted by those who may do so."""
+    log = scene.files(NAME, "catalog/_delta_log/*.json")
+    (secret, *_) = sorted((scene.root / WHOLE / "catalog").glob("*.parquet"))
+    victims = [
+        scene.root / "tenants/x.parquet",
+        scene.root / WHOLE / "kv/x.parquet",
+        *(log[:1] if action == "add" else ()),
+    ]
+    for victim in victims[:2]:
+        victim.write_bytes(secret.read_bytes())
+    added = {"partitionValues": {}, "size": 9999, "modificationTime": 1, "dataChange": True, "stats": None}
+    removed = {"partitionValues": {}, "size": 9999, "deletionTimestamp": 1, "dataChange": True}
+    made = {action: {"path": path, **(added if action == "add" else removed)}}
+    log[-1].write_text(f"{log[-1].read_text()}\n{json.dumps(made)}\n")
+    rows, said = TextTable(scene.store.place, NAME), list[str]()
+    if action == "add":
+        with pytest.raises(StoreError, match=FOLDER):
+            rows.commit(rows_of(NAME, []), erasure(0))
+    for run in (partial(gc, grace_s=0), compact):
+        cared(run, scene.url, said)
+    refused = list[str]()
+    cared(verify, scene.url, refused)
+    assert all(victim.exists() for victim in victims) and WHOLE not in " ".join([*said, *refused])
+    assert not refused or (action, path) not in MENDED
+    if not refused:
+        rows.commit(rows_of(NAME, []), erasure(0))
+        assert texts_of(rows) == {text_of(NAME, 1)}
+
+
+@pytest.mark.parametrize("kind", ["deleted", "renamed"])
+def test_a_log_that_is_lost_is_no_empty_table(scene: Scene, kind: str) -> None:
+    """Nobody forgets its texts, and their payloads are no garbage."""
+    scene.store.poll()
+    for file in scene.files(NAME, "catalog/_delta_log/*.json"):
+        file.unlink() if kind == "deleted" else file.rename(file.with_name(f"x{file.name}"))
+    before = scene.files(NAME, "kv/*/*/*.kv")
+    machine = Scene(scene.root)
+    machine.store.poll()
+    assert machine.known(NAME, 0, 1) == [0, 1]
+    for run in (partial(gc, grace_s=0), verify):
+        with pytest.raises(TenantsError, match=f"{FOLDER}.* and no log. Restore"):
+            run(scene.url)
+    with pytest.raises(StoreError, match="no log"):
+        TextTable(scene.store.place, NAME).commit(rows_of(NAME, [SharedText("A text.")]))
+    assert scene.files(NAME, "kv/*/*/*.kv") == before
+    machine.close()
+
+
+@pytest.mark.parametrize("kind", ["missing", "damaged pages", "damaged footer"])
+def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its reader raises: most of it are errors as those of a disk. Its payloads are no garbage before."""
+    (file, *_) = scene.files(NAME, "catalog/*.parquet")
+    if kind == "missing":
+        file.unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        start = 4 if kind == "damaged pages" else len(data) - 40
+        data[start : start + 12] = b"\xff" * 12
+        file.write_bytes(data)
+    for _ in range(3):
+        scene.store.poll()
+    assert len([each for each in caplog.records if file.name in each.getMessage()]) == 1
+    assert scene.known(NAME, 0, 1) == [1]
+    with pytest.raises(TenantsError, match=f"{file.name}.* Run: cacheclip store verify"):
+        gc(scene.url, grace_s=0)
+    assert verify(scene.url)["damaged"] == [f"{FOLDER}/catalog/{file.name}"]
+    assert verify(scene.url)["damaged"] == [] and texts_of(TextTable(scene.store.place, NAME)) == {text_of(NAME, 1)}
+
+
+def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """Absurd numbers of a whole row disturb no sum; a row without KV is a row."""
+    (row,) = rows_of(NAME, [SharedText(text_of(NAME, 20))]).to_pylist()
+    payload = {"key": key(20, NAME), "codec": "int8", "bytes": 2**63 - 1, "tokens": 2**63 - 1}
+    made = [
+        {**row, "kv": None},
+        {**row, "kv": [payload] * 3},
+        {**row, "kv": [{**payload, "bytes": -1}]},
+        {**row, "at": None},
+    ]
+    rows = need("pyarrow").Table.from_pylist(made, schema=schema())
+    need("deltalake").write_deltalake(TextTable(scene.store.place, NAME).address, rows, mode="append")
+    scene.store.poll()
+    assert scene.known(NAME, 0, 1, 20) == [0, 1, 20] and "2 rows of" in caplog.text and FOLDER in caplog.text
+    assert scene.store.stats().bytes < 10**6
+    go_on(scene)
+
+
+def test_a_panic_of_a_library_is_an_error_of_its_tenant(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no ``Exception``; what waits for the commit goes on waiting."""
+    panic, delta = type("PanicException", (BaseException,), {}), need("deltalake")
+    opened = delta.DeltaTable
+
+    def panics(address: str, **options: Any) -> Any:
+        if FOLDER in address:
+            raise panic("index out of bounds")
+        return opened(address, **options)
+
+    monkeypatch.setattr(delta, "DeltaTable", panics)
+    failed = go_on(scene)
+    assert f"'{NAME}' wait: " in failed and "index out of bounds" in failed and f"tenant '{NAME}'" in caplog.text
+    assert scene.store.shared.namespaces_waiting() == [NAME]
+    care(scene, 1)
+    monkeypatch.undo()
+    monkeypatch.setenv("CACHECLIP_HOME", str(scene.root.parent / "home"))
+    scene.store.commit()
+    assert texts_of(TextTable(scene.store.place, NAME)) == {text_of(NAME, number) for number in (0, 11)}
+
+
+def test_a_commit_that_fails_though_nobody_commits_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the other tenants of the server wait for it no half minute."""
+    newest = scene.files(NAME, "catalog/_delta_log/*.json")[-1]
+    newest.unlink()
+    newest.mkdir()
+    pauses: list[float] = []
+    monkeypatch.setattr("cacheclip_rag.store.shared.table.time.sleep", pauses.append)
+    with pytest.raises(StoreError, match=FOLDER):
+        TextTable(scene.store.place, NAME).commit(rows_of(NAME, [SharedText("A text.")]))
+    assert 0 < len(pauses) < 10
+
+
+@pytest.mark.parametrize("name", ["quota.json", "garbage.json"])
+@pytest.mark.parametrize("data", JSON)
+def test_other_tenants_are_cleaned_and_counted_beside_a_damaged_file_of_ours(
+    scene: Scene, name: str, data: bytes
+) -> None:
+    (scene.root / FOLDER / name).write_bytes(data)
+    erase(scene.tenants["whole"], 0)
+    scene.store.commit()
+    said: list[str] = []
+    assert cared(partial(gc, grace_s=0), scene.url, said)["deleted"] >= 1
+    assert len(cared(stats, scene.url, said)["tenants"]) >= len(DAMAGED)
+    assert not said or all(FOLDER in each and "1 tenants" in each for each in said)
+
+
+def test_the_command_shows_what_was_done_for_the_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (scene.root / FOLDER / "quota.json").write_bytes(JSON[0])
+    for command in ("stats", "gc", "verify"):
+        monkeypatch.setattr("sys.argv", ["cacheclip", "store", command, "--store", scene.url, "--json"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == 1 and FOLDER in said.err and WHOLE not in said.err
+        found = json.loads(said.out)
+        assert command != "stats" or (found["tenants"][WHOLE]["texts"] == 3 and FOLDER not in found["tenants"])
+        assert command != "verify" or found["payloads"] >= 2 * len(DAMAGED)

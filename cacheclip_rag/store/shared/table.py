@@ -195,7 +195,8 @@ class TextTable:
             if not _DATA_FILE.fullmatch(path):  # it may be another tenant's, and a commit would read it
                 raise StoreError(
                     f"the log of {self.folder} in {self._place.url} names {path[:200]!r}, expected a file in this "
-                    f"folder. Run: cacheclip store verify --store {self._place.url}"
+                    f"folder. Run: cacheclip store verify --store {self._place.url}; if that says the same, delete the "
+                    "folder and ingest the tenant's documents again"
                 )
         return tuple(f"{self.folder}/{path}" for path in paths)
 
