@@ -19,7 +19,7 @@ from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore
 from cacheclip_rag.store.shared.care import TenantsError, compact, create, gc, stats, verify
-from cacheclip_rag.store.shared.place import SharedPlace, need, tenant_folder
+from cacheclip_rag.store.shared.place import SharedPlace, need, object_name, tenant_folder
 from cacheclip_rag.store.shared.store import SharedStore
 from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from tests.store.samples import key, kv
@@ -142,7 +142,7 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_in(each)
 
 
-def change_actions(file: Path, change: Callable[[list[Any]], None]) -> None:
+def change_actions(file: Path, change: Callable[[list[Any]], object]) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     change(lines)
     file.write_text("\n".join(map(json.dumps, lines)))
@@ -245,15 +245,19 @@ def absurd_rows(file: Path, rng: random.Random) -> None:
     parquet.write_table(pa.Table.from_pylist(rows, schema=schema()), file)
 
 
-def no_text(file: Path, rng: random.Random) -> None:
-    """A string that is none, and a time that Python cannot hold."""
+def unreadable(file: Path, name: str) -> None:
+    """A string that is none, a time that Python cannot hold, or numbers for payloads, in all rows."""
     pa, parquet = need("pyarrow"), need("pyarrow.parquet")
     table = parquet.read_table(io.BytesIO(file.read_bytes()))
     raw = pa.array([b"\xff\xfe"] * table.num_rows).cast(pa.binary())
     text = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
     far = pa.array([2**62] * table.num_rows).cast(pa.timestamp("us", tz="UTC"))
-    name, column = rng.choice((("text", text), ("digest", text), ("namespace", text), ("at", far)))
+    column = {"at": far, "kv": pa.array([[1]] * table.num_rows)}.get(name, text)
     parquet.write_table(table.set_column(table.column_names.index(name), name, column), file)
+
+
+def no_text(file: Path, rng: random.Random) -> None:
+    unreadable(file, rng.choice(("text", "digest", "namespace", "at")))
 
 
 FILES: tuple[Callable[[Path, random.Random], None], ...] = (
@@ -327,7 +331,7 @@ def care(scene: Scene, number: int) -> list[str]:
     said: list[str] = []
     cared(compact if number % 2 else partial(gc, grace_s=0), scene.url, said)
     damaged = cared(verify, scene.url, said)["damaged"]
-    assert WHOLE not in " ".join([*said, *damaged])
+    assert f"{WHOLE}: " not in " ".join(said) and not [name for name in damaged if name.startswith(WHOLE)]
     counts = cared(stats, scene.url, said)["tenants"][WHOLE]
     payloads = 5 if number % 2 else 4
     assert (counts["texts"], counts["payloads"]) == (5, payloads), "garbage stays, or something else is gone"
@@ -354,16 +358,27 @@ def scene(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     made.close()
 
 
+def named_files(scene: Scene, name: str, otherwise: str) -> list[str]:
+    """Files that a tenant's log names, if it can be read: an action that is gone without a trace is no damage."""
+    try:
+        table = need("deltalake").DeltaTable(str(scene.root / DAMAGED[name] / "catalog"))
+        return list(need("pyarrow").table(table.get_add_actions(flatten=True))["path"].to_pylist())
+    except Exception:
+        return [otherwise]
+
+
 @pytest.mark.parametrize("first", range(0, MUTATIONS, len(DAMAGED)))
 def test_whatever_one_tenant_has_stops_no_other_one(first: int, scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Whose texts are lost is named."""
     if first % 16:
         scene.store.poll()
     chances = {name: random.Random(first + number) for number, name in enumerate(DAMAGED)}
+    of_text = {name: scene.files(name, "catalog/*.parquet")[0].name for name in DAMAGED}
     done = {name: mutate(scene, name, rng) for name, rng in chances.items()}
     print(*done.values(), sep="\n")
+    expected = [name for name in DAMAGED if of_text[name] in named_files(scene, name, of_text[name])]
     said = [go_on(scene)]
-    lost = [name for name in DAMAGED if scene.known(name, 0) != [0]]
+    lost = [name for name in expected if scene.known(name, 0) != [0]]
     said += care(scene, first // len(DAMAGED))
     said += [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     for name in lost:
@@ -417,6 +432,19 @@ def test_a_log_names_files_of_its_own_folder_only(scene: Scene, path: str, actio
         assert texts_of(rows) == {text_of(NAME, 1)}
 
 
+def test_what_a_table_says_is_no_damage_of_this_machines_copy(scene: Scene) -> None:
+    """Which would be made anew, for all tenants."""
+    scene.store.poll()
+    copy = next(scene.store.place.replica.glob("*.sqlite3"))
+    log = scene.files(NAME, "catalog/_delta_log/*.json")[1]
+    change_actions(log, lambda lines: [line["add"].update(path=str(copy)) for line in lines if "add" in line])
+    machine = Scene(scene.root)
+    before = copy.stat().st_ino
+    machine.store.poll()
+    assert copy.stat().st_ino == before and machine.known("whole", 0, 1) == [0, 1]
+    machine.close()
+
+
 @pytest.mark.parametrize("kind", ["deleted", "renamed"])
 def test_a_log_that_is_lost_is_no_empty_table(scene: Scene, kind: str) -> None:
     """Nobody forgets its texts, and their payloads are no garbage."""
@@ -436,7 +464,7 @@ def test_a_log_that_is_lost_is_no_empty_table(scene: Scene, kind: str) -> None:
     machine.close()
 
 
-@pytest.mark.parametrize("kind", ["missing", "damaged pages", "damaged footer"])
+@pytest.mark.parametrize("kind", ["missing", "damaged pages", "damaged footer", "no text", "a far time", "kv"])
 def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
     scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -444,6 +472,8 @@ def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
     (file, *_) = scene.files(NAME, "catalog/*.parquet")
     if kind == "missing":
         file.unlink()
+    elif kind in ("no text", "a far time", "kv"):
+        unreadable(file, {"no text": "text", "a far time": "at"}.get(kind, kind))
     else:
         data = bytearray(file.read_bytes())
         start = 4 if kind == "damaged pages" else len(data) - 40
@@ -453,14 +483,18 @@ def test_a_file_of_rows_that_cannot_be_used_is_named_and_taken_out(
         scene.store.poll()
     assert len([each for each in caplog.records if file.name in each.getMessage()]) == 1
     assert scene.known(NAME, 0, 1) == [1]
-    with pytest.raises(TenantsError, match=f"{file.name}.* Run: cacheclip store verify"):
-        gc(scene.url, grace_s=0)
+    with pytest.raises(StoreError, match=f"{file.name}.* Run: cacheclip store verify"):
+        TextTable(scene.store.place, NAME).rows()
+    if kind not in ("no text", "a far time"):  # in what tells garbage
+        with pytest.raises(TenantsError, match=f"{file.name}.* Run: cacheclip store verify"):
+            gc(scene.url, grace_s=0)
     assert verify(scene.url)["damaged"] == [f"{FOLDER}/catalog/{file.name}"]
     assert verify(scene.url)["damaged"] == [] and texts_of(TextTable(scene.store.place, NAME)) == {text_of(NAME, 1)}
 
 
 def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """Absurd numbers of a whole row disturb no sum; a row without KV is a row."""
+    """Absurd numbers of a whole row disturb no sum; a row without KV is a row. No payload is kept for a row
+    that is none."""
     (row,) = rows_of(NAME, [SharedText(text_of(NAME, 20))]).to_pylist()
     payload = {"key": key(20, NAME), "codec": "int8", "bytes": 2**63 - 1, "tokens": 2**63 - 1}
     made = [
@@ -468,12 +502,20 @@ def test_rows_that_no_commit_wrote_are_counted(scene: Scene, caplog: pytest.LogC
         {**row, "kv": [payload] * 3},
         {**row, "kv": [{**payload, "bytes": -1}]},
         {**row, "at": None},
+        *(
+            {**row, "digest": each, "kv": [{**payload, "key": key(0, NAME), "bytes": 9, "tokens": 9}]}
+            for each in (None, "' OR '1'='1")
+        ),
     ]
+    table = TextTable(scene.store.place, NAME)
+    table.commit(rows_of(NAME, []), erasure(0))
     rows = need("pyarrow").Table.from_pylist(made, schema=schema())
-    need("deltalake").write_deltalake(TextTable(scene.store.place, NAME).address, rows, mode="append")
+    need("deltalake").write_deltalake(table.address, rows, mode="append")
     scene.store.poll()
-    assert scene.known(NAME, 0, 1, 20) == [0, 1, 20] and "2 rows of" in caplog.text and FOLDER in caplog.text
-    assert scene.store.stats().bytes < 10**6
+    assert scene.known(NAME, 0, 1, 20) == [1, 20] and "4 rows of" in caplog.text and FOLDER in caplog.text
+    assert scene.store.stats().bytes < 10**6 and "not seen" not in caplog.text
+    gc(scene.url, grace_s=0)
+    assert not (scene.root / object_name(NAME, key(0, NAME), "int8")).exists()
     go_on(scene)
 
 
@@ -523,7 +565,16 @@ def test_other_tenants_are_cleaned_and_counted_beside_a_damaged_file_of_ours(
     said: list[str] = []
     assert cared(partial(gc, grace_s=0), scene.url, said)["deleted"] >= 1
     assert len(cared(stats, scene.url, said)["tenants"]) >= len(DAMAGED)
-    assert not said or all(FOLDER in each and "1 tenants" in each for each in said)
+    assert all(FOLDER in each and "1 tenants" in each for each in said)
+    assert not said or name == "quota.json", "what is no list of garbage is none"
+
+
+@pytest.mark.parametrize("data", JSON)
+def test_a_damaged_description_of_the_store_is_one_error(scene: Scene, data: bytes) -> None:
+    (scene.root / "store.json").write_bytes(data)
+    for run in (create, stats, lambda url: SharedStore.at(SharedPlace(url))):
+        with pytest.raises(StoreError, match=r"store\.json is not a file of|expected a store of layout"):
+            run(scene.url)
 
 
 def test_the_command_shows_what_was_done_for_the_others(

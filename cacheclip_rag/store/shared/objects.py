@@ -1,7 +1,8 @@
 """Payloads as objects that never change, of any number of writers.
 
 An object's name holds the codec, so that an engine with another codec writes an object of its own beside it. A name is
-written once (``If-None-Match: *``): who comes second finds that the payload is there. Which of a key's objects is read
+written once (``If-None-Match: *``): who comes second finds that the payload is there, and replaces it (``If-Match``) if
+it is damaged. Which of a key's objects is read
 is decided by whoever knows the codec that is wanted (:meth:`ObjectBackend.use`).
 """
 
@@ -214,8 +215,8 @@ class ObjectBackend(Backend):
         """Write a payload over one that is damaged or foreign."""
         try:
             data, seen = self.take(name)
-            if (damage := _damage(data, key, payload)) is not None:
-                self.rewrite(name, payload, seen)
+            damage = _damage(data, key, payload)
+            if damage is not None and self._rewrite(name, payload, seen):
                 logger.warning("%s was damaged (%s), and is written again", name, damage)
         except FileNotFoundError:  # removed meanwhile
             self.create(name, payload)
@@ -249,18 +250,20 @@ class ObjectBackend(Backend):
     def replace(self, name: str, data: bytes) -> None:
         self._ask("put", name, data, use_multipart=False)
 
-    def rewrite(self, name: str, data: bytes, seen: dict[str, Any]) -> None:
-        """Write an object again, unless it changed since :meth:`take` saw it. A folder cannot say whether it did."""
+    def _rewrite(self, name: str, data: bytes, seen: dict[str, Any]) -> bool:
+        """Write an object again, unless it changed since :meth:`take` saw it, as which it returns False. A folder
+        cannot say whether it did."""
         known = {each: seen[each] for each in ("e_tag", "version") if seen.get(each)}
         try:
             self._ask("put", name, data, use_multipart=False, mode=known or "overwrite")
         except NotImplementedError:
             self.replace(name, data)
         except FileExistsError:  # as storage also says if it is gone
-            self.create(name, data)
+            return self.create(name, data)
+        return True
 
     def take(self, name: str) -> tuple[bytes, dict[str, Any]]:
-        """An object that no answer waits for, and what :meth:`rewrite` knows it by. Raises FileNotFoundError."""
+        """An object that no answer waits for, and what tells whether it changes. Raises FileNotFoundError."""
         found = self.breaker.call(self._client.get, self.place.patient, name)
         return bytes(self.breaker.call(found.bytes)), found.meta
 

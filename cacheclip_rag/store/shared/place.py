@@ -49,7 +49,7 @@ def said(error: BaseException) -> str:
 
 
 @contextmanager
-def failing_as(what: str, advice: str = "") -> Iterator[None]:
+def failing_as(what: str, advice: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
     """Whatever fails raises StoreError. Damage of a tenant's data makes the libraries that read it raise anything, and
     those in Rust panic."""
     try:
@@ -59,7 +59,7 @@ def failing_as(what: str, advice: str = "") -> Iterator[None]:
     except BaseException as error:
         if not (isinstance(error, Exception) or is_panic(error)):
             raise
-        raise StoreError(f"{what}: {said(error) or type(error).__name__}.{advice}") from error
+        raise kind(f"{what}: {said(error) or type(error).__name__}.{advice}") from error
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..codecs import Frame, FrameError
 from ..reading_pool import each_in_pool
 from .objects import ObjectBackend, ObjectFound
 from .place import failing_as, object_name
-from .table import DamagedFileError, Removal, SharedText, TextTable, is_whole, place_of
+from .table import DamagedFileError, Removal, SharedText, TableError, TextTable, is_whole, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class SharedCatalog(Catalog):
         with self._polling:
             for namespace in [*self._tables]:
                 try:
-                    with failing_as("rows of its table cannot be taken"):
+                    with failing_as("rows of its table cannot be taken", kind=TableError):
                         more, less = self._poll(namespace)
                 except StoreError as error:
                     if not self._thrown_away(error):
@@ -112,7 +112,9 @@ class SharedCatalog(Catalog):
     def _thrown_away(self, error: StoreError) -> bool:
         """Whether the copy was damaged, or of another version of the package. The next poll makes it anew."""
         path = self.objects.place.replica / FILE_NAME
-        if str(path) not in str(error) or (may_be_whole(error) and not isinstance(error, FormatError)):
+        if isinstance(error, TableError) or str(path) not in str(error):  # a table may say anything
+            return False
+        if may_be_whole(error) and not isinstance(error, FormatError):
             return False
         logger.warning("the copy of the shared store's catalog on this machine is made anew: %s", error.__cause__)
         self.database.close()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 3
+_TRIES = 6
 """Of reading all files, while commits replace some; and of a commit that fails though nobody else committed."""
 _CONFLICTS_S = 30.0
 """For which a commit is tried again that others come before."""
@@ -48,7 +48,11 @@ _MOST_BYTES = 1 << 40
 Result = TypeVar("Result")
 
 
-class DamagedFileError(StoreError):
+class TableError(StoreError):
+    """A tenant's table cannot be used now, or holds what no commit writes."""
+
+
+class DamagedFileError(TableError):
     """A file of the table is not what a commit wrote."""
 
 
@@ -162,7 +166,7 @@ class TextTable:
         if self._table is None and self._has_rows():
             self._table = self._load()
             if self._table is None:
-                raise StoreError(
+                raise TableError(
                     f"{self.folder} in {self._place.url} has files of rows, and no log. Restore its folder _delta_log, "
                     "or delete the folder and ingest the tenant's documents again."
                 )
@@ -193,7 +197,7 @@ class TextTable:
         paths = need("pyarrow").table(table.get_add_actions(flatten=True))["path"].to_pylist()
         for path in paths:
             if not _DATA_FILE.fullmatch(path):  # it may be another tenant's, and a commit would read it
-                raise StoreError(
+                raise TableError(
                     f"the log of {self.folder} in {self._place.url} names {path[:200]!r}, expected a file in this "
                     f"folder. Run: cacheclip store verify --store {self._place.url}; if that says the same, delete the "
                     "folder and ingest the tenant's documents again"
@@ -356,11 +360,11 @@ class TextTable:
         what = f"the texts of the shared store {self._place.url} cannot be read or changed now"
         advice = f" Check that the storage answers, who may write to it, and whether {self.folder} is a table of ours."
         try:
-            with failing_as(what, advice):
+            with failing_as(what, advice, TableError):
                 return run()
         except DamagedFileError:
             raise
-        except StoreError:
+        except TableError:
             self._table = None  # the next one opens it anew: it may be mended by then
             raise
 
