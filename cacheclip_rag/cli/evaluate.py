@@ -64,7 +64,8 @@ def evaluate(
     # check options before weights are loaded
     if out is not None:
         check_folder(out)
-    config = settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
+    given = settings.engine.get("system_prompt", INSTRUCTION)
+    config = settings.measured(recompute_ratio=None, system_prompt=given)
     runs = _runs(config, methods, ratios, read_variants(variants))
     asked = read_together(_files(dataset), limit=limit, half=half)
     name = f"{asked.name} ({half} half)" if half else asked.name

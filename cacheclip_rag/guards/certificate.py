@@ -1,7 +1,7 @@
 """One certificate: results of ``cacheclip certify`` for a pair of models, its file, and whether it covers an engine.
 
-A certificate is valid for one combination of weights, tokenizers, method, dtype, kind of device and library versions.
-It is a file in the cache folder. Its digest detects damage, not forgery, so protect the folder by permissions.
+A certificate is valid for one identity (:mod:`.identity`). It is a file in the cache folder. Its digest detects damage,
+not forgery, so protect the folder by permissions.
 """
 
 from __future__ import annotations
@@ -11,71 +11,31 @@ import logging
 import shlex
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from ..base.errors import CertificateError
 from ..base.keys import json_digest
 from ..base.paths import atomic_path, cache_home, write_json
-from ..base.version import __version__
-from ..chunks.caches import ChunkCaches
-from ..chunks.context import ChunkContext
 from ..config import EngineConfig
 from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
-from ..methods.settings import describe
 from ..models.load import concrete
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..selection.auxiliary_pass import AuxiliaryPass
 from .base import Observer
+from .identity import Identity, differences, identity_of
 from .promise import Guarantee, PromiseWatch
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 VERDICTS = ("exact", "faithful", "not faithful")
 THRESHOLDS = {"first_token_kl": 0.1, "answer_kl": 0.05, "agreement": 0.95, "needle_accuracy_of_full": 0.95}
 """Limits for ``faithful``, over all prompts: mean KL at the first token at most 0.1 nats, mean KL along the answer at
 most 0.05 nats, at least 95 % of full prefill's greedy tokens, and at least 95 % of the needles that it finds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The combination for which a certificate is valid."""
-
-    primary_sha256: str
-    """SHA-256 of the primary's config and weights."""
-    primary_tokenizer_sha256: str
-    """SHA-256 of the primary's tokenizer and chat template."""
-    auxiliary_sha256: str | None
-    """SHA-256 of the auxiliary's config and weights; None if the method needs no auxiliary model."""
-    auxiliary_tokenizer_sha256: str | None
-    method: str
-    """Its name."""
-    method_settings: str
-    """JSON of the method's type and settings without recompute ratio and confidence gate, with the digests of its chunk
-    context and of the auxiliary's head sets, if any."""
-    dtype: str
-    device: str
-    """Kind of device of both models, ``cpu`` or ``cuda+cpu``."""
-    codec: str
-    """Codecs of the primary's and the auxiliary's chunk caches."""
-    transformers: str
-    torch: str
-    cacheclip_rag: str
-    backend: str = ""
-    """What computes answers and chunks of the primary: empty for transformers in one process, else for instance
-    ``vllm 0.32.0 on cpu``. A certificate of one says nothing about another, whose kernels round otherwise."""
-
-    def digest(self) -> str:
-        # an empty backend does not count, so that certificates without one stay what they were
-        fields = {name: value for name, value in asdict(self).items() if name != "backend" or value}
-        return json_digest(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,12 +227,13 @@ def find_certificate(identity: Identity) -> tuple[Certificate | None, str]:
         return found, ""
     if path.exists():
         return None, f"its certificate {path} is damaged"
-    others = [c for p in sorted(_folder().glob("*.json")) if (c := _read(p)) is not None]
-    same = [c.identity for c in others if c.identity.primary_sha256 == identity.primary_sha256]
+    recorded = [each for other in sorted(_folder().glob("*.json")) if (each := _identity_in(other))]
+    same = [each for each in recorded if each.get("primary_sha256") == identity.primary_sha256]
     if not same:
         return None, _NEVER_CERTIFIED
-    differences = min((_differences(identity, other) for other in same), key=len)
-    return None, f"its certificate is for other {', '.join(differences)}"
+    names = min((differences(each, asdict(identity)) for each in same), key=len)
+    other = dict.fromkeys(name.removeprefix("settings.").partition(".")[0] for name in names)
+    return None, f"its certificate is for other {', '.join(map(_spoken, other))}"
 
 
 def verdict_at(certificate: Certificate, ratio: float, min_confidence: float = 0.0) -> str:
@@ -306,39 +267,6 @@ def _row_at(certificate: Certificate, ratio: float) -> RatioFigures | None:
     return below[-1] if below else None
 
 
-def identity_of(
-    config: EngineConfig, method: Method, primary: ChunkCaches, scorer: AuxiliaryPass | None, context: ChunkContext
-) -> Identity:
-    """Identity that a certificate needs to cover an engine with these settings, models, method and chunk context."""
-    auxiliary = scorer.caches if scorer else None
-    caches = [primary] if auxiliary is None else [primary, auxiliary]
-    settings = {**describe(_without_ratio(method)), "chunk_context_sha256": context.sha256}
-    settings.pop("chunk_context")  # the digest of the context identifies it
-    settings.pop("min_confidence")  # one certificate holds the verdicts of all gates
-    if scorer and scorer.heads:
-        settings["heads_sha256"] = scorer.heads.digest()
-    if scorer and scorer.named:
-        settings["named_heads_sha256"] = {name: heads.digest() for name, heads in scorer.named.items()}
-    return Identity(
-        primary_sha256=primary.runtime.fingerprint,
-        primary_tokenizer_sha256=primary.runtime.tokenizer_sha256,
-        auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
-        auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
-        method=method.name,
-        method_settings=_as_text(settings),
-        dtype=concrete(config).dtype,
-        device="+".join(dict.fromkeys(each.runtime.device.type for each in caches)),
-        codec="+".join(each.codec for each in caches),
-        transformers=transformers.__version__,
-        torch=torch.__version__,
-        cacheclip_rag=__version__,
-        # an engine with the weights fuses for another process that only decodes, unless the method plans ahead for it
-        backend=primary.runtime.backend
-        if not primary.runtime.reads_kv or (method.plans_ahead and not method.min_confidence)
-        else "",
-    )
-
-
 class CertificateGuard(Observer):
     """Warns before a plan that no certificate covers, or refuses it if the settings require a certificate. They also
     make it a plain prefill once comparisons contradict the promise of the certificate."""
@@ -364,16 +292,6 @@ class CertificateGuard(Observer):
         if self._config.require_certificate and self._watch is not None and self._watch.is_broken(plan.method):
             return replace(plan, bypass="comparisons with full prefill contradict the promise of the certificate")
         return None
-
-
-def _as_text(settings: dict[str, Any]) -> str:
-    """Equal for equal settings, also for those of a method that cannot be hashed or written as JSON."""
-    return json.dumps(settings, sort_keys=True, default=repr)
-
-
-def _without_ratio(method: Method) -> Method:
-    """The method at a fixed ratio, as a key for all ratios."""
-    return method.at(0.0) if method.has_ratio else method
 
 
 def check_certificate(config: EngineConfig, method: Method, identity: Identity) -> Certificate | None:
@@ -402,7 +320,7 @@ def check_certificate(config: EngineConfig, method: Method, identity: Identity) 
         _warn_once(_NOT_CERTIFIED, "how close answers are to full prefill was not measured here: run cacheclip certify")
         logger.info(message)
     else:
-        _warn_once((identity, why), message)
+        _warn_once((identity.digest(), why), message)
     return None
 
 
@@ -462,11 +380,6 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
     return " ".join(["cacheclip certify", *given, "(and --settings FILE, if this engine has other settings)"])
 
 
-def _differences(wanted: Identity, found: Identity) -> list[str]:
-    left, right = asdict(wanted), asdict(found)
-    return [name.replace("_sha256", "").replace("_", " ") for name in left if left[name] != right[name]]
-
-
 def _read(path: Path) -> Certificate | None:
     """The certificate in a file; None if the file is missing, damaged or of another format."""
     try:
@@ -480,6 +393,18 @@ def _read(path: Path) -> Certificate | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("not a certificate: %s (%s)", path, error)
         return None
+
+
+def _identity_in(path: Path) -> dict[str, Any] | None:
+    """The identity in a file, of whatever format."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_text())["identity"]
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_sha256", "").replace("_", " ")
 
 
 def _folder() -> Path:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from ..config import EngineConfig
 from ..methods.base import Method
 from ..plan.kv_sources import KVSources
-from .certificate import Identity, find_certificate, identity_of, no_promise, verdict_at
+from .certificate import find_certificate, no_promise, verdict_at
+from .identity import Identity, identity_of
 
 
 class Certificates:

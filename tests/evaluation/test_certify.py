@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.runtime.transformers import model as runtime_module
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CACHECLIP, CHUNKS, QUESTION
 
 PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
@@ -255,16 +258,87 @@ class TestCertify:
         else:
             assert engine.make_method() == replace(preset("cacheclip"), min_confidence=least)
 
-    @pytest.mark.parametrize("setting", ["device", "auxiliary_device", "torch"])
-    def test_answers_of_another_machine_make_no_promise(
-        self, config: EngineConfig, tmp_path: Path, setting: str
+    @pytest.fixture
+    def kept(self, config: EngineConfig, tmp_path: Path) -> Callable[..., Path]:
+        """A folder of answers with these settings."""
+
+        def ask(config: EngineConfig = config, methods: str = "cacheclip", **changes: Any) -> Path:
+            records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+            runs = planned_runs([methods], [0.2], config, {"cacheclip": vary(preset("cacheclip"), changes)})
+            Lab("kept", records, config, runs, tmp_path / "kept").run()
+            return tmp_path / "kept"
+
+        return ask
+
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            *("device", "auxiliary_device", "torch", "transformers", "cacheclip_rag", "backend", "dtype", "codec"),
+            *("auxiliary_codec", "auxiliary_heads_sha256", "auxiliary_sha256", "primary_tokenizer_sha256"),
+            *("system_prompt", "prefix_cache_bytes"),
+        ],
+    )
+    def test_answers_of_other_settings_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], setting: str
     ) -> None:
-        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
-        Lab("planted", records, config, planned_runs(["cacheclip"], [0.2], config), tmp_path).run()
-        settings = json.loads((tmp_path / "settings.json").read_text())
-        (tmp_path / "settings.json").write_text(json.dumps(settings | {setting: "cuda:1"}))
-        with pytest.raises(ConfigurationError, match=f"and there {setting} is 'cuda(:1)?'. Run cacheclip eval again"):
-            certify(config, quick=True, max_differ=0.1, answers=tmp_path)
+        """Nor those that do not say. The error names what differs."""
+        folder = kept()
+        settings = json.loads((folder / "settings.json").read_text())
+        (folder / "settings.json").write_text(json.dumps(settings | {setting: "other"}))
+        with pytest.raises(ConfigurationError, match=f"and there {setting} is 'other'. Run cacheclip eval again"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        del settings[setting]
+        (folder / "settings.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigurationError, match=f"and there {setting} is not recorded. Run cacheclip eval again"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "named"),
+        [
+            ({"system_prompt": "Answer as a pirate."}, "system_prompt is 'Answer as a pirate.'"),
+            ({"prefix_cache_bytes": 0}, "prefix_cache_bytes is 0"),
+            ({"codec": "int8"}, "codec is 'int8'"),
+            ({"chunk_context": "passages"}, "chunk_context_sha256 is"),
+        ],
+    )
+    def test_answers_that_were_asked_otherwise_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
+    ) -> None:
+        folder = kept(replace(config, **changes))
+        with pytest.raises(ConfigurationError) as error:
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        assert named in str(error.value) and "Run cacheclip eval" in str(error.value)
+
+    def test_answers_with_other_heads_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = CacheClipEngine(config)
+        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
+        other = HeadSet(sha256, ((0, 1), (1, 1)), torch.tensor([0.5, 0.5]))
+        with monkeypatch.context() as patched:
+            patched.setattr("cacheclip_rag.selection.engine_head_sets.find_head_set", lambda *_: other)
+            folder = kept()
+        with pytest.raises(ConfigurationError, match=f"and there auxiliary_heads_sha256 is '{other.digest()}'. Run"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "named"), [({"min_confidence": 0.9}, "min_confidence is 0.9"), ({"correction": 0.25}, "0.25")]
+    )
+    def test_answers_of_another_method_of_the_name_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
+    ) -> None:
+        """With a gate, answers are full prefill's where the method is unsure: they say nothing about weaker gates."""
+        folder = kept(**changes)
+        with pytest.raises(ConfigurationError) as error:
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        assert f"{named} in cacheclip@0.2)" in str(error.value)
+
+    def test_the_promise_of_answers_is_that_of_their_identity(
+        self, config: EngineConfig, kept: Callable[..., Path]
+    ) -> None:
+        """The very same settings are taken, whatever they are."""
+        config = replace(config, system_prompt="Answer as a pirate.")
+        assert certify(config, quick=True, max_differ=0.1, answers=kept(config)).guarantee
 
     @pytest.mark.parametrize("planted", [False, True])
     def test_turns_are_compared_with_full_prefill_of_the_same_history(
@@ -393,7 +467,7 @@ class TestCertify:
         certificate = certify(config, method=method, quick=True)
         assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
         assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
-        assert '"size": 4' in certificate.identity.method_settings
+        assert certificate.identity.method_settings["budget"]["grouping"]["size"] == 4
 
     def test_folder_that_cannot_be_written_is_noticed_before(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -20,7 +20,7 @@ from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.lab.evaluation.gating import CONFIDENCES
 from cacheclip_rag.lab.evaluation.journal import open_journal
 from cacheclip_rag.lab.evaluation.lab import Lab, every_method, planned_runs
-from cacheclip_rag.lab.evaluation.questions import ask
+from cacheclip_rag.lab.evaluation.questions import INSTRUCTION, ask
 from cacheclip_rag.lab.evaluation.records import Record, RecordChunk
 from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.lab.evaluation.report import FILES, summarise
@@ -346,7 +346,7 @@ class TestResume:
                 lab(config, tmp_path / "run", RECORDS[:1], ["mine"], variants).run()
                 outcomes.append("ran")
             except ConfigurationError as error:
-                outcomes.append("refused" if "methods of mine@0.2 is" in str(error) else str(error))
+                outcomes.append("refused" if "correction of mine@0.2 is 0.5 there" in str(error) else str(error))
         assert outcomes == ["ran", "refused", "ran"]
 
     def test_methods_may_be_added(self, config: EngineConfig, tmp_path: Path) -> None:
@@ -385,11 +385,18 @@ class TestResume:
             "codec is 'float32' there and 'float16' now; system_prompt is 'Read and answer.' there and 'Else.' now"
             in (str(error.value))
         )
+
+    @pytest.mark.parametrize("name", ["codec", "transformers", "auxiliary_sha256", "prefix_cache_bytes", "methods"])
+    def test_settings_that_were_not_recorded_are_another_ones(
+        self, config: EngineConfig, tmp_path: Path, name: str
+    ) -> None:
+        """An older version recorded less: nothing says that its answers are of the same settings."""
+        lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
         recorded = json.loads((tmp_path / "run" / "settings.json").read_text())
-        del recorded["codec"]
+        del recorded[name]
         (tmp_path / "run" / "settings.json").write_text(json.dumps(recorded))
-        with pytest.raises(ConfigurationError, match="codec is not recorded there and 'float32' now"):
-            lab(config, tmp_path / "run", methods=["direct"]).run()
+        with pytest.raises(ConfigurationError, match=f"{name} is not recorded there and .* now"):
+            lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
     def test_other_weights_under_the_same_name_are_refused(self, config: EngineConfig, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -446,9 +453,10 @@ class TestResume:
     def test_passages_that_chunks_stand_behind_must_be_the_same(
         self, config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        config = replace(config, chunk_context="passages")
         lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
         monkeypatch.setitem(CONTEXTS, "passages", ChunkContext(text="Another passage.\n\n"))
-        with pytest.raises(ConfigurationError, match="chunk_contexts_sha256 of passages is '.*' there and '.*' now"):
+        with pytest.raises(ConfigurationError, match="chunk_context_sha256 of direct is '.*' there"):
             lab(config, tmp_path / "run", RECORDS[:1], ["direct"]).run()
 
     def test_another_machine_is_told_not_refused(
@@ -591,6 +599,18 @@ class TestCommand:
         lines.append({"id": "bad", "task": "tiny", "question": "?", "answers": [], "chunks": [], "meta": {}})
         path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
         return path
+
+    @pytest.mark.parametrize(("given", "expected"), [(None, INSTRUCTION), ("Else.", "Else."), ("", None)])
+    def test_the_system_prompt_is_that_of_the_settings(
+        self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path, given: str | None, expected: str | None
+    ) -> None:
+        """So that answers show something about an engine with these settings."""
+        file = tmp_path / "own.toml"
+        file.write_text("" if given is None else f'system_prompt = "{given}"\n')
+        models = ("--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--settings", file)
+        result = self.run("--dataset", dataset, *models, "--methods", "direct", "--limit", "1", "--out", tmp_path / "o")
+        assert result.exit_code == 0, result.output
+        assert json.loads((tmp_path / "o" / "settings.json").read_text())["system_prompt"] == expected
 
     def test_json_and_report(self, dataset: Path, tiny_models: dict[str, str], tmp_path: Path) -> None:
         out = tmp_path / "out"

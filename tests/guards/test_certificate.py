@@ -19,12 +19,12 @@ from cacheclip_rag.guards.certificate import (
     THRESHOLDS,
     Certificate,
     GateFigures,
-    Identity,
     RatioFigures,
     check_writable,
     find_certificate,
     verdict_at,
 )
+from cacheclip_rag.guards.identity import Identity
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.recompute import Recompute
@@ -108,7 +108,7 @@ class TestFile:
             lambda text: "",
             lambda text: "[]",
             lambda text: text.replace('"not faithful"', '"faithful"', 1),
-            lambda text: text.replace('"format": 4', '"format": 3'),
+            lambda text: text.replace('"format": 5', '"format": 4'),
         ],
     )
     def test_damaged_is_none(self, make: Callable[..., CacheClipEngine], damage: Callable[[str], str]) -> None:
@@ -122,12 +122,26 @@ class TestFile:
     def test_covers_nothing_else(self, make: Callable[..., CacheClipEngine], name: str) -> None:
         made = certificate_for(make())
         made.save()
-        found, why = find_certificate(replace(made.identity, **{name: "other"}))
+        other = {**made.identity.settings, "system_prompt": "Else."} if name == "settings" else "other"
+        found, why = find_certificate(replace(made.identity, **{name: other}))
         assert found is None
+        name = "system prompt" if name == "settings" else name
         if name == "primary_sha256":
             assert why == "it has not been certified"
         else:
             assert why == f"its certificate is for other {name.replace('_sha256', '').replace('_', ' ')}"
+
+    @pytest.mark.parametrize("field", ["settings", "auxiliary_heads_sha256", "auxiliary_codec", "transformers"])
+    def test_one_of_an_older_version_covers_nothing(self, make: Callable[..., CacheClipEngine], field: str) -> None:
+        """It does not say all that an identity says now. The warning says what it lacks."""
+        made = certificate_for(make())
+        content = json.loads(made.save().read_text())
+        made.path.unlink()
+        del content["identity"][field]
+        made.path.with_name("older.json").write_text(json.dumps({**content, "format": 4}))
+        found, why = find_certificate(made.identity)
+        lacking = "prefix cache bytes, system prompt" if field == "settings" else field.replace("_", " ")
+        assert found is None and why == f"its certificate is for other {lacking.replace(' sha256', '')}"
 
     def test_covers_what_chunks_are_computed_behind(
         self, make: Callable[..., CacheClipEngine], monkeypatch: pytest.MonkeyPatch

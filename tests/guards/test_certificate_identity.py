@@ -15,9 +15,10 @@ import pytest
 import torch
 import transformers
 
-import cacheclip_rag.guards.certificate as certificates
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.guards.certificate import Identity
+import cacheclip_rag.guards.identity as identities
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag.guards.identity import CHANGES_NO_ANSWER, TOLD_OTHERWISE, Identity, differences, identity_of
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection.heads import HeadSet
@@ -63,11 +64,46 @@ class TestSettings:
             # the weights' digest covers the dtype that they compute in, and chunk caches follow it
             ({"dtype": "bfloat16"}, {"primary_sha256", "auxiliary_sha256", "dtype", "codec"}),
             ({"codec": "bfloat16"}, {"codec"}),
-            ({"codec": "float32"}, {"codec"}),  # the auxiliary's
+            ({"codec": "float32"}, {"auxiliary_codec"}),
+            ({"system_prompt": "Answer as a pirate."}, {"settings"}),
+            ({"system_prompt": ""}, set()),  # the chat template's, as without one
+            ({"prefix_cache_bytes": 1 << 20}, {"settings"}),
         ],
     )
-    def test_of_the_engine(self, make: Make, options: dict[str, str], expected: set[str]) -> None:
+    def test_of_the_engine(self, make: Make, options: dict[str, Any], expected: set[str]) -> None:
         assert changed(identity(make()), identity(make(**options))) == expected
+
+    def test_every_setting_is_told_of(self) -> None:
+        """A new one is part of the identity, unless it is named with a reason."""
+        names = {field.name for field in fields(EngineConfig)}
+        assert not TOLD_OTHERWISE & {*CHANGES_NO_ANSWER} and {*TOLD_OTHERWISE, *CHANGES_NO_ANSWER} < names
+        assert all(CHANGES_NO_ANSWER.values())
+
+    def test_a_setting_that_is_added_is_part_of_it(self, make: Make) -> None:
+        @dataclass(frozen=True, slots=True)
+        class More(EngineConfig):
+            added: int = 1
+
+        engine, method = make(), make().make_method()
+        parts = engine.parts.kv_sources(method)
+
+        def found(added: int) -> Identity:
+            own = {field.name: getattr(engine.config, field.name) for field in fields(EngineConfig)}
+            config = More(**own, added=added)
+            return identity_of(config, method, parts.prefix_caches, parts.auxiliary, parts.primary.context)
+
+        assert changed(found(1), found(2)) == {"settings"}
+        assert differences(found(1).of_engine, found(2).of_engine) == {"added": "1"}
+        assert differences(identity(engine).of_engine, found(2).of_engine) == {"added": "not recorded"}
+
+    def test_every_option_of_a_call(self) -> None:
+        """An option is a setting of the engine, or part of the prompt, or changes no answer. Figures are of the prompt
+        as it was asked, greedily; what else can change an answer must be a setting or one of the method's."""
+        of_the_prompt = {"params", "question", "documents", "tools", "chat_template_kwargs"}
+        only_record = {"logprobs", "trace"}
+        settings = {field.name for field in fields(EngineConfig)}
+        options = {field.name for field in fields(CallOptions)}
+        assert options - settings == of_the_prompt | only_record, "is it a setting, or said to change no answer?"
 
     @pytest.mark.parametrize("role", ["primary", "auxiliary"])
     def test_kind_of_device(self, make: Make, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
@@ -76,8 +112,8 @@ class TestSettings:
         before = identity(engine)
         monkeypatch.setattr(getattr(engine, role), "device", torch.device("meta"))
         after = identity(engine)
-        assert changed(before, after) == {"device"}
-        assert after.device == ("meta+cpu" if role == "primary" else "cpu+meta") and before.device == "cpu"
+        assert changed(before, after) == {"device" if role == "primary" else "auxiliary_device"}
+        assert {after.device, after.auxiliary_device} == {"meta", "cpu"} != {before.device, before.auxiliary_device}
 
     @pytest.mark.parametrize(
         ("owner", "attribute", "field"),
@@ -92,7 +128,7 @@ class TestSettings:
 
     def test_version_of_this_package(self, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         before = identity(make())
-        monkeypatch.setattr(certificates, "__version__", "99.0")
+        monkeypatch.setattr(identities, "__version__", "99.0")
         assert changed(before, identity(make())) == {"cacheclip_rag"}
 
 
@@ -137,7 +173,9 @@ class TestModels:
         for heads in sets:
             engine.parts.use_heads(heads)
             found.append(identity(engine))
-        assert changed(before, found[0]) == changed(*found) == {"method_settings"}
+        assert changed(before, found[0]) == changed(*found) == {"auxiliary_heads_sha256"}
+        engine.parts.use_heads(None)
+        assert identity(engine).auxiliary_heads_sha256 == "none"
 
 
 RATIOS = {"recompute_ratio", "ratio", "min_confidence"}

@@ -23,13 +23,13 @@ from ...guards.certificate import (
     THRESHOLDS,
     Certificate,
     GateFigures,
-    Identity,
     RatioFigures,
     TurnFigures,
     check_writable,
     verdict_at,
 )
 from ...guards.fidelity import Fidelity
+from ...guards.identity import Identity
 from ...methods import preset
 from ...methods.base import Method
 from ...models.load import concrete

@@ -8,13 +8,12 @@ from typing import Any
 
 from ...base.errors import ConfigurationError
 from ...config import EngineConfig
-from ...guards.certificate import Identity
+from ...guards.identity import Identity, differences
 from ...guards.promise import Guarantee, PromisedGate
 from ...methods import preset
 from ...methods.base import Method
-from ...methods.settings import describe
 from .answering import FULL
-from .journal import read_journal
+from .journal import METHODS, read_journal
 from .lab import Lab, PlannedRun
 from .promise import CONFIDENCE, Pairs, held_gates
 from .prompts import bundled_prompts
@@ -49,49 +48,54 @@ def asked_answers(config: EngineConfig, methods: Mapping[float, Method], most: f
 def kept_answers(
     folder: Path, config: EngineConfig, identity: Identity, methods: Mapping[float, Method]
 ) -> dict[float, Pairs]:
-    """By recompute ratio, answers that ``cacheclip eval`` wrote with these models and this method.
+    """By recompute ratio, answers that ``cacheclip eval`` wrote with this identity, and without a gate.
 
     Raises:
         ConfigurationError: the folder holds no comparison, or none with these models, settings and method.
     """
     journal = read_journal(folder)
-    settings, items = {**journal.settings}, list(journal.items.values())
-    wanted: dict[str, Any] = {
-        "primary_sha256": identity.primary_sha256,
-        "primary_tokenizer_sha256": identity.primary_tokenizer_sha256,
-        "device": _kind(config.device),
-        "dtype": identity.dtype,
-        "codec": config.codec or identity.dtype,
-        "chunk_context": config.chunk_context,
-        "cacheclip_rag": identity.cacheclip_rag,
-        "torch": identity.torch,
-    }
-    if identity.auxiliary_sha256:
-        wanted |= {
-            "auxiliary_sha256": identity.auxiliary_sha256,
-            "auxiliary_tokenizer_sha256": identity.auxiliary_tokenizer_sha256,
-            "auxiliary_device": _kind(config.auxiliary_device or config.device),
-        }
-    for name in ("device", "auxiliary_device"):
-        settings[name] = _kind(settings.get(name) or "")
-    if other := [f"{key} is {settings.get(key)!r}" for key, value in wanted.items() if settings.get(key) != value]:
-        raise ConfigurationError(
-            f"expected answers with the certified models and versions in {folder}, and there {', '.join(other)}. "
-            "Run cacheclip eval again with these models, into another folder."
-        )
-    described: dict[str, Any] = {label: _plain(method) for label, method in settings["methods"].items()}
-    found = {
-        ratio: _pairs(items, label)
-        for ratio, method in methods.items()
-        for label, other in described.items()
-        if other == _plain(describe(method))
-    }
-    if found := {ratio: pairs for ratio, pairs in found.items() if pairs}:
+    _check_engine(journal.settings, config, identity, folder)
+    recorded = journal.settings.get(METHODS)
+    labels = recorded if isinstance(recorded, dict) else {}
+    wanted = {ratio: identity.of_method(method) for ratio, method in methods.items()}
+    items = list(journal.items.values())
+    same = [(ratio, label) for ratio, here in wanted.items() for label, there in labels.items() if there == here]
+    if found := {ratio: pairs for ratio, label in same if (pairs := _pairs(items, label))}:
         return found
     raise ConfigurationError(
-        f"expected answers of method {identity.method!r} at ratio {', '.join(f'{ratio:g}' for ratio in methods)} and "
-        f"of full in {folder}, got {', '.join(described)}. Run cacheclip eval with --methods full,{identity.method}."
+        f"expected answers of method {identity.method!r} at ratio {', '.join(f'{ratio:g}' for ratio in methods)} "
+        f"without a gate, and of full, in {folder}, got {', '.join(labels) or 'none'}"
+        f"{_nearest(labels, wanted.values())}. Run cacheclip eval with --methods full,{identity.method}."
     )
+
+
+def _check_engine(there: Mapping[str, Any], config: EngineConfig, identity: Identity, folder: Path) -> None:
+    """Raise ConfigurationError unless all that the identity says of the engine was recorded so."""
+    here = {
+        name: value
+        for name, value in identity.of_engine.items()
+        if value is not None or not name.startswith("auxiliary")  # else the method needs no auxiliary model
+    }
+    if other := differences({name: there[name] for name in here if name in there}, here):
+        raise ConfigurationError(
+            f"expected answers with the certified models, settings and versions in {folder}, and there "
+            f"{_listed(other)}. Run cacheclip eval again with these models (--primary {config.primary}) and the same "
+            "file of --settings, into another folder."
+        )
+
+
+def _nearest(labels: Mapping[str, Any], wanted: Iterable[Mapping[str, Any]]) -> str:
+    """What differs in the recorded method that is most like one of these."""
+    known = {label: each for label, each in labels.items() if isinstance(each, dict) and label != FULL}
+    found = [(differences(there, here), label) for label, there in known.items() for here in wanted]
+    if not found:
+        return ""
+    other, label = min(found, key=lambda each: len(each[0]))
+    return f" ({_listed(other)} in {label})" if other else " (not of the same questions)"
+
+
+def _listed(other: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} is {there}" for name, there in other.items())
 
 
 def guarantee_of(answers: Mapping[float, Pairs], most: float) -> Guarantee:
@@ -111,16 +115,6 @@ def guarantee_of(answers: Mapping[float, Pairs], most: float) -> Guarantee:
 
 def _chunks(texts: Sequence[str]) -> tuple[RecordChunk, ...]:
     return tuple(RecordChunk("", text) for text in texts)
-
-
-def _kind(device: str) -> str:
-    """``cuda`` of ``cuda:1``."""
-    return device.partition(":")[0]
-
-
-def _plain(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the gate, which is looked for."""
-    return {name: value for name, value in method.items() if name != "min_confidence"}
 
 
 def _pairs(items: Iterable[ItemResult], label: str) -> Pairs:

@@ -14,10 +14,12 @@ from typing import Any, TextIO
 
 from ...base.errors import ConfigurationError
 from ...base.paths import atomic_path
+from ...guards.identity import differences
 from .records import Record
 from .results import ItemResult
 
 _SETTINGS, _ITEMS = "settings.json", "items.jsonl"
+METHODS = "methods"
 _DIGEST = "record_sha256"
 _CHANGED_SHOWN = 3
 
@@ -56,8 +58,8 @@ def open_journal(folder: Path | None, settings: Mapping[str, Any], records: Sequ
     """The journal of ``folder`` (None: in memory), with its answers to ``records``. There may be more or fewer records
     than in earlier runs.
 
-    ``date`` is the date of the first run. Settings of the auxiliary model are None until a method needs it. A setting
-    that is a mapping may get more entries; entries of earlier runs are kept.
+    ``date`` is the date of the first run. Settings of the auxiliary model are None until a method needs it. More
+    ``methods`` may come, by label; those of earlier runs are kept.
 
     Raises:
         ConfigurationError: the folder holds something else, a comparison with other settings, or answers to a record
@@ -109,15 +111,13 @@ def _agreed(folder: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     theirs = _parsed(path.read_bytes(), str(path))
     agreed, other = dict(mine), []
     for key, value in mine.items():
-        if isinstance(value, dict) and isinstance(known := theirs.get(key, {}), dict):
-            other += [
-                f"{key} of {name} is {known[name]!r} there and {value[name]!r} now"
-                for name in sorted(value.keys() & known.keys())
-                if known[name] != value[name]
-            ]
-            agreed[key] = {**known, **value}
-        elif key not in theirs:
+        if key not in theirs:
             other.append(f"{key} is not recorded there and {value!r} now")
+        elif key == METHODS and isinstance(known := theirs[key], dict):
+            for label in sorted(value.keys() & known.keys()):
+                changed = differences(known[label], value[label])
+                other += [f"{name} of {label} is {there} there" for name, there in changed.items()]
+            agreed[key] = {**known, **value}
         elif key == "date" or (key.startswith("auxiliary") and value is None):
             agreed[key] = theirs[key]
         elif theirs[key] != value and not (key.startswith("auxiliary") and theirs[key] is None):

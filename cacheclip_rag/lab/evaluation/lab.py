@@ -18,15 +18,12 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ...base.errors import ConfigurationError
 from ...base.progress import progress_bar
-from ...chunks.context import CONTEXTS
 from ...config import EngineConfig
 from ...engine import CacheClipEngine
 from ...methods import PRESET_NAMES, check_auxiliary, check_reads, preset, reads_kv
 from ...methods.base import Method
-from ...methods.settings import describe
 from ...models.load import concrete, is_gguf
 from ...prompt.segments import Chunk, Segment
 from ...selection.heads import load_named
@@ -213,32 +210,18 @@ class Lab:
 
     def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
         """Settings that must be equal in all runs of a comparison. Questions and methods may be added."""
-        config, auxiliary = engine.config, engine.auxiliary
-        heads = engine.head_set if auxiliary else None
-        named = engine.parts.head_sets.named({name for planned in self.runs for name in planned.method.head_sets})
+        identity_of = engine.parts.certificates.identity
+        identities = {planned.run.label: identity_of(planned.method) for planned in self.runs}
+        of_engine = identity_of(preset(FULL)).of_engine
+        for identity in identities.values():  # of the auxiliary model, those know that use it
+            of_engine |= {name: value for name, value in identity.of_engine.items() if value is not None}
         return {
             "dataset": self.name,
-            "primary": config.primary,
-            "primary_sha256": engine.primary.fingerprint,
-            "primary_tokenizer_sha256": engine.primary.tokenizer_sha256,
-            "codec": config.codec or config.dtype,
-            "auxiliary": config.auxiliary,
-            "auxiliary_sha256": auxiliary.fingerprint if auxiliary else None,
-            "auxiliary_tokenizer_sha256": auxiliary.tokenizer_sha256 if auxiliary else None,
-            "auxiliary_codec": config.auxiliary_codec if auxiliary else None,
-            "auxiliary_device": (config.auxiliary_device or config.device) if auxiliary else None,
-            "auxiliary_heads_sha256": (heads.digest() if heads else "none") if auxiliary else None,
-            "auxiliary_named_heads_sha256": {name: named[name].digest() for name in sorted(named)},
-            "chunk_context": config.chunk_context,
-            "dtype": config.dtype,
-            "device": config.device,
-            "methods": {planned.run.label: describe(planned.method) for planned in self.runs},
-            "prefix_cache_bytes": config.prefix_cache_bytes,
-            "system_prompt": config.system_prompt,
+            "primary": engine.config.primary,
+            "auxiliary": engine.config.auxiliary,
+            **of_engine,
+            "methods": {one.run.label: identities[one.run.label].of_method(one.method) for one in self.runs},
             "date": self.date,
-            "cacheclip_rag": __version__,
-            "torch": torch.__version__,
-            "chunk_contexts_sha256": {name: context.sha256 for name, context in CONTEXTS.items()},
         }
 
     def _comparison(self, engine: CacheClipEngine, journal: Journal) -> Comparison:
