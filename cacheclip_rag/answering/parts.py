@@ -121,7 +121,16 @@ class Parts:
     def close(self) -> None:
         self.prefix_cache.clear()
         if self._tenant is not None:
+            self._tenant.chunk_store.erasures.unwatch(self)
             self._tenant.close()
+
+    def drop_kv(self) -> None:
+        """Drop KV of earlier prompts and answers, as after an erasure: some may be of a text that is gone."""
+        self.prefix_cache.clear()
+        for caches in [*self._caches.values()]:
+            caches.forget_texts()
+        for runtime in {id(caches.runtime): caches.runtime for caches in [*self._caches.values()]}.values():
+            runtime.drop_freed_kv()
 
     def unload(self) -> None:
         """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""
@@ -283,6 +292,7 @@ class Parts:
 
     def kv_sources(self, method: Method) -> KVSources:
         """The sources of a method's KV. Loads the models that the method needs."""
+        self.store.chunk_store.erasures.watch(self.config.namespace, self)
         context = self.context_of(method)
         # of one type, some methods read KV and some do not
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)

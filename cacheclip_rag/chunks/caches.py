@@ -176,6 +176,11 @@ class ChunkCaches:
             held = self.held(texts)
         return [text for text in dict.fromkeys(texts) if text not in held]
 
+    def forget_texts(self) -> None:
+        """Drop texts and token ids that are kept because one answer needs them several times."""
+        self.tokenize.cache_clear()
+        self.key.cache_clear()
+
     def check_length(self, text: str) -> None:
         """Raise PromptTooLongError unless the chunk fits after the prefix, ConfigurationError if it has no tokens."""
         tokens = self.tokenize(text)

@@ -33,6 +33,7 @@ class ChunkTexts:
         self.index.add(
             [text for text in texts if self._store.holds_text(text)]
         )  # another process stored them meanwhile
+        self._catalog.note_erasure(self._namespace)  # last, and for texts without an entry too: prompts may hold them
         return released
 
     # -- sources ------------------------------------------------------------------------------------------------

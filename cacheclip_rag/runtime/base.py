@@ -331,6 +331,17 @@ class Runtime(ABC):
         reads the weights once; it may round otherwise than a pass each. If it raises, no state has changed."""
         return [self.decode_step(state, token_id) for state, token_id in zip(states, token_ids, strict=True)]
 
+    def drop_freed_kv(self) -> None:
+        """Give back memory that is free, but still holds KV of answers that have ended. PyTorch keeps what it took of a
+        GPU, and page-locked memory."""
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            # the first is there from torch 2.9 on or later, the second one before
+            keeps = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+            keeps()
+
 
 def wait_for(device: torch.device) -> None:
     """Wait until an accelerator has computed all queued work, so that measured seconds include it."""

@@ -7,6 +7,7 @@ are kept by triggers, so that no statement reads all entries.
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import time
@@ -83,6 +84,8 @@ _ABOVE_QUOTA = (
 
 _MOST_ARGUMENTS = 500
 """Most keys of one query; SQLite's own limit is 999 or more."""
+ERASE = "INSERT INTO meta VALUES (?, random() >> 1) ON CONFLICT DO UPDATE SET value = ifnull(value, 0) + 1"
+"""From a random number on: that of a catalog which was made anew is another one."""
 _DROPPED = "-"
 """Before the key of a write whose tenant was dropped while it went on."""
 
@@ -211,7 +214,10 @@ class Catalog:
         with self.database.transaction() as run:
             deleted = delete(keys) if delete is not None else 0
             sql = "DELETE FROM entries WHERE key = ? AND namespace = ?"
-            return max(deleted, sum([run(sql, (key, namespace)).rowcount for key in keys]))
+            removed = sum([run(sql, (key, namespace)).rowcount for key in keys])
+            if removed:
+                run(ERASE, (erasures_of(namespace),))
+            return max(deleted, removed)
 
     def correct(self, key: str, measure: Callable[[str], Entry | None]) -> None:
         """Record what the medium holds under a key, as ``measure`` says; whatever it raises, the entry stays. Raises
@@ -373,7 +379,28 @@ class Catalog:
                 if len(keys) < BATCH:  # with the last entries: none may be without its text
                     for table in ("texts", "contents", "sources", "quotas"):
                         run(f"DELETE FROM {table} WHERE namespace = ?", (namespace,))
+                    run(ERASE, (erasures_of(namespace),))
                     return count
+
+    # -- erasures -----------------------------------------------------------------------------------------------
+
+    def erasures(self, namespace: str) -> int | None:
+        """A number that changes when something of a tenant is erased; None: nothing was. It says nothing else."""
+        sql = "SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?"
+        rows = self.database.query(sql, (erasures_of(namespace),))
+        return rows[0][0] if rows else None
+
+    def note_erasure(self, namespace: str) -> None:
+        """Let all processes of the store drop what they hold of a tenant (:mod:`.erasures`)."""
+        self.database.execute(ERASE, (erasures_of(namespace),))
+
+    def unknown_of(self, keys: Sequence[str]) -> list[str]:
+        """The keys that have no entry of anyone."""
+        sql = f"SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM {self.entry_table} WHERE key = value)"
+        return [key for (key,) in self.database.query(sql, (json.dumps(keys),))]
+
+    entry_table = "entries"
+    """Where each entry has its key."""
 
     # -- care ---------------------------------------------------------------------------------------------------
 
@@ -518,6 +545,11 @@ class Catalog:
     def drop_sources(self, rows: Iterable[int]) -> None:
         """Remove these rows of sources."""
         self.database.execute_many(("DELETE FROM sources WHERE rowid = ?", (row,)) for row in rows)
+
+
+def erasures_of(namespace: str) -> str:
+    """The name of a tenant's number of erasures. It outlives the tenant, and does not tell who that was."""
+    return f"erased {text_digest(namespace).hex()}"
 
 
 def _take_uses(run: Run, count: int) -> int:

@@ -31,6 +31,7 @@ from .backend import Backend
 from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
+from .erasures import Erasures
 from .memory import MemoryBackend, check_limit
 from .process import Writer
 from .tiers import Tiers, TierStats
@@ -91,6 +92,8 @@ class ChunkStore:
         """Writes that are complete, but not recorded yet, by number."""
         self._has_looked = False
         """Whether this process compared the medium with the catalog."""
+        self.erasures = Erasures(catalog, tiers)
+        """What others erase."""
         catalog.database.on_replaced = self._replaced
 
     @classmethod
@@ -351,6 +354,7 @@ class ChunkStore:
         """Record the payloads again after the catalog was deleted under this store."""
         logger.warning("the store's catalog was deleted or replaced; limits, sources, and texts without KV are lost")
         self._has_looked = False
+        self.erasures.doubt()
         try:
             self.complete()
         except (OSError, MemoryError, StoreError) as error:
@@ -395,6 +399,8 @@ class ChunkStore:
 
     def close(self) -> None:
         """Close handles; the store may be used again afterwards."""
+        if not self.erasures.is_watched:  # nobody would drop them
+            self.tiers.drop_old_copies(lambda keys: keys)
         self.tiers.close()
         self.catalog.close()
 

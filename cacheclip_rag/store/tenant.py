@@ -382,8 +382,12 @@ class TenantStore:
 
     def close(self) -> None:
         """Close the store's handles; it may be used again afterwards."""
+        self.chunk_store.erasures.unwatch(self)
         self.flush()
         self.chunk_store.close()
+
+    def drop_kv(self) -> None:
+        """It holds none: copies in tiers are dropped by what is stored (:mod:`.erasures`)."""
 
     def flush(self, wait_s: float = 0.0) -> None:
         """Record uses that are not recorded yet. A full disk, or a catalog that is busy for over ``wait_s``, does
@@ -411,6 +415,8 @@ class TenantStore:
 
     def _entries(self, keys: Sequence[str]) -> tuple[bool, dict[str, Entry]]:
         """Whether the catalog could be asked, and the entries by key."""
+        if self.promotes:
+            self.chunk_store.erasures.watch(self.namespace, self)
         try:
             return True, self.catalog.entries_of(self.namespace, keys)
         except StoreError as error:

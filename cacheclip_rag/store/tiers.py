@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,12 @@ class Tiers(Backend):
         keys = [*keys]
         for faster in self.backends[:-1]:
             faster.delete(keys)
+
+    def drop_old_copies(self, unknown: Callable[[Sequence[str]], Iterable[str]]) -> None:
+        """Remove copies in memory of what is no longer stored. ``unknown`` says which of some keys are not."""
+        for faster in self.backends[:-1]:
+            if faster.in_memory and (keys := [*faster.list()]):
+                faster.delete(unknown(keys))
 
     def count_damaged(self, tier: int) -> None:
         self._stats[tier].damaged += 1

@@ -17,6 +17,7 @@ from cacheclip_rag.models.context import known_context
 from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
 from cacheclip_rag.runtime.llamacpp.context import Context
+from cacheclip_rag.store.erasures import look_at_all
 from tests.conftest import CHUNKS, QUESTION
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history
@@ -221,3 +222,21 @@ class TestEarlierPrompts:
         monkeypatch.setattr(Context, "decode_many", decode_many)
         monkeypatch.setattr(test_continued, "rows", lambda stats: sum(counted))  # those that llama.cpp decoded
         assert (wrong_in_history(engine, method, chunks, prompt_of, monkeypatch, planted) > 0) is planted
+
+
+class TestErasure:
+    @pytest.mark.parametrize("under_way", [False, True])
+    def test_memory_of_ended_answers_is_given_back(self, engine: CacheClipEngine, under_way: bool) -> None:
+        """Cells that are free still hold their KV. Answers under way go on as if nothing had been."""
+        expected = engine.generate(PROMPT, PARAMS).text
+        engine.prefixes.clear()
+        context = engine.primary._context  # type: ignore[attr-defined]
+        events = engine.stream(PROMPT, PARAMS)
+        text = next(events).text if under_way else ""
+        old = context._end
+        assert old.alive
+        engine.store.catalog.note_erasure("default")
+        look_at_all()
+        assert not old.alive and (context._pointer is not None) is under_way
+        assert text + "".join(event.text for event in events) == expected
+        engine.close()

@@ -26,6 +26,7 @@ from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, Sto
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs
+from cacheclip_rag.store.erasures import look_at_all
 from cacheclip_rag.store.shared import place
 from cacheclip_rag.store.shared.care import create, gc, stats, verify
 from cacheclip_rag.store.shared.objects import ObjectBackend
@@ -122,6 +123,49 @@ class TestMachines:
         assert shared(other).poll() == (len(CHUNKS), 0)
         assert len(other.library.index.find(rag_prompt(CHUNKS))) == len(CHUNKS)
         assert len(other.library.index.find(rag_prompt([CHUNKS[0][20:]]))) == 1
+
+    @pytest.mark.parametrize("sees", ["poll", "another process's poll", "new copy"])
+    def test_what_another_machine_erases_leaves_memory(
+        self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: str
+    ) -> None:
+        """With the next poll, also if another process of this machine took the rows already, or if the copy of the
+        catalog was made anew since."""
+        one, other = machine(), machine(memory_bytes=1 << 26)
+        one.precompute(CHUNKS)
+        shared(other).poll()
+        assert hits(other) == len(CHUNKS)
+        stats, (memory, *_) = other.prefixes.stats, other.store.chunk_store.tiers.backends
+        key = other.parts.primary_caches(other.context_of()).key(CHUNKS[0])
+        assert stats.continued_bytes > 0 and key in memory.list()
+        one.release(CHUNKS[:1])
+        if sees == "poll":
+            shared(other).poll()
+        elif sees == "new copy":
+            shared(other).catalog.database.close()
+            for file in other.store.chunk_store.place.replica.glob("replica.sqlite3"):  # type: ignore[attr-defined]
+                file.write_bytes(b"damaged")
+            shared(other).poll()
+            shared(other).poll()
+        else:
+            monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home 1"))
+            beside = SharedStore.at(SharedPlace(str(one.config.store)))
+            beside.shared.text_index("default")
+            beside.poll()
+            look_at_all()
+            beside.close()
+        stats = other.prefixes.stats
+        assert (stats.bytes, stats.continued_bytes) == (0, 0) and key not in memory.list()
+
+    def test_a_commit_costs_no_prefix_cache(self, machine: Machine) -> None:
+        one, other = machine(), machine()
+        one.precompute(CHUNKS[:2])
+        assert hits(one, CHUNKS[:2]) == 2
+        before = one.prefixes.stats
+        other.precompute(CHUNKS[2:])
+        one.precompute(CHUNKS)
+        shared(one).poll()
+        look_at_all()
+        assert one.prefixes.stats.continued_bytes == before.continued_bytes > 0
 
     def test_a_given_document_is_found_without_its_row(self, machine: Machine) -> None:
         one, other = machine(), machine()

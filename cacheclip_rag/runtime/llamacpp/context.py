@@ -366,9 +366,22 @@ class Context:
     def _collect(self) -> None:
         while self.released:
             ids = self.released.popleft()
-            for own in ids:
+            for own in ids if self._pointer is not None else ():
                 library().llama_memory_seq_rm(self._memory, own, -1, -1)
             self._free.append(ids)
+
+    def drop_freed(self) -> None:
+        """Give the memory back in which the KV of ended answers lies, as cells that are free still hold it. That of
+        answers under way is moved to new memory, which raises ModelError if there is none."""
+        with self._lock:
+            self._collect()
+            if self._pointer is None:
+                return
+            if len(self._live):
+                self._grow(self._num_cells)
+            else:
+                self._close()
+                self._shifted = False
 
     def _make_room(self, room: int) -> None:
         self._collect()

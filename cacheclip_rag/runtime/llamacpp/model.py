@@ -234,6 +234,10 @@ class LlamaRuntime(ChatText):
     def cut(self, state: Any, num_tokens: int) -> None:
         self._context.cut(state.cells, num_tokens)
 
+    def drop_freed_kv(self) -> None:
+        super().drop_freed_kv()
+        self._context.drop_freed()
+
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
         check_process(self.name, self._process)
         logits = self._context.decode(state.cells, [token_id])

@@ -19,7 +19,7 @@ from ...base.keys import is_key, text_digest
 from ...finding.texts import SCHEMA as TEXTS_SCHEMA
 from ...finding.texts import WRITE as WRITE_TEXT
 from ...finding.texts import TextIndex
-from ..catalog import SCHEMA, VERSION, Catalog, Entry, Total
+from ..catalog import ERASE, SCHEMA, VERSION, Catalog, Entry, Total, erasures_of
 from ..codecs import Frame, FrameError
 from ..reading_pool import each_in_pool
 from .objects import ObjectBackend, ObjectFound
@@ -68,6 +68,8 @@ class SharedCatalog(Catalog):
         self._polling = threading.Lock()
         self._failing: set[str] = set()
         """Tenants, and files of tables, that could not be read when they were last looked at."""
+
+    entry_table = "payloads"
 
     # -- tenants --------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,8 @@ class SharedCatalog(Catalog):
         with suppress(OSError):
             for each in path.parent.glob(f"{FILE_NAME}*"):
                 each.unlink(missing_ok=True)
+        if self.database.on_replaced is not None:
+            self.database.on_replaced()
         return True
 
     def _poll(self, namespace: str) -> tuple[int, int]:
@@ -217,6 +221,8 @@ class SharedCatalog(Catalog):
         with self.database.transaction() as run:
             for digest in gone:
                 run("DELETE FROM texts WHERE namespace = ? AND digest = ?", (namespace, digest))
+            if gone:
+                run(ERASE, (erasures_of(namespace),))
         self.remove(namespace, keys)
 
     on_forgotten: Callable[[str, Sequence[str]], object] = staticmethod(lambda namespace, keys: None)
@@ -373,6 +379,8 @@ class SharedCatalog(Catalog):
                     for key in keys
                 ]
             )
+            if count:
+                run(ERASE, (erasures_of(namespace),))
         self._missing |= dict.fromkeys(keys, time.monotonic())
         self.on_forgotten(namespace, keys)
         return count

@@ -90,6 +90,7 @@ class SharedStore(ChunkStore):
         """Take what others committed: rows added and removed."""
         found = self.shared.poll()
         self._polled.set()
+        self.erasures.look()
         return found
 
     def commit(self, namespace: str | None = None) -> int:
@@ -218,6 +219,7 @@ class SharedStore(ChunkStore):
 
     def _replaced(self) -> None:
         """The copy of the catalog was thrown away: the next poll makes it anew."""
+        self.erasures.doubt()
 
     def set_quota(self, namespace: str, max_bytes: int | None) -> int:
         raise ConfigurationError(

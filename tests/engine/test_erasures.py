@@ -1,0 +1,307 @@
+"""What one engine erases leaves the memory of the others with the next look, also of those that nobody asks.
+
+A call of ``look_at_all`` stands for ten seconds; the clock has a test of its own. The thread may look in between, so
+that no test says that something is still there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.store import ChunkStore, TenantStore, erasures
+from cacheclip_rag.store.catalog import Catalog
+from cacheclip_rag.store.erasures import LOOK_S, look_at_all
+from tests.conftest import SENTENCES
+from tests.engine.asking import SHORT, rag
+
+Make = Callable[..., CacheClipEngine]
+
+
+@pytest.fixture
+def passages() -> list[str]:
+    generator = random.Random(3)
+    return [" ".join(generator.sample(SENTENCES, 5)) for _ in range(4)]
+
+
+@pytest.fixture
+def pair(make: Make, tmp_path: Path, passages: list[str]) -> tuple[CacheClipEngine, CacheClipEngine]:
+    """Two engines on one folder; the second one holds KV of the passages in every place of its memory."""
+    options = {"store": tmp_path / "store", "method": "cacheclip", "recompute_ratio": 0.4}
+    one, other = make(**options), make(**options, memory_bytes=1 << 28)
+    one.precompute(passages)
+    other.generate(rag(passages), SHORT)
+    other.generate(rag(passages, "Where?"), SHORT, method="full")
+    assert in_memory(other, passages) and all(kept(other))
+    return one, other
+
+
+def kept(engine: CacheClipEngine) -> tuple[int, int, int]:
+    """Bytes of exact and of continued KV, and texts whose token ids are kept."""
+    stats = engine.prefixes.stats
+    texts = sum(each.tokenize.cache_info().currsize for each in engine.chunk_caches())
+    return stats.bytes, stats.continued_bytes, texts
+
+
+def in_memory(engine: CacheClipEngine, texts: list[str]) -> list[str]:
+    """Those of the texts of which the memory tier has KV of any model."""
+    held = {*engine.store.chunk_store.tiers.backends[0].list()}
+    keys = {text: {caches.key(text) for caches in engine.chunk_caches()} for text in texts}
+    return [text for text in texts if held & keys[text]]
+
+
+class TestOneProcess:
+    @pytest.mark.parametrize("erase", ["release", "source", "drop", "delete"])
+    def test_everything_goes_with_the_next_look(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], erase: str
+    ) -> None:
+        one, other = pair
+        one.precompute(passages[:1], source="a")
+        keys = [caches.key(passages[0]) for caches in one.chunk_caches()]
+        {
+            "release": lambda: one.release(passages[:1]),
+            "source": lambda: one.release(sources=["a"]),
+            "drop": lambda: one.store.chunk_store.drop_tenant("default"),
+            "delete": lambda: one.store.delete(keys),
+        }[erase]()
+        look_at_all()
+        assert kept(other) == (0, 0, 0)
+        assert in_memory(other, passages) == ([] if erase == "drop" else passages[1:])
+
+    def test_a_text_that_was_never_stored(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    ) -> None:
+        """Prompts may have held it."""
+        one, other = pair
+        assert one.release(["It is in no store."]) == 0
+        look_at_all()
+        assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages
+
+    def test_what_other_tenants_erase_costs_nothing(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], make: Make, passages: list[str], tmp_path: Path
+    ) -> None:
+        _, other = pair
+        before = kept(other)
+        south = make(store=tmp_path / "store", namespace="south")
+        south.precompute(passages[:1])
+        south.release(passages[:1])
+        other.precompute(passages)
+        look_at_all()
+        assert kept(other)[:2] == before[:2] and in_memory(other, passages) == passages
+
+    def test_engines_that_share_a_store_in_memory(self, make: Make, passages: list[str]) -> None:
+        """Of several tenants' engines, say, or of two methods."""
+        store = ChunkStore.open(None)
+        one, other = (make(store=store, method="cacheclip", recompute_ratio=0.4) for _ in range(2))
+        one.precompute(passages)
+        other.generate(rag(passages), SHORT)
+        one.release(passages[:1])
+        look_at_all()
+        assert kept(other) == (0, 0, 0)
+
+    def test_an_answer_that_began_before(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    ) -> None:
+        one, other = pair
+        events = other.stream(rag(passages, "When?"), SHORT)
+        next(events)
+        one.release(passages[:1])
+        look_at_all()
+        list(events)
+        assert kept(other)[:2] == (0, 0)
+
+    def test_a_copy_that_a_slow_read_leaves_there(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    ) -> None:
+        one, other = pair
+        key, tiers = other.parts.caches_after_prefix.key(passages[0]), other.store.chunk_store.tiers
+        data = tiers.get_many([key])[key]
+        one.release(passages[:1])
+        look_at_all()
+        tiers.promote(key, data, 1)
+        look_at_all()
+        assert in_memory(other, passages) == passages[1:]
+
+    def test_a_catalog_that_cannot_be_asked_is_asked_again(
+        self,
+        pair: tuple[CacheClipEngine, CacheClipEngine],
+        passages: list[str],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        one, other = pair
+        one.release(passages[:1])
+        with monkeypatch.context() as patched:
+
+            def fails(*_: Any) -> Any:
+                raise StoreError("the disk is gone")
+
+            patched.setattr(Catalog, "erasures", fails)
+            patched.setattr(Catalog, "unknown_of", fails)
+            look_at_all()
+            look_at_all()
+        said = [each for each in caplog.messages if "what others erase" in each]
+        assert said and all("the disk is gone" in each for each in said)
+        look_at_all()
+        assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages[1:]
+
+    def test_one_who_fails_holds_up_nobody(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], make: Make, passages: list[str], tmp_path: Path
+    ) -> None:
+        """And is asked again."""
+        _, other = pair
+        asked: list[str] = []
+
+        class Failing:
+            def drop_kv(self) -> None:
+                asked.append("once more")
+                raise MemoryError("no room")
+
+        failing = Failing()
+        other.store.chunk_store.erasures.watch("default", failing)
+        other.store.catalog.note_erasure("default")
+        look_at_all()
+        assert kept(other) == (0, 0, 0)
+        count = len(asked)
+        look_at_all()
+        assert len(asked) > count >= 1
+
+    def test_a_catalog_that_was_deleted(self, pair: tuple[CacheClipEngine, CacheClipEngine], tmp_path: Path) -> None:
+        """Nobody knows what was erased before."""
+        _, other = pair
+        for file in (tmp_path / "store").glob("catalog.sqlite3*"):
+            file.unlink()
+        look_at_all()
+        look_at_all()
+        assert kept(other) == (0, 0, 0)
+
+    def test_a_closed_engine_holds_nothing_and_is_watched_again(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    ) -> None:
+        one, other = pair
+        other.close()
+        assert not other.store.chunk_store.erasures.is_watched
+        assert in_memory(other, passages) == [] and kept(other)[:2] == (0, 0)
+        other.generate(rag(passages), SHORT)
+        one.release(passages[:1])
+        look_at_all()
+        assert kept(other) == (0, 0, 0) and in_memory(other, passages) == passages[1:]
+
+    def test_a_store_without_an_engine(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], tmp_path: Path
+    ) -> None:
+        one, _ = pair
+        key = one.parts.caches_after_prefix.key(passages[0])
+        store = TenantStore(ChunkStore.open(tmp_path / "store", memory_bytes=1 << 28), "default")
+        assert store.get(key) is not None and key in store.chunk_store.tiers.backends[0].list()
+        one.release(passages[:1])
+        look_at_all()
+        assert key not in store.chunk_store.tiers.backends[0].list()
+        store.close()
+
+    def test_memory_that_is_free_but_still_holds_kv(
+        self, make: Make, tmp_path: Path, passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """On a GPU, PyTorch keeps it, page-locked memory too."""
+        engine, given = make(store=tmp_path / "store"), list[str]()
+        engine.generate(rag(passages), SHORT)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("of the GPU"))
+        monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("page-locked"), raising=False)
+        engine.store.catalog.note_erasure("default")
+        look_at_all()
+        assert {*given} == {"of the GPU", "page-locked"}
+
+
+class TestClock:
+    def test_the_thread_looks_every_ten_seconds(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = pair
+        slept, mine, own_sleep = list[float](), threading.current_thread(), erasures.time.sleep
+
+        class Over(Exception):
+            pass
+
+        class FakeTime:
+            @staticmethod
+            def sleep(seconds: float) -> None:
+                if threading.current_thread() is not mine:
+                    own_sleep(seconds)
+                    return
+                if slept:
+                    raise Over
+                slept.append(seconds)
+
+        one.release(passages[:1])
+        monkeypatch.setattr(erasures, "time", FakeTime)
+        with pytest.raises(Over):
+            erasures._follow()
+        assert slept == [LOOK_S] == [10.0] and kept(other) == (0, 0, 0)
+        assert any(each.name == "cacheclip-erasures" and each.daemon for each in threading.enumerate())
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
+    def test_a_child_of_a_fork_has_a_thread_of_its_own(self, pair: tuple[CacheClipEngine, CacheClipEngine]) -> None:
+        """Whatever the parent's thread was doing; and a fork waits until it has looked."""
+        _, other = pair
+        code = (
+            "import os, threading, sys\n"
+            "from cacheclip_rag.store import ChunkStore, TenantStore, erasures\n"
+            "store = TenantStore(ChunkStore.open(sys.argv[1], memory_bytes=1 << 20), 'default')\n"
+            "store.codecs_of(['0' * 64])\n"
+            "alive = lambda: [t.name for t in threading.enumerate()].count('cacheclip-erasures')\n"
+            "assert alive() == 1\n"
+            "if not (child := os.fork()):\n"
+            "    before = alive()\n"
+            "    store.codecs_of(['0' * 64])\n"
+            "    erasures.look_at_all()\n"
+            "    os._exit(0 if (before, alive()) == (0, 1) else 3)\n"
+            "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        )
+        folder = str(other.config.store)
+        ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code, folder], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+
+
+ANOTHER_PROCESS = """
+import sys
+from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.store.erasures import look_at_all
+model, folder = sys.argv[1:]
+load_model(model).eos_ids = frozenset()
+options = {"method": "anchored", "chunk_context": "prefix", "memory_bytes": 1 << 28}
+engine = CacheClipEngine(primary=model, auxiliary=None, store=folder, **options)
+held = lambda: (engine.prefixes.stats.continued_bytes, len([*engine.store.chunk_store.tiers.backends[0].list()]))
+engine.generate(sys.stdin.readline().replace("|", "\\n\\n"), SamplingParams(max_tokens=4))
+print(*held(), flush=True)
+sys.stdin.readline()
+look_at_all()
+print(*held(), flush=True)
+"""
+
+
+def test_two_processes(tiny_models: dict[str, str], make: Make, passages: list[str], tmp_path: Path) -> None:
+    one = make(store=tmp_path / "store", auxiliary=None, method="anchored")
+    one.precompute(passages)
+    arguments = [sys.executable, "-c", ANOTHER_PROCESS, tiny_models["llama"], str(tmp_path / "store")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        print(rag(passages).replace("\n\n", "|"), file=other.stdin, flush=True)
+        continued, copies = map(int, other.stdout.readline().split())
+        assert continued > 0 and copies >= len(passages)
+        one.release(passages[:1])
+        print("look", file=other.stdin, flush=True)
+        assert other.stdout.readline().split() == ["0", str(copies - 1)]
+    assert other.returncode == 0
