@@ -63,6 +63,8 @@ class Parts:
         self._caches: dict[tuple[str, ChunkContext], ChunkCaches] = {}
         self._store = store
         self._tenant: TenantStore | None = None
+        self._drops_erased = False
+        """Whether the store has :meth:`drop_kv` called."""
         self._kv_sources: dict[Hashable, KVSources] = {}
         self.head_sets = HeadSets(lambda: self.runtime, lambda: self.auxiliary_caches)
         """Head sets of the auxiliary model."""
@@ -85,6 +87,9 @@ class Parts:
                     config.store, config.max_bytes, config.memory_bytes, config.codec
                 )
                 self._tenant = TenantStore(store, config.namespace)
+            if not self._drops_erased:  # at first, and again after it was closed
+                self._tenant.chunk_store.erasures.watch(self._tenant.namespace, self)
+                self._drops_erased = True
             return self._tenant
 
     def read_hot(self) -> tuple[int, int]:
@@ -120,6 +125,7 @@ class Parts:
 
     def close(self) -> None:
         self.prefix_cache.clear()
+        self._drops_erased = False
         if self._tenant is not None:
             self._tenant.chunk_store.erasures.unwatch(self)
             self._tenant.close()
@@ -292,11 +298,12 @@ class Parts:
 
     def kv_sources(self, method: Method) -> KVSources:
         """The sources of a method's KV. Loads the models that the method needs."""
-        self.store.chunk_store.erasures.watch(self.config.namespace, self)
         context = self.context_of(method)
         # of one type, some methods read KV and some do not
         wants = (context, method.needs_auxiliary, frozenset(method.head_sets), type(method), method.reads_cache)
         with self._lock:
+            if not self._drops_erased:
+                _ = self.store
             if wants not in self._kv_sources:
                 check_reads(method, self.primary_caches(context).runtime)
                 self._kv_sources[wants] = KVSources(

@@ -125,14 +125,17 @@ def look_at_all() -> None:
 
 
 def _look_from_now_on(erasures: Erasures) -> None:
+    if erasures not in _watched or _thread is None:
+        with _passes:
+            _watched.add(erasures)
+            _start()
+
+
+def _start() -> None:
     global _thread
-    if erasures in _watched and _thread is not None and _thread.is_alive():
-        return
-    with _passes:
-        _watched.add(erasures)
-        if _thread is None or not _thread.is_alive():  # also in a fork
-            _thread = threading.Thread(target=_follow, name="cacheclip-erasures", daemon=True)
-            _thread.start()
+    if _thread is None:
+        _thread = threading.Thread(target=_follow, name="cacheclip-erasures", daemon=True)
+        _thread.start()
 
 
 def _follow() -> None:
@@ -141,5 +144,14 @@ def _follow() -> None:
         look_at_all()
 
 
+def _in_child() -> None:
+    """The child of a fork has the parent's KV, but none of its threads."""
+    global _thread
+    _passes.release()
+    if _thread is not None:
+        _thread = None
+        _start()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_passes.acquire, after_in_parent=_passes.release, after_in_child=_passes.release)
+    os.register_at_fork(before=_passes.acquire, after_in_parent=_passes.release, after_in_child=_in_child)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,9 @@ from .codecs import (
     pins_memory,
 )
 from .reading_pool import each_in_pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +240,12 @@ class TenantStore:
         self.chunk_store.tiers.count_hit(stored.tier)
         self.record_use(stored.frame.key)
         if is_whole:
-            self.chunk_store.tiers.promote(stored.frame.key, stored.frame.data, stored.tier)
+            self._promote(stored.frame.key, stored.frame.data, stored.tier)
+
+    def _promote(self, key: str, data: Buffer, tier: int) -> None:
+        if tier:
+            self.chunk_store.erasures.watch(self.namespace, self)
+            self.chunk_store.tiers.promote(key, data, tier)
 
     def _get(
         self,
@@ -288,7 +297,7 @@ class TenantStore:
                 known, entries = self._entries([key])
                 return self._get(key, buffer, known, entries.get(key), shape, tier + 1)
             self._correct(key)
-        tiers.promote(key, data, tier)
+        self._promote(key, data, tier)
         return StoredKV(frame)
 
     def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
@@ -310,6 +319,8 @@ class TenantStore:
         row = text_row(text) if text is not None else None
         data = encode_frame(kv, codec, key, namespace=self.namespace, digest=digest, text=row)
         self.flush()  # evict by all uses
+        if self.promotes:
+            self.chunk_store.erasures.watch(self.namespace, self)
         if self.chunk_store.write(self.namespace, key, data):
             return True
         message = "a chunk cache of %d bytes exceeds the store's limit or its tenant's, and is not stored"
@@ -415,8 +426,6 @@ class TenantStore:
 
     def _entries(self, keys: Sequence[str]) -> tuple[bool, dict[str, Entry]]:
         """Whether the catalog could be asked, and the entries by key."""
-        if self.promotes:
-            self.chunk_store.erasures.watch(self.namespace, self)
         try:
             return True, self.catalog.entries_of(self.namespace, keys)
         except StoreError as error:

@@ -190,8 +190,9 @@ class TestOneProcess:
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
     ) -> None:
         one, other = pair
+        store = other.store.chunk_store
         other.close()
-        assert not other.store.chunk_store.erasures.is_watched
+        assert not store.erasures.is_watched
         assert in_memory(other, passages) == [] and kept(other)[:2] == (0, 0)
         other.generate(rag(passages), SHORT)
         one.release(passages[:1])
@@ -252,26 +253,32 @@ class TestClock:
         assert any(each.name == "cacheclip-erasures" and each.daemon for each in threading.enumerate())
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
-    def test_a_child_of_a_fork_has_a_thread_of_its_own(self, pair: tuple[CacheClipEngine, CacheClipEngine]) -> None:
-        """Whatever the parent's thread was doing; and a fork waits until it has looked."""
-        _, other = pair
-        code = (
-            "import os, threading, sys\n"
-            "from cacheclip_rag.store import ChunkStore, TenantStore, erasures\n"
-            "store = TenantStore(ChunkStore.open(sys.argv[1], memory_bytes=1 << 20), 'default')\n"
-            "store.codecs_of(['0' * 64])\n"
-            "alive = lambda: [t.name for t in threading.enumerate()].count('cacheclip-erasures')\n"
-            "assert alive() == 1\n"
-            "if not (child := os.fork()):\n"
-            "    before = alive()\n"
-            "    store.codecs_of(['0' * 64])\n"
-            "    erasures.look_at_all()\n"
-            "    os._exit(0 if (before, alive()) == (0, 1) else 3)\n"
-            "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-        )
-        folder = str(other.config.store)
-        ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code, folder], capture_output=True, text=True)
+    def test_a_child_of_a_fork_has_a_thread_of_its_own(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]
+    ) -> None:
+        """It has the parent's KV, also if nobody asks it anything."""
+        one, _ = pair
+        key = one.parts.caches_after_prefix.key(passages[0])
+        arguments = [sys.executable, "-W", "ignore", "-c", FORKS, str(one.config.store), key]
+        ran = subprocess.run(arguments, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
+
+
+FORKS = """
+import os, sys, threading
+from cacheclip_rag.store import ChunkStore, TenantStore, erasures
+folder, key = sys.argv[1:]
+store = TenantStore(ChunkStore.open(folder, memory_bytes=1 << 28), "default")
+alive = lambda: [thread.name for thread in threading.enumerate()].count("cacheclip-erasures")
+assert alive() == 0 and store.get(key) is not None and alive() == 1
+if not (child := os.fork()):
+    assert alive() == 1
+    store.catalog.note_erasure("default")
+    store.delete([key])
+    erasures.look_at_all()
+    os._exit([*store.chunk_store.tiers.backends[0].list()] != [])
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
 
 ANOTHER_PROCESS = """

@@ -52,6 +52,7 @@ def state(store: ChunkStore, name: str) -> dict[str, Any]:
         "found": {n: tenant.index.find(f"It says: {text[9:150]}!") for n, text in TEXTS.items()},
         "total": catalog.total(name),
         "quota": catalog.quota(name),
+        "erasures": catalog.erasures(name),
     }
 
 
@@ -70,6 +71,7 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "source_texts": (lambda c: {*c.source_texts("t")}, {TEXTS[1], TEXTS[2]}),
     "orphans": (lambda c: c.orphans("t", ["source 1", "document 0", "source 3"]), [TEXTS[2], TEXTS[1]]),
+    "erasures": (lambda c: [(c.note_erasure("u"), c.erasures(name) is None)[1] for name in ("t", "u")], [True, False]),
 }
 """Methods of the catalog that only read: what they say of tenant t."""
 WRITES: dict[str, Callable[[ChunkStore], Any]] = {
@@ -79,6 +81,7 @@ WRITES: dict[str, Callable[[ChunkStore], Any]] = {
     "drop": lambda s: s.catalog.drop("t", s._evict),
     "add_source": lambda s: s.catalog.add_source("t", "source 3", TEXTS[4], "document 0"),
     "remove_sources": lambda s: s.catalog.remove_sources("t", ["source 1", "document 1", "source 3"]),
+    "note_erasure": lambda s: s.catalog.note_erasure("t"),
 }
 """Methods of the catalog that change something of tenant t."""
 OF_TENANT: dict[str, Callable[[TenantStore], Any]] = {

@@ -187,7 +187,6 @@ class PrefixCache:
         """Drop all blocks, and the continued KV. Matches in use stay valid; their memory is freed when they are
         released."""
         self.continued.clear()
-        self._chain.cache_clear()
         with self._lock:
             self.cleared += 1
             self._bytes -= sum(block.num_bytes for block in self._free.values())
