@@ -338,9 +338,9 @@ class Runtime(ABC):
 
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-            # the first is there from torch 2.9 on or later, the second one before
-            keeps = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
-            keeps()
+            # older versions of torch have the second one only
+            empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+            empty()
 
 
 def wait_for(device: torch.device) -> None:
