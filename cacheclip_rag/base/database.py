@@ -180,6 +180,11 @@ class Database:
         self.on_replaced: Callable[[], object] | None = None
         """Called when the file was found deleted or replaced, and a new one is open."""
 
+    @property
+    def exists(self) -> bool:
+        """False if there is no file, which a statement would make anew if one was open before."""
+        return self._path is None or os.path.lexists(self._path)
+
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         began = time.monotonic()
         while True:

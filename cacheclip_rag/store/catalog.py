@@ -385,10 +385,12 @@ class Catalog:
     # -- erasures -----------------------------------------------------------------------------------------------
 
     def erasures(self, namespace: str) -> int | None:
-        """A number that changes when something of a tenant is erased; None: nothing was. It says nothing else."""
+        """A number that changes when something of a tenant is erased; 0: nothing was; None: there is no catalog."""
+        if not self.database.exists:
+            return None
         sql = "SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?"
         rows = self.database.query(sql, (erasures_of(namespace),))
-        return rows[0][0] if rows else None
+        return rows[0][0] if rows else 0
 
     def note_erasure(self, namespace: str) -> None:
         """Let all processes of the store drop what they hold of a tenant (:mod:`.erasures`)."""
@@ -396,6 +398,8 @@ class Catalog:
 
     def unknown_of(self, keys: Sequence[str]) -> list[str]:
         """The keys that have no entry of anyone."""
+        if not self.database.exists:
+            return [*keys]
         sql = f"SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM {self.entry_table} WHERE key = value)"
         return [key for (key,) in self.database.query(sql, (json.dumps(keys),))]
 

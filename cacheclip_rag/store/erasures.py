@@ -83,9 +83,9 @@ class Erasures:
 
     def _follow(self, holder: KVHolder, seen: tuple[str, object]) -> None:
         number = self._catalog.erasures(seen[0])
-        if number == seen[1] and self._seen.get(holder) == seen:  # asking may have raised doubt
-            return
-        holder.drop_kv()
+        was_made = seen[1] is None and number == 0  # an empty store, since the last look
+        if not was_made and (number != seen[1] or self._seen.get(holder) != seen):  # asking may have raised doubt
+            holder.drop_kv()
         with self._lock:  # last, so that it is tried again after an error
             if holder in self._seen:
                 self._seen[holder] = seen[0], number

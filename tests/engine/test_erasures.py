@@ -180,11 +180,22 @@ class TestOneProcess:
     def test_a_catalog_that_was_deleted(self, pair: tuple[CacheClipEngine, CacheClipEngine], tmp_path: Path) -> None:
         """Nobody knows what was erased before."""
         _, other = pair
-        for file in (tmp_path / "store").glob("catalog.sqlite3*"):
+        files = tmp_path / "store"
+        for file in files.glob("catalog.sqlite3*"):
             file.unlink()
         look_at_all()
-        look_at_all()
         assert kept(other) == (0, 0, 0)
+        assert not [*other.store.chunk_store.tiers.backends[0].list()]
+        assert not [*files.glob("catalog.sqlite3*")], "who deletes a store does not find it made anew"
+
+    def test_a_store_that_is_made_later(self, make: Make, passages: list[str], tmp_path: Path) -> None:
+        """That is no erasure."""
+        engine = make(store=tmp_path / "new", method="full")
+        engine.generate(rag(passages), SHORT, method="prefix")
+        before = engine.prefixes.stats.bytes
+        engine.precompute(passages)
+        look_at_all()
+        assert engine.prefixes.stats.bytes == before > 0
 
     def test_a_closed_engine_holds_nothing_and_is_watched_again(
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str]

@@ -71,7 +71,7 @@ READS: dict[str, tuple[Callable[[Catalog], Any], Any]] = {
     "text_index": (lambda c: [n for n, text in TEXTS.items() if c.text_index("t").known(text)], [1, 2]),
     "source_texts": (lambda c: {*c.source_texts("t")}, {TEXTS[1], TEXTS[2]}),
     "orphans": (lambda c: c.orphans("t", ["source 1", "document 0", "source 3"]), [TEXTS[2], TEXTS[1]]),
-    "erasures": (lambda c: [(c.note_erasure("u"), c.erasures(name) is None)[1] for name in ("t", "u")], [True, False]),
+    "erasures": (lambda c: [(c.note_erasure("u"), c.erasures(name) == 0)[1] for name in ("t", "u")], [True, False]),
 }
 """Methods of the catalog that only read: what they say of tenant t."""
 WRITES: dict[str, Callable[[ChunkStore], Any]] = {
