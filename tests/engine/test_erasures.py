@@ -188,6 +188,20 @@ class TestOneProcess:
         assert not [*other.store.chunk_store.tiers.backends[0].list()]
         assert not [*files.glob("catalog.sqlite3*")], "who deletes a store does not find it made anew"
 
+    def test_a_catalog_that_another_process_made_anew(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], tmp_path: Path
+    ) -> None:
+        """Between two looks: it does not say what was erased before."""
+        _, other = pair
+        for file in (tmp_path / "store").glob("catalog.sqlite3*"):
+            file.unlink()
+        beside = ChunkStore.open(tmp_path / "store")
+        beside.complete()
+        assert beside.catalog.erasures("default") == 0
+        look_at_all()
+        assert kept(other) == (0, 0, 0)
+        beside.close()
+
     def test_a_store_that_is_made_later(self, make: Make, passages: list[str], tmp_path: Path) -> None:
         """That is no erasure."""
         engine = make(store=tmp_path / "new", method="full")

@@ -123,8 +123,6 @@ class SharedCatalog(Catalog):
         with suppress(OSError):
             for each in path.parent.glob(f"{FILE_NAME}*"):
                 each.unlink(missing_ok=True)
-        if self.database.on_replaced is not None:
-            self.database.on_replaced()
         return True
 
     def _poll(self, namespace: str) -> tuple[int, int]:
