@@ -88,8 +88,8 @@ class ChunkStore:
         self._writer = writer or (Writer(catalog.folder) if catalog.folder is not None else None)
         self._given_limit = self._new_limit = check_limit(max_bytes)
         self._warned: set[str] = set()
-        self._late: dict[int, Frame] = {}
-        """Writes that are complete, but not recorded yet, by number."""
+        self._late: dict[int, Frame | None] = {}
+        """Writes that have ended, but not in the catalog yet, by number; None: they left no payload."""
         self._has_looked = False
         """Whether this process compared the medium with the catalog."""
         self.erasures = Erasures(catalog, tiers)
@@ -196,7 +196,7 @@ class ChunkStore:
         try:
             self.complete()
             self.apply_limit()
-            self._finish_late()
+            self._end_late()
             writer = self._writer.name if self._writer is not None else ""
             number = self._reserve(namespace, key, size, writer)
             if number is None:
@@ -204,30 +204,35 @@ class ChunkStore:
             try:
                 self.tiers.put(key, data)
             except BaseException:
-                self.catalog.abandon(number)
+                self._end(number, None)
                 raise
         except OSError as error:
             raise StoreError(
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB: {error}. Free some space, set a smaller "
                 "limit, or choose another folder; nothing stored before was changed."
             ) from error
-        self._finish(number, Frame.parse(data, key))
+        self._end(number, Frame.parse(data, key))
         return True
 
-    def _finish(self, number: int, frame: Frame) -> None:
-        """Record a payload that was written. If another process has the catalog for too long, the next write does."""
-        key = frame.key
+    def _end(self, number: int, frame: Frame | None) -> None:
+        """Record a payload that was written, or give back the bytes of one that was not (None). What the catalog does
+        not take now, the next write tells it again."""
         try:
-            self.catalog.finish(number, lambda: self._measure_written(frame), lambda: self._evict([key]))
+            if frame is None:
+                self.catalog.abandon(number)
+            else:
+                key = frame.key
+                self.catalog.finish(number, lambda: self._measure_written(frame), lambda: self._evict([key]))
         except StoreError as error:
-            if not is_busy(error):
+            self._late[number] = frame and replace(frame, data=frame.data[: frame.start])
+            if frame is not None and not is_busy(error):
                 raise
-            self._late[number] = replace(frame, data=frame.data[: frame.start])
+        else:
+            self._late.pop(number, None)
 
-    def _finish_late(self) -> None:
-        for number in [*self._late]:
-            if (frame := self._late.pop(number, None)) is not None:
-                self._finish(number, frame)
+    def _end_late(self) -> None:
+        for number, frame in [*self._late.items()]:
+            self._end(number, frame)
 
     def _measure_written(self, frame: Frame) -> Entry | None:
         """As :meth:`measure`, of a payload that was written just now."""

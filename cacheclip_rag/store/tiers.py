@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ from .memory import MemoryBackend
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -103,7 +107,16 @@ class Tiers(Backend):
     def promote(self, key: str, data: Buffer, tier: int) -> None:
         """Copy a payload that was found in ``tier`` to all faster ones."""
         for faster in self.backends[:tier]:
-            faster.offer(key, data)
+            self._copy(faster, faster.offer, key, data)
+
+    def _copy(self, tier: Backend, write: Callable[[str, Buffer], None], key: str, data: Buffer) -> None:
+        """A copy that fails costs no answer and no write: the last tier has the payload."""
+        try:
+            write(key, data)
+        except (OSError, MemoryError) as error:
+            logger.warning("tier %s has no copy of chunk cache %s…: %s", tier.name, key[:12], error or type(error))
+            with suppress(OSError):
+                tier.delete([key])  # an older version must not be read any more
 
     def drop_copies(self, keys: Iterable[str]) -> None:
         """Remove payloads from all tiers but the last, for instance because another process deleted them there."""
@@ -143,8 +156,9 @@ class Tiers(Backend):
         return found
 
     def put(self, key: str, data: Buffer) -> None:
-        for backend in reversed(self.backends):  # the last tier first: faster tiers serve only durable payloads
-            backend.put(key, data)
+        self.last.put(key, data)  # first: faster tiers serve only durable payloads
+        for faster in reversed(self.backends[:-1]):
+            self._copy(faster, faster.put, key, data)
 
     def delete(self, keys: Iterable[str]) -> int:
         removed = [*keys]
