@@ -53,9 +53,10 @@ def full_catalog() -> sqlite3.Error:
 
 class _Counted(sqlite3.Connection):
     steps: Steps | None = None
+    changes = CHANGES
 
     def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
-        if _Counted.steps is not None and sql.startswith(CHANGES):
+        if _Counted.steps is not None and sql.startswith(_Counted.changes):
             _Counted.steps.take(" ".join(sql.split()[:3]), full_catalog)
         return super().execute(sql, *arguments)
 
@@ -69,8 +70,8 @@ def counted_catalogs() -> Iterator[None]:
 
 
 @contextmanager
-def failing(steps: Steps) -> Iterator[None]:
-    """In this block, steps of a store in a folder are counted, and fail."""
+def failing(steps: Steps, changes: tuple[str, ...] = CHANGES) -> Iterator[None]:
+    """In this block, steps of a store in a folder are counted, and fail; of a catalog, statements that begin so."""
     unlink, replace, write, copy = Folder.unlink, Folder.replace, disk._write_all, MemoryBackend.put
 
     def unlinking(folder: Folder, name: str) -> bool:
@@ -97,6 +98,7 @@ def failing(steps: Steps) -> Iterator[None]:
             (disk, "_write_all", writing),
             (MemoryBackend, "put", copying),
             (_Counted, "steps", steps),
+            (_Counted, "changes", changes),
         ):
             patch.setattr(owner, name, new)
         yield

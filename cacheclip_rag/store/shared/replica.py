@@ -240,7 +240,7 @@ class SharedCatalog(Catalog):
         with self._lock:
             waiting = self._added.get(namespace, {})
             for key, each in [*waiting.items()]:
-                if key[0] in removal.digests or not removal.names.isdisjoint((each.source, each.document)):
+                if removal.covers(each):
                     del waiting[key]
             known = self._removed.setdefault(namespace, Removal())
             known.digests |= removal.digests
@@ -283,14 +283,15 @@ class SharedCatalog(Catalog):
             return self._removed.pop(namespace, Removal())
 
     def put_back(self, namespace: str, texts: Iterable[SharedText], removed: Removal) -> None:
-        """What could not be committed waits again."""
-        self.note_removed(namespace)
+        """What could not be committed waits again, but for what was removed here meanwhile."""
         with self._lock:
+            since = self._removed.setdefault(namespace, Removal())
             waiting = self._added.setdefault(namespace, {})
             for each in texts:
-                waiting.setdefault((each.digest, each.source, each.document), each)
-            self._removed[namespace].digests |= removed.digests
-            self._removed[namespace].names |= removed.names
+                if not since.covers(each):
+                    waiting.setdefault((each.digest, each.source, each.document), each)
+            since.digests |= removed.digests
+            since.names |= removed.names
 
     def namespaces_waiting(self) -> list[str]:
         with self._lock:

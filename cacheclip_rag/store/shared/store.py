@@ -56,7 +56,8 @@ class SharedStore(ChunkStore):
         self.codec = codec
         self.encoding = threading.Lock()
         self.commits = True
-        """False: what is stored waits for :meth:`take_rows`, because another process commits."""
+        """False: what is stored waits for :meth:`take_rows`, because another process commits. What is released does
+        not."""
         self._used: set[tuple[str, bytes]] = set()
         """Texts without KV that an answer used."""
         self._woken = threading.Event()
@@ -64,6 +65,7 @@ class SharedStore(ChunkStore):
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._committing = threading.Lock()
 
     @classmethod
     def at(cls, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> SharedStore:
@@ -106,16 +108,20 @@ class SharedStore(ChunkStore):
     def _commit_each(self, only: str | None = None) -> tuple[int, dict[str, StoreError]]:
         """The number of new rows, and what failed by tenant."""
         count, failed = 0, dict[str, StoreError]()
-        for namespace in self.shared.namespaces_waiting() if self.commits else ():
-            if only in (None, namespace):
-                try:
-                    count += self._commit(namespace)
-                except StoreError as error:
-                    failed[namespace] = error
+        with self._committing:  # who comes second sees whether the first one's commit failed
+            for namespace in self.shared.namespaces_waiting():
+                if only in (None, namespace):
+                    try:
+                        count += self._commit(namespace)
+                    except StoreError as error:
+                        failed[namespace] = error
         return count, failed
 
     def _commit(self, namespace: str) -> int:
-        removed, texts = self.shared.take_removed(namespace), self.shared.waiting(namespace)
+        removed = self.shared.take_removed(namespace)
+        texts = self.shared.waiting(namespace) if self.commits else []
+        if not (removed or texts):
+            return 0
         try:
             with failing_as("not committed"):
                 self.look_again(namespace, [each.digest for each in texts])

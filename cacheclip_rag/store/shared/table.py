@@ -87,6 +87,10 @@ class Removal:
     def __bool__(self) -> bool:
         return bool(self.digests or self.names or self.payloads)
 
+    def covers(self, text: SharedText) -> bool:
+        """Whether a row of this text is removed."""
+        return text.digest in self.digests or not self.names.isdisjoint((text.source, text.document))
+
 
 def schema() -> pa.Schema:
     pa = need("pyarrow")
