@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -78,13 +79,14 @@ class Machine:
         return {name: [n for n in range(1, 5) if index.find_whole(text(n))] for name, index in indexes.items()}
 
     def sources(self) -> dict[str, list[str]]:
-        return {name: sorted(ChunkTexts(store).texts()) for name, store in self.tenants.items()}
+        return {name: sorted(ChunkTexts(store).sources()) for name, store in self.tenants.items()}
 
 
 @dataclass(frozen=True)
 class Act:
     run: Callable[[Machine], object]
     there: dict[str, list[int]]
+    sources: dict[str, list[str]]
 
 
 def put_and_release(machine: Machine) -> None:
@@ -100,8 +102,10 @@ def remove_a_document(machine: Machine) -> None:
 
 
 ACTS = {
-    "put and release": Act(put_and_release, {"t": [3], "u": []}),
-    "remove a document": Act(remove_a_document, {"t": [], "u": [1, 2]}),
+    "put and release": Act(put_and_release, {"t": [3], "u": []}, {"t": ["source 3"], "u": []}),
+    "remove a document": Act(
+        remove_a_document, {"t": [2], "u": [1, 2]}, {"t": ["another source"], "u": ["source 1", "source 2"]}
+    ),
 }
 
 
@@ -124,6 +128,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         one = Machine(root / "store", root / "one")
         for store in one.tenants.values():
             put(store, 1, 2)
+        ChunkTexts(one.tenants["t"]).add(text(2), "another source", "another document")
         one.store.commit()
         other = Machine(root / "store", root / "other")
         other.store.poll()
@@ -150,36 +155,31 @@ def machines(prepared: Path, root: Path) -> tuple[Machine, Machine]:
     return Machine(root / "store", root / "one"), Machine(root / "store", root / "other")
 
 
-class failing:
-    """In this block, requests to storage, to the table and to the copy of the catalog are counted, and fail."""
+@contextmanager
+def failing(steps: Steps, *, unexpected: bool = False, replies: bool = True) -> Iterator[None]:
+    """In this block, requests to storage and to the table, and commits of the copy of the catalog, are counted and
+    fail. ``unexpected``: by an error that is none of storage's; ``replies``: also after they were carried out."""
+    error: Callable[[], BaseException] = MemoryError if unexpected else full_disk
+    ask, tried = ObjectBackend._ask, TextTable._tried
 
-    def __init__(self, steps: Steps, unexpected: bool) -> None:
-        self.steps, self.patch, self.catalog = steps, pytest.MonkeyPatch(), failing_catalog(steps, ("COMMIT",) if not unexpected else ())
-        self.error: Callable[[], BaseException] = MemoryError if unexpected else full_disk
+    def asking(objects: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
+        steps.take(f"storage: {request}", error)
+        return ask(objects, request, *arguments, **options)
 
-    def __enter__(self) -> None:
-        ask, tried, steps = ObjectBackend._ask, TextTable._tried, self.steps
+    def trying(table: TextTable, run: Callable[[], Any]) -> Any:
+        def then() -> Any:
+            steps.take("the table", error)
+            found = run()
+            if replies:
+                steps.take("the table's reply", error)
+            return found
 
-        def asking(objects: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
-            steps.take(f"storage: {request}", self.error)
-            return ask(objects, request, *arguments, **options)
+        return tried(table, then)
 
-        def trying(table: TextTable, run: Callable[[], Any]) -> Any:
-            def then() -> Any:
-                steps.take("the table", self.error)
-                found = run()
-                steps.take("the table's reply", self.error)
-                return found
-
-            return tried(table, then)
-
-        self.patch.setattr(ObjectBackend, "_ask", asking)
-        self.patch.setattr(TextTable, "_tried", trying)
-        self.catalog.__enter__()
-
-    def __exit__(self, *given: Any) -> None:
-        self.catalog.__exit__(*given)
-        self.patch.undo()
+    with pytest.MonkeyPatch.context() as patch, failing_catalog(steps, () if unexpected else ("COMMIT",)):
+        patch.setattr(ObjectBackend, "_ask", asking)
+        patch.setattr(TextTable, "_tried", trying)
+        yield
 
 
 def each_step(root: Path, run: Callable[[Path, Steps], None], least: int) -> None:
@@ -208,7 +208,7 @@ class TestCommit:
             before = other.there()
             act.run(one)
             assert one.there() == act.there
-            with failing(steps, unexpected):
+            with failing(steps, unexpected=unexpected):
                 try:
                     one.store.commit()
                 except (StoreError, MemoryError):
@@ -218,9 +218,8 @@ class TestCommit:
             assert all(seen[tenant] in (before[tenant], act.there[tenant]) for tenant in TENANTS), "half of it is seen"
             one.store.commit()
             other.store.poll()
-            sources = {tenant: [text(number) for number in there] for tenant, there in act.there.items()}
             for machine in (one, other):
-                assert machine.there() == act.there and machine.sources() == sources
+                assert machine.there() == act.there and machine.sources() == act.sources
                 machine.store.close()
 
         each_step(tmp_path, run, least=6)
@@ -318,6 +317,13 @@ CARES: dict[str, tuple[Callable[[Machine], object], Callable[[str], object], lis
 }
 
 
+def named(machine: Machine) -> dict[str, list[int]]:
+    """Texts of which rows name KV."""
+    found = {name: TextTable(machine.place, name).rows(["text", "kv"]).to_pylist() for name in TENANTS}
+    texts = {name: {row["text"] for row in rows if row["kv"]} for name, rows in found.items()}
+    return {name: [number for number in range(1, 5) if text(number) in texts[name]] for name in TENANTS}
+
+
 def payloads(machine: Machine) -> dict[str, list[int]]:
     return {name: [n for n in range(1, 5) if machine.store.objects.locate(name, [key(n, name)])] for name in TENANTS}
 
@@ -332,7 +338,7 @@ class TestCare:
 
         def run(root: Path, steps: Steps) -> None:
             one, other = machines(tmp_path / "before", root)
-            with failing(steps, unexpected=False):
+            with failing(steps, replies=False):
                 try:
                     look_after(one.place.url)
                 except StoreError:
@@ -342,6 +348,7 @@ class TestCare:
             look_after(one.place.url)
             if name != "compact":
                 assert payloads(other) == dict.fromkeys(TENANTS, there)
+                assert named(other) == dict.fromkeys(TENANTS, there)
             other.store.poll()
             assert all({*there} <= {*known} for known in other.known().values())
             for machine in (one, other):
