@@ -46,7 +46,7 @@ def keep(
         return
     try:
         insert(ids[:num_plain], state)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         logger.warning("the KV of this prompt could not be kept for later prompts: %s", error)
 
 

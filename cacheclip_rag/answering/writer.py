@@ -88,8 +88,10 @@ class ChunkWriter:
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # the prefix cache keeps its blocks
-        self._parts.prefix_cache.clear()
-        count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+        try:
+            count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+        finally:  # after the chunks: an answer that began before their end may have left their KV there
+            self._parts.prefix_cache.clear()
         self._parts.store.commit()
         return count
 

@@ -180,7 +180,7 @@ class _FusedPass(_Choice):
         clock.reading_s += busy_s
         if began:
             clock.left_to_read_s = busy_s - began[0]
-        return replace(found, turns=match.turns)
+        return replace(found, turns=match.turns if layout.is_continued else 0)
 
     def _recompute(
         self,

@@ -75,7 +75,7 @@ def _fused(
         float(len(computed)),
         int(rows[0]),
         stale_tokens(kept, rows, known),
-        match.turns,
+        match.turns if layout.is_continued else 0,
     )
 
 
