@@ -87,7 +87,7 @@ def ingest(
                 done.append(item.name)
             before += num_bytes
     for path in survey.settle(report, confirmed):  # last, so that a renamed document's texts keep their KV
-        report.released += engine.release(library.remove(path))
+        library.remove(path, _releasing(engine, report))
     report.evicted = sum(_num_evicted(engine, library.passages_of(path)) for path in done)
     report.documents = len(library.documents())
     return report
@@ -196,8 +196,7 @@ def _record(
 ) -> None:
     vectors = embedder.embed(passages)
     library.fix_settings(settings)  # after all models have worked, so that a failed run fixes no settings
-    unused = library.replace(item.name, item.version, passages, vectors)
-    report.released += engine.release(unused)
+    library.replace(item.name, item.version, passages, vectors, _releasing(engine, report))
     report.added += item.is_new
     report.changed += not item.is_new
 
@@ -206,3 +205,10 @@ def _num_evicted(engine: CacheClipEngine, texts: Iterable[str]) -> int:
     """How many texts are not stored."""
     models = engine.chunk_caches()
     return sum(any(text not in caches for caches in models) for text in set(texts))
+
+
+def _releasing(engine: CacheClipEngine, report: IngestReport) -> Callable[[list[str]], None]:
+    def release(texts: list[str]) -> None:
+        report.released += engine.release(texts)
+
+    return release

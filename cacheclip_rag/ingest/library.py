@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 _PASSAGE = "SELECT id, CAST(path AS BLOB), ordinal, CAST(text AS BLOB), CAST(vector AS BLOB), digest FROM passages"
 _PATH = "ifnull(CAST(path AS BLOB), x'')"
 _BATCH = 1000
+Release = Callable[[list[str]], object]
 _DEFAULTS = EngineConfig()
 
 
@@ -250,8 +251,13 @@ class Library:
                 found[path] = f"{intact[path]} of {count} passages are there"
         return dict(sorted(found.items()))
 
-    def replace(self, path: str, digest: str, texts: Sequence[str], vectors: Vectors) -> list[str]:
+    def replace(
+        self, path: str, digest: str, texts: Sequence[str], vectors: Vectors, release: Release = lambda texts: None
+    ) -> list[str]:
         """Replace a document in one transaction; returns texts that no passage uses any more.
+
+        Args:
+            release: is given these texts first. If it fails, the document stays, so that another run tries it again.
 
         Raises:
             ConfigurationError: the vectors do not fit the texts, or those of the library.
@@ -264,6 +270,7 @@ class Library:
             rows.append((path, ordinal, text, vector, _digest(path.encode(), ordinal, text.encode(), vector)))
         return self._change(
             path,
+            texts,
             [
                 ("INSERT INTO documents VALUES (?, ?, ?)", (path, digest, len(texts))),
                 *(
@@ -271,11 +278,12 @@ class Library:
                     for row in rows
                 ),
             ],
+            release,
         )
 
-    def remove(self, path: str) -> list[str]:
-        """Remove a document; returns texts that no passage uses any more."""
-        return self._change(path, [])
+    def remove(self, path: str, release: Release = lambda texts: None) -> list[str]:
+        """Remove a document, as :meth:`replace` does."""
+        return self._change(path, [], [], release)
 
     def _check_vectors(self, path: str, num_texts: int, vectors: np.ndarray[Any, np.dtype[Any]]) -> None:
         if vectors.ndim != 2 or len(vectors) != num_texts or not np.isfinite(vectors).all():
@@ -286,8 +294,13 @@ class Library:
         if other is not None and len(other.vector) != 4 * vectors.shape[1]:
             raise _wrong_dimensions(self.folder, vectors.shape[1], len(other.vector) // 4)
 
-    def _change(self, path: str, additions: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
-        before = set(self.passages_of(path))
+    def _change(
+        self, path: str, texts: Sequence[str], additions: Sequence[tuple[str, Sequence[Any]]], release: Release
+    ) -> list[str]:
+        of_others = "SELECT 1 FROM passages WHERE text = ? AND path != ? LIMIT 1"
+        before = set(self.passages_of(path)).difference(texts)
+        unused = [text for text in before if not self._database.query(of_others, (text, path))]
+        release(unused)
         self._database.execute_many(
             [
                 ("DELETE FROM passages WHERE path = ?", (path,)),
@@ -298,7 +311,7 @@ class Library:
             ]
         )
         self._reported.discard(path)
-        return [t for t in before if not self._database.query("SELECT 1 FROM passages WHERE text = ? LIMIT 1", (t,))]
+        return unused
 
     def _rows(self) -> Iterator[_Row]:
         last = -1

@@ -53,7 +53,7 @@ def remove_documents(
     gone = _chosen(library.documents(), documents, under)
     engine = CacheClipEngine(library.settings.engine_config(store))
     for name in gone:
-        engine.release(library.remove(name))
+        library.remove(name, engine.release)
     engine.close()
     library.close()
     return gone

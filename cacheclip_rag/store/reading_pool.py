@@ -36,16 +36,18 @@ def in_order(work: Iterable[Callable[[], object]], at_once: int, is_wanted: Call
     what was begun has ended, and raises the first error."""
     running: set[Future[Any]] = set()
     ended: list[Future[Any]] = []
-    for each in work:
-        if not is_wanted():
-            break
-        if at_once == 1:
-            each()
-            continue
-        while len(running) >= at_once:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            ended += [future for future in done if future.exception() is not None]
-        running.add(_pool(os.getpid()).submit(each))
-    wait(running)
+    try:
+        for each in work:
+            if not is_wanted():
+                break
+            if at_once == 1:
+                each()
+                continue
+            while len(running) >= at_once:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                ended += [future for future in done if future.exception() is not None]
+            running.add(_pool(os.getpid()).submit(each))
+    finally:
+        wait(running)
     for future in (*ended, *running):
         future.result()

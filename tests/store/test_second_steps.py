@@ -7,6 +7,8 @@ does not touch is there; a second try does what the first one would have done, a
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,6 +21,7 @@ from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import ChunkStore, TenantStore, catalog, chunk_key, eviction
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
+from cacheclip_rag.store.reading_pool import in_order
 from tests.store.samples import BLOCK, totals_are_right
 from tests.store.steps import CHANGES, Steps, counted_catalogs, failing
 
@@ -212,3 +215,23 @@ def test_any_step_fails(prepared: Path, tmp_path: Path, name: str, for_good: boo
             raise
         shutil.rmtree(folder)
     raise AssertionError("unreachable")
+
+
+def test_reads_under_way_end_before_an_error_of_the_next_one() -> None:
+    """Else they would go on in memory that nobody holds any more."""
+    gate, ended = threading.Event(), list[int]()
+
+    def read() -> None:
+        assert gate.wait(60)
+        time.sleep(0.02)
+        ended.append(1)
+
+    def reads() -> Iterator[Callable[[], None]]:
+        yield read
+        yield read
+        gate.set()
+        raise StoreError("the catalog cannot be used")
+
+    with pytest.raises(StoreError, match="cannot be used"):
+        in_order(reads(), 4, lambda: True)
+    assert ended == [1, 1]

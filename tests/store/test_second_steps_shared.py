@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from cacheclip_rag.store import TenantStore, chunk_key
 from cacheclip_rag.store.shared import care
 from cacheclip_rag.store.shared.objects import ObjectBackend
 from cacheclip_rag.store.shared.place import SharedPlace
-from cacheclip_rag.store.shared.store import SharedStore
+from cacheclip_rag.store.shared.store import GRACE_S, SharedStore
 from cacheclip_rag.store.shared.table import TextTable
 from tests.store.steps import Steps, counted_catalogs, full_disk
 from tests.store.steps import failing as failing_catalog
@@ -326,6 +328,33 @@ def named(machine: Machine) -> dict[str, list[int]]:
 
 def payloads(machine: Machine) -> dict[str, list[int]]:
     return {name: [n for n in range(1, 5) if machine.store.objects.locate(name, [key(n, name)])] for name in TENANTS}
+
+
+class TestFirstSight:
+    def test_garbage_collection_deletes_what_it_saw_without_a_row_for_the_whole_time(
+        self, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However old a payload is: its row may have gone just now, or be about to be committed."""
+        one, _ = machines(prepared, tmp_path)
+        texts, clock = ChunkTexts(one.tenants["t"]), [time.time() + 9 * GRACE_S]
+        monkeypatch.setattr(care, "time", SimpleNamespace(time=lambda: clock[0]))
+
+        def after(seconds: float) -> tuple[int, list[int]]:
+            clock[0] += seconds
+            return care.gc(one.place.url)["deleted"], payloads(one)["t"]
+
+        assert after(0.0) == (0, [1, 2])
+        texts.release([text(1)])
+        one.store.commit()
+        assert after(9 * GRACE_S) == after(GRACE_S - 1.0) == (0, [1, 2])
+        put(one.tenants["t"], 1)
+        one.store.commit()
+        assert after(9 * GRACE_S) == (0, [1, 2]), "it has a row again"
+        texts.release([text(1)])
+        one.store.commit()
+        assert after(9 * GRACE_S) == after(GRACE_S - 1.0) == (0, [1, 2])
+        assert after(1.0) == (1, [2])
+        one.store.close()
 
 
 class TestCare:
