@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.plan import planner
 from cacheclip_rag.prompt.layout import Layout, Span
 from cacheclip_rag.prompt.segments import Chunk, Fresh
 from cacheclip_rag.runtime.base import TokenizedText
@@ -115,10 +115,12 @@ class TestCopiesThatFail:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        expected = engine.generate(rag(PASSAGES), SHORT, method=method).token_ids
+        with monkeypatch.context() as patch:
+            copied = when_copied(patch, 0, fail)
+            expected = engine.generate(rag(PASSAGES), SHORT, method=method).token_ids
         engine.prefixes.clear()
         with monkeypatch.context() as patch:
-            when_copied(patch, 1, error)
+            when_copied(patch, copied[0], error)  # the last one: of cacheclip's, the continued KV
             assert engine.generate(rag(PASSAGES), SHORT, method=method).token_ids == expected
         assert "could not be kept" in caplog.text
         engine.prefixes.clear()
@@ -204,4 +206,4 @@ class TestCutBack:
 
 def continuing(plan: Any, known: int, continued: int) -> Any:
     """As if the exact blocks had come after the plan was made."""
-    return planner.least_computed(plan, 0, continued)
+    return replace(plan, continues=True)
