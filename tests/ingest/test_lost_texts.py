@@ -31,7 +31,8 @@ def test_what_documents_lose_is_released_in_the_end(
     error: Callable[[], BaseException],
 ) -> None:
     """Two documents lose texts; the release of each text fails once, and later texts wait for the run after."""
-    workshop.write("c.txt", "A text that no other document has, and that nobody takes away.")
+    for name in ("c.txt", "d.txt", "e.txt"):  # more than are lost: else the run would ask
+        workshop.write(name, f"A text of {name} that no other document has, and that nobody takes away.")
     workshop.run()
     lost = [text for name in ("a.txt", "b.md") for text in workshop.library.passages_of(str(workshop.corpus / name))]
     for name in ("a.txt", "b.md"):

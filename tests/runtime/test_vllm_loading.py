@@ -234,13 +234,16 @@ class TestLoads:
         if kind == "a shared store":
             create(place)
         options = {"primary": tiny_models["llama"], "auxiliary": None, "store": place, "method": "epic"}
-        CacheClipEngine(**options, codec="float32").precompute(CHUNKS[1:2])
+        exact = CacheClipEngine(**options, codec="float32")
+        exact.precompute(CHUNKS[1:2])
         engine = CacheClipEngine(**options, codec="int8", prefix_cache_bytes=0)
         engine.precompute(CHUNKS)
         made = {"engine": engine, "planner": Planner(**options, codec="int8"), "store": place}
         worker = Worker({**made, "runtime": load_planning(tiny_models["llama"])}, "corrected")
         worker.load()
         worker.check()
+        for parts in (exact, engine, made["planner"]):
+            parts.close()  # a thread follows a shared store
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_heads_of_one_of_two_workers(
