@@ -7,12 +7,16 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import DocumentError, MissingExtraError
+from .pdf_lines import has_both_directions, read_in_order
+from .pdf_view import Box, Layers, PageView, entry, overlap, page_box, upright
 from .text import DocumentText
+from .unseen import Unseen, note_on_unseen
 
 if TYPE_CHECKING:
     from pypdf import PageObject
@@ -28,6 +32,8 @@ _MOST_PRIVATE = 0.05
 """Largest share of signs that only the file's fonts know, such as bullets."""
 _NO_COMMENTS = ("/Link", "/Popup")
 """Annotations that show nothing of their own: a popup repeats the comment to which it belongs."""
+_HIDDEN, _PASSWORD = 2 | 32, 1 << 13
+"""Flags of annotations that are not shown (Hidden, NoView), and of a field whose text is shown as dots."""
 _MOST_DEPTH = 4
 """Most forms within forms, and fields above a field, that are looked through."""
 _INLINE = re.compile(rb"(?<!\S)BI\s*(/.{0,500}?)\sID\s", re.DOTALL)
@@ -50,16 +56,22 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         raise MissingExtraError(PYPDF, "pdf") from error
     notes, pages = [], []
     unread: dict[int, Exception] = {}
+    unseen: dict[int, set[Unseen]] = {}
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{path} is encrypted. Save it without a password.")
-        empty, scanned, pictured = [], [], []  # type: list[int], list[int], list[int]
+        layers = Layers(reader)
+        empty, scanned, pictured, unordered = [], [], [], []  # type: list[int], list[int], list[int], list[int]
         for number, page in enumerate(reader.pages, 1):
             parts: list[str] = []
+            left_out: set[Unseen] = set()
             try:
-                parts.append(text := page.extract_text().strip())
-                parts += _written_on(page)
+                text, is_ordered = _drawn_on(page, layers, left_out)
+                parts.append(text)
+                parts += _written_on(page, layers, left_out)
+                if not is_ordered:
+                    unordered.append(number)
                 if not text:
                     empty.append(number)
                     continue
@@ -67,7 +79,7 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
                 pixels = _largest_picture(page, drawn.get_data() if drawn is not None else b"")
                 if pixels >= _LARGE and len(text) < _LITTLE:
                     scanned.append(number)
-                elif pixels >= _SMALL or _has_picture_on_it(page):
+                elif pixels >= _SMALL or _has_picture_on_it(page, layers):
                     pictured.append(number)
             except DependencyError:
                 raise
@@ -75,6 +87,8 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
                 unread[number] = error
             finally:
                 pages.append("\n\n".join(filter(None, parts)))
+                if left_out:
+                    unseen[number] = left_out
         if unread and not any(pages):
             raise next(iter(unread.values()))
         try:
@@ -89,8 +103,15 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         raise DocumentError(f"{path} is encrypted with AES: {needed}") from error
     except Exception as error:  # damaged files raise many kinds
         raise DocumentError(f"{path} is no PDF file that pypdf can read ({type(error).__name__}: {error}).") from error
+    if unseen:
+        notes.append(
+            note_on_unseen(
+                f"{_pages([*unseen])} of {len(pages)} with hidden parts, which are", set().union(*unseen.values())
+            )
+        )
     if not any(pages):
-        raise DocumentError(f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first.")
+        without = f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first."
+        raise DocumentError(" ".join([without, *notes]))
     if unread:
         notes.append(f"{_pages([*unread])} of {len(pages)} with something that cannot be read, which is left out.")
     if empty:
@@ -101,6 +122,8 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         )
     if attached:
         notes.append(f"{attached} file(s) attached to it are not read.")
+    if unordered:
+        notes.append(f"{_pages(unordered)} of {len(pages)} with text in two directions, whose order may be wrong.")
     if pictured:
         notes.append(f"{_pages(pictured)} of {len(pages)} with pictures, in which no text is read.")
     text = "\n\n".join(filter(None, pages)).replace("\0", "\ufffd")  # signs without a letter in the file's fonts
@@ -125,38 +148,84 @@ def _pages(numbers: list[int]) -> str:
     )
 
 
-def _written_on(page: PageObject) -> Iterator[str]:
-    """What stands in form fields and comments of a page, which is no part of the page's text."""
+def _drawn_on(page: PageObject, layers: Layers, left_out: set[Unseen]) -> tuple[str, bool]:
+    """The text that readers see of what is drawn on a page, and whether its order is known. Reasons why they do not see
+    the rest are added to ``left_out``."""
+    shown = page_box(page)
+    view = PageView(page, layers, shown)
+    text = page.extract_text(visitor_operand_before=view.before, visitor_operand_after=view.after)
+    pictures = view.pictures.all if Unseen.TRANSPARENT in view.left_out else []
+    if pictures:  # which may be drawn over what OCR read in them
+        view = PageView(page, layers, shown, pictures=pictures)
+        text = page.extract_text(visitor_operand_before=view.before, visitor_operand_after=view.after)
+    left_out |= view.left_out
+    if not has_both_directions(text):
+        return text.strip(), True
+    view = PageView(page, layers, shown, pictures=pictures)
+    given, ordered = read_in_order(partial(page.extract_text, visitor_operand_after=view.after), view.before)
+    is_known = given == text  # else pypdf reports other pieces than it returns
+    return (ordered if is_known else text).strip(), is_known
+
+
+def _written_on(page: PageObject, layers: Layers, left_out: set[Unseen]) -> Iterator[str]:
+    """What stands in form fields and comments of a page, which is no part of the page's text. Reasons why readers do
+    not see some are added to ``left_out``."""
+    shown = page_box(page)
     for annotation in _annotations(page):
-        if _entry(annotation, "/Subtype") == "/Widget":
-            name = _of_field(annotation, "/TU") or _of_field(annotation, "/T") or "field"
-            value = _of_field(annotation, "/V")
-            text = _shown(value, _of_field(annotation, "/Opt")) if value != "/Off" else ""
-            text = text and f"{name}: {text}"
-        else:
-            text = _shown(_entry(annotation, "/Contents"))
-        yield text or _drawn(page, annotation)
+        text, unseen = _said_in(page, annotation), _why_unseen(annotation, layers, shown)
+        if unseen is None:
+            yield text
+        elif text:
+            left_out.add(unseen)
+
+
+def _said_in(page: PageObject, annotation: Any) -> str:
+    if entry(annotation, "/Subtype") == "/Widget":
+        name = _of_field(annotation, "/TU") or _of_field(annotation, "/T") or "field"
+        value = _of_field(annotation, "/V")
+        text = _shown(value, _of_field(annotation, "/Opt")) if value != "/Off" else ""
+        text = text and f"{name}: {text}"
+    else:
+        text = _shown(entry(annotation, "/Contents"))
+    return text or _drawn(page, annotation)
+
+
+def _why_unseen(annotation: Any, layers: Layers, shown: Box) -> Unseen | None:
+    """Why readers do not see a field or comment; None if they do.
+
+    Args:
+        shown: part of the page that is shown.
+    """
+    if _flags(entry(annotation, "/F")) & _HIDDEN or layers.are_off(annotation.get("/OC")):
+        return Unseen.SWITCHED_OFF
+    is_field = entry(annotation, "/Subtype") == "/Widget"
+    if is_field and _of_field(annotation, "/FT") == "/Tx" and _flags(_of_field(annotation, "/Ff")) & _PASSWORD:
+        return Unseen.SECRET
+    with suppress(TypeError, ValueError):  # a damaged place
+        left, bottom, right, top = upright(entry(annotation, "/Rect") or shown)
+        around = 0 if is_field else 1  # comments have signs, which are seen without a place of their own
+        if not overlap((left - around, bottom - around, right + around, top + around), shown):
+            return Unseen.OUTSIDE
+    return None
+
+
+def _flags(number: Any) -> int:
+    return number if isinstance(number, int) else 0
 
 
 def _annotations(page: PageObject) -> Iterator[Any]:
     """Annotations that show something of their own."""
-    for reference in _entry(page, "/Annots") or ():
+    for reference in entry(page, "/Annots") or ():
         annotation: Any = reference.get_object()
-        if isinstance(annotation, dict) and _entry(annotation, "/Subtype") not in _NO_COMMENTS:
+        if isinstance(annotation, dict) and entry(annotation, "/Subtype") not in _NO_COMMENTS:
             yield annotation
-
-
-def _entry(holder: Any, key: str) -> Any:
-    """The object that an entry of a dictionary is or refers to; None without it."""
-    found = holder.get(key)
-    return None if found is None else found.get_object()
 
 
 def _of_field(field: Any, key: str) -> Any:
     """An entry of a form field, or of the nearest field above that has it."""
     for _ in range(_MOST_DEPTH):
-        found = _entry(field, key)
-        field = _entry(field, "/Parent")
+        found = entry(field, key)
+        field = entry(field, "/Parent")
         if found is not None or field is None:
             return found
     return None
@@ -186,7 +255,7 @@ def _resolved(value: Any) -> Any:
 
 def _appearances(annotation: Any) -> list[Any]:
     """What is drawn for an annotation, in each of its states."""
-    normal = _entry(_entry(annotation, "/AP") or {}, "/N") or {}
+    normal = entry(entry(annotation, "/AP") or {}, "/N") or {}
     drawn = [normal] if hasattr(normal, "get_data") else [each.get_object() for each in normal.values()]
     return [each for each in drawn if hasattr(each, "get_data")]
 
@@ -200,11 +269,12 @@ def _drawn(page: PageObject, annotation: Any) -> str:
     return ""
 
 
-def _has_picture_on_it(page: PageObject) -> bool:
+def _has_picture_on_it(page: PageObject, layers: Layers) -> bool:
     """Whether people put a picture on the page, of any size: a stamp, a signature."""
     return any(
         _largest_picture(drawn, drawn.get_data())
         for annotation in _annotations(page)
+        if _why_unseen(annotation, layers, page_box(page)) is None
         for drawn in _appearances(annotation)
     )
 
@@ -220,11 +290,11 @@ def _largest_picture(drawn: Any, commands: bytes, depth: int = 0, seen: dict[int
     for (found,) in map(re.Match.groups, _INLINE.finditer(commands)):
         sizes = [pattern.search(found) for pattern in (_WIDTH, _HEIGHT)]
         largest = max(largest, prod(int(size[1]) if size else 0 for size in sizes))
-    objects = _entry(_entry(drawn, "/Resources") or {}, "/XObject") or {}
+    objects = entry(entry(drawn, "/Resources") or {}, "/XObject") or {}
     for each in map(_resolved, objects.values()):
-        kind = _entry(each, "/Subtype")
+        kind = entry(each, "/Subtype")
         if kind == "/Image":
-            largest = max(largest, prod(int(_entry(each, side) or 0) for side in ("/Width", "/Height")))
+            largest = max(largest, prod(int(entry(each, side) or 0) for side in ("/Width", "/Height")))
         elif kind == "/Form" and depth < _MOST_DEPTH and id(each) not in seen:
             seen[id(each)] = each
             largest = max(largest, _largest_picture(each, each.get_data(), depth + 1, seen))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import codecs
-import io
 import random
 import re
 import shutil
@@ -18,12 +17,10 @@ import pytest
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import (
     ArrayObject,
-    DecodedStreamObject,
     DictionaryObject,
     NameObject,
     NumberObject,
     PdfObject,
-    StreamObject,
     TextStringObject,
 )
 
@@ -31,7 +28,7 @@ import cacheclip_rag.ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import EmptyFileError, read_document
 from cacheclip_rag.ingest.text import DocumentText, _Page, cleaned, notes_on_markdown
-from tests.ingest.pdf import pdf
+from tests.ingest.pdf import annotate, form, image, pdf, stream, with_parts
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"
 
@@ -254,54 +251,12 @@ class TestDataInText:
         notes_on_markdown(cleaned(text * 20))
 
 
-def with_parts(data: bytes, change: Callable[[PdfWriter], None]) -> bytes:
-    writer = PdfWriter(clone_from=PdfReader(io.BytesIO(data)))
-    change(writer)
-    written = io.BytesIO()
-    writer.write(written)
-    return written.getvalue()
-
-
-def annotate(writer: PdfWriter, **fields: str | PdfObject) -> DictionaryObject:
-    """Adds an annotation to the first page. Each of its values is an object of its own, as many programs write them."""
-    each = DictionaryObject({NameObject("/Type"): NameObject("/Annot")})
-    for name, value in fields.items():
-        if isinstance(value, str):
-            value = NameObject(value) if value.startswith("/") else TextStringObject(value)
-        each[NameObject(f"/{name}")] = writer._add_object(value)
-    page = writer.pages[0]
-    page[NameObject("/Annots")] = ArrayObject([*page.get("/Annots", []), writer._add_object(each)])
-    return each
-
-
 def texts(*values: str) -> ArrayObject:
     return ArrayObject(map(TextStringObject, values))
 
 
 def void(value: object) -> None:
     """For functions whose result nobody wants."""
-
-
-def stream(data: bytes, **fields: PdfObject) -> DecodedStreamObject:
-    made = DecodedStreamObject()
-    made.set_data(data)
-    made.update({NameObject(f"/{name}"): value for name, value in fields.items()})
-    return made
-
-
-def form(writer: PdfWriter, data: bytes, **resources: PdfObject) -> DecodedStreamObject:
-    of_page = writer.pages[0]["/Resources"]
-    assert isinstance(of_page, DictionaryObject)
-    own = DictionaryObject({NameObject(f"/{name}"): value for name, value in resources.items()})
-    own[NameObject("/Font")] = of_page["/Font"]
-    return stream(data, Subtype=NameObject("/Form"), Resources=own)
-
-
-def image(writer: PdfWriter, side: int) -> DictionaryObject:
-    made = StreamObject()
-    made.update({NameObject("/Type"): NameObject("/XObject"), NameObject("/Subtype"): NameObject("/Image")})
-    made.update({NameObject(name): writer._add_object(NumberObject(side)) for name in ("/Width", "/Height")})
-    return DictionaryObject({NameObject("/Im0"): writer._add_object(made)})
 
 
 def picture(writer: PdfWriter, number: int, side: int) -> None:
@@ -454,7 +409,7 @@ class TestPdf:
             ("\ue001\ue002\ue003 a", "3 of 5 signs"),
             ("\uf0b7 " + "a" * 90, ""),
         ):
-            monkeypatch.setattr("pypdf.PageObject.extract_text", lambda page, said=said: said)
+            monkeypatch.setattr("pypdf.PageObject.extract_text", lambda page, said=said, **visitors: said)
             text = read(tmp_path, "a.pdf", pdf("One."))
             assert text == said.replace("\0", "\ufffd") and len(text.notes) == bool(noted)
             assert noted in " ".join(text.notes)

@@ -1,0 +1,328 @@
+"""What readers of a PDF page do not see is not ingested, and a note says so. What they see stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import (
+    ArrayObject,
+    DictionaryObject,
+    FloatObject,
+    NameObject,
+    NumberObject,
+    PdfObject,
+    TextStringObject,
+)
+
+import cacheclip_rag.ingest.pdf_view as view
+from cacheclip_rag.base.errors import DocumentError
+from cacheclip_rag.ingest.documents import read_document
+from cacheclip_rag.ingest.text import DocumentText
+from cacheclip_rag.ingest.unseen import Unseen
+from tests.ingest.pdf import annotate, draw, form, image, pdf, stream, with_parts
+
+OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "
+
+
+def read(folder: Path, change: Callable[[PdfWriter], object]) -> DocumentText:
+    (folder / "a.pdf").write_bytes(with_parts(pdf("Lease."), lambda writer: void(change(writer))))
+    return read_document(folder / "a.pdf")
+
+
+def void(value: object) -> None:
+    """For functions whose result nobody wants."""
+
+
+def numbers(*values: float) -> ArrayObject:
+    return ArrayObject(map(FloatObject, values))
+
+
+def entries(**values: PdfObject) -> DictionaryObject:
+    return DictionaryObject({NameObject(f"/{name}"): value for name, value in values.items()})
+
+
+def is_seen(text: DocumentText) -> bool:
+    """That both texts are there and nothing is noted; False: that one is, and a note says so."""
+    assert text in ("Lease.\nOther.", "Lease.\n\nOther.", "Lease."), text
+    assert (text == "Lease.") == any("hidden parts, which are left out" in note for note in text.notes), text.notes
+    return text != "Lease."
+
+
+def at(commands: bytes) -> bytes:
+    """Commands between which and the end a text stands."""
+    return b"q " + commands + b" " + OTHER + b"Q"
+
+
+HIDDEN = {
+    Unseen.TRANSPARENT: [
+        *(at(b"3 Tr"), b"BT /F1 12 Tf 3 Tr 14 TL 72 600 Td (Oth) ' 0 0 (er) \" [(.) -300 (.)] TJ ET", at(b"/Clear gs")),
+    ],
+    Unseen.ON_WHITE: [
+        *(at(b"1 g"), at(b"1 1 1 rg"), at(b"0 0 0 0 k"), at(b"0.99 0.98 0.99 rg"), at(b"/DeviceRGB cs 1 1 1 sc")),
+        *(at(b"/Icc cs 1 1 1 scn"), at(b"1 g 0 500 600 200 re f"), at(b"0 g 0 0 99 99 re f 1 g")),
+        *(at(b"0 0 0 RG 0 0 600 700 re S 1 g"), at(b"q 0 0 9 9 re W n 0 g 0 0 600 700 re f Q 1 g")),
+    ],
+    Unseen.TOO_SMALL: [
+        *(at(b"0.01 0 0 0.01 72 600 cm"), b"BT /F1 0.1 Tf 72 600 Td (Other.) Tj ET"),
+        b"BT /F1 12 Tf 0 0 0 0 72 600 Tm (Other.) Tj ET",
+    ],
+    Unseen.OUTSIDE: [
+        *(at(b"1 0 0 1 2000 0 cm"), at(b"1 0 0 1 -300 0 cm"), at(b"1 0 0 1 0 300 cm"), at(b"1 0 0 1 0 -700 cm")),
+        *(at(b"0 650 600 90 re W n"), at(b"0 0 m 9 0 l 9 9 l W* n"), at(b"0 0 600 9 re W n 0 700 600 9 re W n")),
+        b"BT /F1 12 Tf 0 1 -1 0 900 100 Tm (Other.) Tj ET",
+    ],
+}
+SEEN = [
+    *(at(b""), at(b"0 g 60 590 300 30 re f 1 g"), at(b"0 g 60 590 m 300 590 l 300 620 l f 1 g"), at(b"0.8 g")),
+    *(at(b"20 w 60 605 m 300 605 l S 1 g"), at(b"1 0 0 rg"), at(b"0 0 0 1 k"), at(b"1 1 1 0 k"), at(b"/Ink cs 1 scn")),
+    *(at(b"q 3 Tr 1 g 0 0 9 9 re W n Q"), at(b"q 1 0 0 1 2000 0 cm Q"), at(b"1 g 0 g"), at(b"1 g 1 Tr"), at(b"1 Tr")),
+    *(at(b"/Pattern cs 1 g /P scn"), at(b"/Mesh sh 1 g"), at(b"0 500 600 200 re W n"), at(b"/Clear gs /Full gs")),
+    *(at(b"0 0 600 9 re n"), at(b"-1 0 0 1 200 0 cm"), at(b"3 Tr 0 Tr"), at(b"1 g q 0 g"), at(b"Q Q Q")),
+    b"BT /F1 1 Tf 12 0 0 12 72 600 Tm (Other.) Tj ET",
+    b"BT /F1 12 Tf 200 TL 72 800 Td (Other.) ' ET",
+    b'BT /F1 12 Tf 200 TL 72 800 Td 0 0 (Other.) " ET',
+    b"BT /F1 12 Tf -20 600 Td (Other.) Tj ET",
+    b"BT /F1 12 Tf -72 600 Td (      ) Tj (Other.) Tj ET",
+    b"BT /F1 12 Tf 620 600 Td [9000 (Other.)] TJ ET",
+    b"BT /F1 -12 Tf 90 600 Td (Other.) Tj ET",
+    at(b"(x) Tr Tf /F1 Tf EMC /OC BDC EMC /OC /No BDC EMC 1 re W n /No gs /No Do 5 cm /X w (x) g /No cs 1 scn 0 g"),
+]
+
+
+class TestDrawn:
+    @staticmethod
+    def read(folder: Path, commands: bytes) -> DocumentText:
+        def change(writer: PdfWriter) -> None:
+            icc = writer._add_object(stream(b"", N=NumberObject(3)))
+            spaces = entries(
+                Icc=ArrayObject([NameObject("/ICCBased"), icc]),
+                Ink=ArrayObject([NameObject("/Separation"), NameObject("/Black"), NameObject("/DeviceGray")]),
+            )
+            states = entries(Clear=entries(ca=NumberObject(0)), Full=entries(ca=NumberObject(1)))
+            draw(writer, commands, ColorSpace=spaces, ExtGState=states)
+
+        return read(folder, change)
+
+    @pytest.mark.parametrize(("reason", "commands"), [(reason, each) for reason in HIDDEN for each in HIDDEN[reason]])
+    def test_what_is_not_seen(self, tmp_path: Path, reason: Unseen, commands: bytes) -> None:
+        text = self.read(tmp_path, commands)
+        assert text == "Lease." and text.notes == (f"page 1 of 1 with hidden parts, which are left out ({reason}).",)
+
+    @pytest.mark.parametrize("commands", SEEN)
+    def test_what_is_seen(self, tmp_path: Path, commands: bytes) -> None:
+        text = self.read(tmp_path, commands)
+        assert text.replace("\n", "") == "Lease.Other." and text.notes == ()
+
+    @pytest.mark.parametrize(
+        ("box", "seen"),
+        [
+            ((0, 700, 612, 792), False),
+            ((0, 500, 612, 792), True),
+            ((612, 792, 0, 500), True),
+            ((900, 900, 990, 990), True),
+        ],
+    )
+    def test_the_part_of_the_page_that_is_shown(self, tmp_path: Path, box: tuple[float, ...], seen: bool) -> None:
+        def change(writer: PdfWriter) -> None:
+            draw(writer, OTHER)
+            writer.pages[0][NameObject("/CropBox")] = numbers(*box)
+
+        assert is_seen(read(tmp_path, change)) == seen
+
+    @pytest.mark.parametrize("first", [True, False], ids=["picture first", "text first"])
+    @pytest.mark.parametrize(("left", "seen"), [(0, True), (300, False)])
+    def test_what_ocr_read_stays_where_its_picture_is(self, tmp_path: Path, first: bool, left: int, seen: bool) -> None:
+        parts = [b"q 300 0 0 700 %d 0 cm /Im0 Do Q " % left, at(b"3 Tr")]
+        commands = b"".join(parts if first else parts[::-1])
+        text = read(tmp_path, lambda writer: draw(writer, commands, XObject=image(writer, 9)))
+        assert is_seen(text) == seen
+
+    @pytest.mark.parametrize("inline", [True, False])
+    def test_a_picture_is_a_ground_for_white_text(self, tmp_path: Path, inline: bool) -> None:
+        shown = b"BI /W 8 /H 1 /BPC 1 /CS /G ID \x00 EI" if inline else b"/Im0 Do"
+        commands = b"q 600 0 0 300 0 500 cm " + shown + b" Q " + at(b"1 g")
+        assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, XObject=image(writer, 9))))
+
+    @pytest.mark.parametrize(
+        ("matrix", "bounds", "commands", "seen"),
+        [
+            ((1, 0, 0, 1, 0, 0), (0, 0, 600, 700), OTHER, True),
+            ((1, 0, 0, 1, 0, 0), (600, 700, 0, 0), OTHER, True),
+            ((1, 0, 0, 1, 0, 0), (0, 0, 600, 90), OTHER, False),
+            ((1, 0, 0, 1, 2000, 0), (0, 0, 600, 700), OTHER, False),
+            ((1, 0, 0, 1, -2000, 0), (0, 0, 9000, 700), at(b"1 0 0 1 2000 0 cm"), True),
+            ((1, 0, 0, 1, 0, 0), (0, 0, 600, 700), at(b"3 Tr"), False),
+            ((1, 0, 0, 1, 0, 0), (0, 0, 600, 700), b"3 Tr 1 g q q /OC /No BDC", True),
+        ],
+    )
+    def test_forms(
+        self, tmp_path: Path, matrix: tuple[float, ...], bounds: tuple[float, ...], commands: bytes, seen: bool
+    ) -> None:
+        """A form is cut to its bounds, and leaves nothing behind for the commands after it."""
+
+        def change(writer: PdfWriter) -> None:
+            made = form(writer, commands)
+            made.update({NameObject("/Matrix"): numbers(*matrix), NameObject("/BBox"): numbers(*bounds)})
+            after = b"" if b"Other" in commands else OTHER
+            draw(writer, b"/Fm0 Do " + after, XObject=entries(Fm0=writer._add_object(made)))
+
+        assert is_seen(read(tmp_path, change)) == seen
+
+    def test_letters_of_own_size(self, tmp_path: Path) -> None:
+        """Letters of a Type 3 font say how large their units are."""
+
+        def change(writer: PdfWriter) -> None:
+            drawn = entries(O=writer._add_object(stream(b"10 0 0 0 10 10 d1 0 0 9 9 re f")))
+            names = ArrayObject([NumberObject(79), NameObject("/O")])
+            font = entries(Type=NameObject("/Font"), Subtype=NameObject("/Type3"), FontMatrix=numbers(1, 0, 0, 1, 0, 0))
+            font.update(entries(CharProcs=drawn, FirstChar=NumberObject(79), LastChar=NumberObject(79)))
+            font.update(
+                entries(Widths=numbers(10), Encoding=entries(Differences=names), FontBBox=numbers(0, 0, 10, 10))
+            )
+            fonts = writer.pages[0]["/Resources"]["/Font"]  # type: ignore[index]
+            fonts[NameObject("/T3")] = writer._add_object(font)
+            draw(writer, b"BT /T3 0.4 Tf 72 600 Td (O) Tj ET")
+
+        assert read(tmp_path, change) == "Lease.\nO"
+
+    def test_a_page_of_many_places_costs_no_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared, overlap = [], view.overlap
+        monkeypatch.setattr(view, "overlap", lambda *boxes: compared.append(boxes) or overlap(*boxes))
+        monkeypatch.setattr(view, "_MOST_BOXES", 10)
+        commands = b"0 g" + b" 0 0 9 9 re f" * 300 + b" 1 g " + OTHER * 300
+        text = read(tmp_path, lambda writer: draw(writer, commands))
+        assert "Other" not in text and len(compared) <= 300 * (10 + 1) + 1
+
+    def test_a_page_of_hidden_text_is_refused_with_the_reason(self, tmp_path: Path) -> None:
+        (tmp_path / "a.pdf").write_bytes(pdf("Lease.").replace(b" 72 720 Td", b"972 720 Td"))
+        with pytest.raises(DocumentError, match=r"no text on its 1 pages.*left out \(outside the page\)"):
+            read_document(tmp_path / "a.pdf")
+
+
+def layers(writer: PdfWriter, base: str = "ON") -> DictionaryObject:
+    """Groups: ``Off`` is switched off, ``On`` is on; ``Own`` is as the file's base says."""
+    made = {name: writer._add_object(entries(Type=NameObject("/OCG"))) for name in ("On", "Off", "Own")}
+    default = entries(BaseState=NameObject(f"/{base}"), ON=ArrayObject([made["On"]]), OFF=ArrayObject([made["Off"]]))
+    writer._root_object[NameObject("/OCProperties")] = entries(OCGs=ArrayObject(made.values()), D=default)
+    for policy in ("AllOn", "AnyOn", "AnyOff", "AllOff"):
+        for first, second in (("On", "Off"), ("Off", "Off"), ("On", "On")):
+            members = ArrayObject([made[first], made[second]])
+            each = entries(Type=NameObject("/OCMD"), OCGs=members, P=NameObject(f"/{policy}"))
+            made[f"{policy}{first}{second}"] = writer._add_object(each)
+    made["One"] = writer._add_object(entries(Type=NameObject("/OCMD"), OCGs=made["Off"]))
+    made["None"] = writer._add_object(entries(Type=NameObject("/OCMD"), OCGs=ArrayObject()))
+    return entries(**made)
+
+
+LAYERS = {
+    **{"On": True, "Off": False, "Own": True, "One": False, "None": True, "Unknown": True},
+    **{"AllOnOnOff": False, "AllOnOnOn": True, "AnyOnOnOff": True, "AnyOnOffOff": False},
+    **{"AnyOffOnOff": True, "AnyOffOnOn": False, "AllOffOnOff": False, "AllOffOffOff": True},
+}
+
+
+class TestLayers:
+    @pytest.mark.parametrize("name", LAYERS)
+    @pytest.mark.parametrize("inner", [b"", b"/Span <</X 1>> BDC EMC /Artifact BMC EMC ", b"/OC /On BDC EMC "])
+    def test_text(self, tmp_path: Path, name: str, inner: bytes) -> None:
+        commands = b"/OC /%s BDC %s EMC" % (name.encode(), inner + OTHER)
+        text = read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer)))
+        assert is_seen(text) == LAYERS[name]
+        assert text.notes == (
+            () if LAYERS[name] else ("page 1 of 1 with hidden parts, which are left out (switched off).",)
+        )
+
+    @pytest.mark.parametrize(("base", "seen"), [("ON", True), ("OFF", False)])
+    def test_what_the_file_says_of_all(self, tmp_path: Path, base: str, seen: bool) -> None:
+        commands = b"/OC /Own BDC " + OTHER + b" EMC"
+        assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer, base)))) == seen
+
+    @pytest.mark.parametrize("name", ["On", "Off"])
+    @pytest.mark.parametrize("kind", ["form", "comment"])
+    def test_forms_and_comments(self, tmp_path: Path, name: str, kind: str) -> None:
+        def change(writer: PdfWriter) -> None:
+            group = layers(writer).raw_get(f"/{name}")
+            if kind == "comment":
+                annotate(writer, Subtype="/FreeText", Contents="Other.")[NameObject("/OC")] = group
+                return
+            made = form(writer, OTHER)
+            made[NameObject("/OC")] = group
+            draw(writer, b"/Fm0 Do", XObject=entries(Fm0=writer._add_object(made)))
+
+        assert is_seen(read(tmp_path, change)) == (name == "On")
+
+    def test_a_picture_that_is_switched_off_is_no_ground(self, tmp_path: Path) -> None:
+        def change(writer: PdfWriter) -> None:
+            commands = b"/OC /Off BDC q 600 0 0 700 0 0 cm /Im0 Do Q EMC " + at(b"3 Tr")
+            draw(writer, commands, XObject=image(writer, 9), Properties=layers(writer))
+
+        assert not is_seen(read(tmp_path, change))
+
+    @pytest.mark.parametrize(
+        "damage", [NumberObject(3), entries(D=NumberObject(3)), entries(D=entries(OFF=NumberObject(3)))]
+    )
+    def test_damaged_lists_switch_nothing_off(self, tmp_path: Path, damage: PdfObject) -> None:
+        def change(writer: PdfWriter) -> None:
+            draw(writer, b"/OC /Off BDC " + OTHER + b"EMC", Properties=layers(writer))
+            writer._root_object[NameObject("/OCProperties")] = damage
+
+        assert is_seen(read(tmp_path, change))
+
+
+class TestFieldsAndComments:
+    @pytest.mark.parametrize(
+        ("change", "seen"),
+        [
+            *(({"F": NumberObject(flags)}, seen) for flags, seen in ((0, True), (4, True), (2, False), (6, False))),
+            *(({"F": NumberObject(flags)}, seen) for flags, seen in ((32, False), (36, False), (1 | 4 | 64, True))),
+            ({"Rect": numbers(72, 500, 172, 520)}, True),
+            ({"Rect": numbers(172, 520, 72, 500)}, True),
+            ({"Rect": numbers(-200, 500, -100, 520)}, False),
+            ({"Rect": numbers(72, 900, 172, 920)}, False),
+            ({"Rect": numbers(72, 500)}, True),
+            ({"F": NameObject("/Odd")}, True),
+        ],
+    )
+    @pytest.mark.parametrize("kind", ["/Text", "/FreeText", "/Widget", "/Stamp"])
+    def test_flags_and_places(self, tmp_path: Path, kind: str, change: dict[str, Any], seen: bool) -> None:
+        def add(writer: PdfWriter) -> None:
+            drawn = writer._add_object(form(writer, b"BT /F1 9 Tf 1 1 Td (Other.) Tj ET"))
+            said = {"AP": entries(N=drawn)} if kind in ("/Widget", "/Stamp") else {"Contents": "Other."}
+            annotate(writer, Subtype=kind, **said, **change)  # type: ignore[arg-type]
+
+        assert is_seen(read(tmp_path, add)) == seen
+
+    @pytest.mark.parametrize(
+        ("kind", "flags", "place", "seen"),
+        [
+            ("/Tx", 1 << 13, numbers(72, 500, 172, 520), False),
+            ("/Tx", 1 << 12, numbers(72, 500, 172, 520), True),
+            ("/Ch", 1 << 13, numbers(72, 500, 172, 520), True),
+            ("/Tx", 0, numbers(0, 0, 0, 0), False),
+        ],
+    )
+    @pytest.mark.parametrize("depth", [0, 1])
+    def test_fields(self, tmp_path: Path, kind: str, flags: int, place: ArrayObject, seen: bool, depth: int) -> None:
+        def add(writer: PdfWriter) -> None:
+            field = annotate(writer, Subtype="/Widget", Rect=place)
+            if depth:
+                above = entries()
+                field[NameObject("/Parent")] = writer._add_object(above)
+                field = above
+            field.update(entries(FT=NameObject(kind), Ff=NumberObject(flags)))
+            field.update(entries(T=TextStringObject("code"), V=TextStringObject("hunter2")))
+
+        text = read(tmp_path, add)
+        assert text == ("Lease.\n\ncode: hunter2" if seen else "Lease.") and len(text.notes) == (not seen)
+
+    def test_pictures_that_are_hidden_are_not_noted(self, tmp_path: Path) -> None:
+        def add(writer: PdfWriter) -> None:
+            drawn = writer._add_object(form(writer, b"/Im0 Do", XObject=image(writer, 200)))
+            annotate(writer, Subtype="/Stamp", F=NumberObject(2), AP=entries(N=drawn))
+
+        text = read(tmp_path, add)
+        assert (text, text.notes) == ("Lease.", ())
