@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
+from .html import html_text
 from .pdf import PYPDF, pdf_text
 from .text import (
     HTML_SUFFIXES,
@@ -23,7 +24,6 @@ from .text import (
     cleaned,
     decoded,
     encoding_of_page,
-    html_text,
     notes_on_markdown,
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..base.errors import ConfigurationError, MissingExtraError
 from ..prompt.segments import normalise_chunk
 
-_RULE = re.compile(r"[ \t>]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*\n?")
+_RULE = re.compile(r"[ \t>]*+\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?[ \t]*+\n?")
 """The line below the header of a table of Markdown."""
 _SEPARATOR = re.compile(r"sep=.\s*", re.IGNORECASE)
 """A first line by which spreadsheets name the character between values."""
@@ -124,15 +124,15 @@ def _records(text: str) -> list[str]:
     lines = text.splitlines(keepends=True)
     if text.count('"') % 2:
         return lines
-    found: list[str] = []
+    found: list[list[str]] = []
     is_open = False
     for line in lines:
         if is_open:
-            found[-1] += line
+            found[-1].append(line)
         else:
-            found.append(line)
+            found.append([line])
         is_open ^= line.count('"') % 2 == 1
-    return found
+    return ["".join(row) for row in found]
 
 
 def check_sizes(chunk_tokens: int, overlap_tokens: int) -> None:

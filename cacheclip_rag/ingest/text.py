@@ -5,10 +5,8 @@ from __future__ import annotations
 import codecs
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from html.parser import HTMLParser
 from pathlib import Path
 
 from ..base.errors import DocumentError
@@ -66,6 +64,7 @@ _DATA = re.compile(
 )
 """Pictures and other files that stand in a text."""
 _DRAWING = re.compile(r"(data:image/svg\+xml[^\s,\"'()<>]{0,60},\s*)?<svg\b.*?</svg>", re.DOTALL | re.IGNORECASE)
+_DRAWING_END = re.compile("</svg>", re.IGNORECASE)
 _BASE64 = re.compile(
     r"(?:[A-Za-z0-9+/]{32,100}\n[> \t]*){7,}(?:([A-Za-z0-9+/]+={0,2})(?![\w+/= ]))?|[A-Za-z0-9+/]{1000,}={0,2}"
 )
@@ -223,7 +222,7 @@ def cleaned(text: str) -> DocumentText:
         left_out.setdefault("uuencode", []).append(len(match[0]))
         return ""
 
-    end = text.lower().rfind("</svg>") + len("</svg>")  # behind it, a drawing has no end
+    end = max((found.end() for found in _DRAWING_END.finditer(text)), default=0)  # behind it, a drawing has no end
     text = _DRAWING.sub(without_drawing, text[:end]) + text[end:]
     text = _UUENCODED.sub(without_uuencoded, _BASE64.sub(without_base64, _DATA.sub(without_data, text)))
     for kind, sizes in left_out.items():
@@ -249,154 +248,14 @@ def cleaned(text: str) -> DocumentText:
 def notes_on_markdown(text: str) -> list[str]:
     """What readers of Markdown see and its text lacks."""
     shown = _CODE.sub("", text)
-    return _notes_on_media(len(_PICTURE.findall(shown)), len(_EMBEDDED.findall(shown)))
+    return notes_on_media(len(_PICTURE.findall(shown)), len(_EMBEDDED.findall(shown)))
 
 
-def _notes_on_media(pictures: int, others: int) -> list[str]:
+def notes_on_media(pictures: int, others: int) -> list[str]:
+    """Notes on what a page shows that is no text."""
     notes = []
     if pictures:
         notes.append(f"{pictures} picture(s) are not read; the text has what the page says in their place.")
     if others:
         notes.append(f"{others} embedded page(s), recording(s) or drawing(s) are not read.")
     return notes
-
-
-class _Page(HTMLParser):
-    """What a browser shows of a page, as Markdown as far as headings, lists and tables go."""
-
-    _OTHERS = frozenset("audio canvas embed frame iframe object video".split())
-    """Elements that show something else than their text."""
-    _UNSEEN = _OTHERS | set("annotation datalist noscript script style template title".split())
-    _VOID = frozenset("area base br col embed frame hr img input link meta source track wbr".split())
-    _BLOCKS = frozenset(
-        (
-            "address article aside blockquote center details dialog div dl fieldset figcaption figure footer form "
-            "header hgroup hr legend main menu nav ol p pre search section summary table ul"
-        ).split()
-    )
-    _APART = frozenset("button option select text textarea".split())
-    """Elements that stand apart from the text around them, in its line. ``text`` is a drawing's."""
-    _ENDED_BY_ITSELF = frozenset("dd dt li option p td th tr".split())
-    """The end of such an element may be left out before another one."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.pieces: list[str] = []
-        self.title = ""
-        self.pictures = self.hidden = self.others = 0
-        self._open: list[tuple[str, bool]] = []
-        """Elements that are open, and whether each is hidden itself."""
-        self._names = Counter[str]()
-        self._unseen = self._cells = self._rows = self._empty = 0
-        self._taken: dict[int, int] = {}
-        """Columns whose cell reaches further down, and by how many rows."""
-
-    def _close(self) -> str:
-        tag, hidden = self._open.pop()
-        self._names[tag] -= 1
-        self._unseen -= hidden
-        return tag
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        style = re.sub(r"\s", "", given.get("style", "")).lower()
-        hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
-        hidden = hidden or given.get("aria-hidden") == "true" or (tag == "dialog" and "open" not in given)
-        hidden = hidden or (tag == "option" and "selected" not in given)
-        self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
-        if tag not in self._VOID:
-            above = self._open[-1][0] if self._open else ""
-            if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
-                self._close()
-            self.hidden += hidden and tag != "option" and not self._unseen
-            unseen = hidden or tag in self._UNSEEN
-            self._open.append((tag, unseen))
-            self._names[tag] += 1
-            self._unseen += unseen
-        if self._unseen:
-            return
-        if tag == "img" and not hidden:
-            self.pictures += 1
-            self.pieces.append(f" {given.get('alt', '')} ")
-        elif tag == "input" and given.get("type", "text") not in ("hidden", "password", "checkbox", "radio"):
-            self.pieces.append(f" {given.get('value', '')} ")
-        elif tag in ("br", "dt", "dd"):
-            self.pieces.append("\n")
-        elif tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
-            self.pieces.append(f"\n\n{'#' * int(tag[1])} ")
-        elif tag == "li":
-            self.pieces.append("\n- ")
-        elif tag == "tr":
-            self._end_row()
-        elif tag in ("td", "th"):
-            self._begin_cell(*(_span(given.get(name)) for name in ("colspan", "rowspan")))
-        elif tag in self._APART:
-            self.pieces.append(" ")
-        elif tag in self._BLOCKS:
-            self.pieces.append("\n\n")
-            if tag == "table":
-                self._rows, self._taken = 0, {}
-
-    def _begin_cell(self, columns: int, rows: int) -> None:
-        """Begin a cell, after those that its row has from rows above and from wide cells, which are empty."""
-        self.pieces.append(" |" * self._empty + (" |" if self._cells else "\n|"))
-        self._pass_taken()
-        self.pieces.append(" ")
-        self._taken |= {self._cells + n: rows for n in range(columns) if rows > 1}
-        self._cells, self._empty = self._cells + columns, columns - 1
-
-    def _pass_taken(self) -> None:
-        while self._taken.get(self._cells, 0):
-            self._cells += 1
-            self.pieces.append(" |")
-
-    def _end_row(self) -> None:
-        if self._cells:
-            self.pieces.append(" |" * (self._empty + 1))
-            self._pass_taken()
-            self._rows += 1
-            self.pieces.append(f"\n|{'---|' * self._cells}" if self._rows == 1 else "")
-            self._taken = {column: rows - 1 for column, rows in self._taken.items() if rows > 1}
-        self._cells = self._empty = 0
-
-    def handle_endtag(self, tag: str) -> None:
-        seen = not self._unseen
-        if self._names[tag]:
-            while self._close() != tag:
-                pass
-        if not seen:
-            return
-        if tag in ("tr", "table"):
-            self._end_row()
-        if tag in self._BLOCKS or re.fullmatch("h[1-6]", tag):
-            self.pieces.append("\n\n")
-        elif tag in self._APART:
-            self.pieces.append(" ")
-
-    def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1][0] == "title":
-            self.title += data
-        elif not self._unseen:
-            self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
-
-
-def _span(given: str | None) -> int:
-    """How many columns or rows a cell takes."""
-    return min(int(given), 100) if given and re.fullmatch(r"[1-9]\d{0,3}", given) else 1
-
-
-def html_text(source: str) -> DocumentText:
-    """What a reader sees of an HTML page: no scripts, styles or hidden parts."""
-    page = _Page()
-    page.feed(source)
-    page.close()
-    text = re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", re.sub(r" {2,}", " ", "".join(page.pieces))))
-    text = text.strip().replace("\0", " ")  # of code, whose spaces stay
-    notes = _notes_on_media(page.pictures, page.others)
-    if page.hidden:
-        notes.append(f"{page.hidden} hidden part(s) were left out.")
-    if not text and page.title:
-        notes.append("nothing but the title can be read; a script may draw the rest.")
-    title = " ".join(page.title.split())
-    is_new = title and title.casefold() not in text[: 4 * len(title) + 8].casefold()
-    return DocumentText(f"# {title}\n\n{text}".strip() if is_new else text, notes)
