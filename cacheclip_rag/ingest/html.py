@@ -8,7 +8,6 @@ from collections import Counter
 from .markup import tokens
 from .text import DocumentText, notes_on_media
 
-
 _MOST_COLUMNS = 100
 """Columns up to which wide and high cells fill a table. A page of them would give a thousand times its size."""
 
