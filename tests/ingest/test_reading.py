@@ -585,7 +585,7 @@ class TestHtml:
             read(tmp_path, "a.html", "<script>x()</script>")
 
     @pytest.mark.parametrize(
-        "page", ["<div>" * 50_000 + "x", "<p hidden>a<p>b", "</div>" * 50_000 + "x", "<!--" * 9000 + "x", "<td>" * 9000]
+        "page", ["<div>" * 50_000 + "x", "<p hidden>a<p>b", "</div>" * 50_000 + "x", "<td>" * 9000]
     )
     def test_hostile_pages_end(self, tmp_path: Path, page: str) -> None:
         read(tmp_path, "a.html", f"<p>start</p>{page}")

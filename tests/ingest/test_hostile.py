@@ -1,0 +1,110 @@
+"""Texts that cost a reader a time which grows with the square of their size. Each is so large that nobody waits for it:
+the tests have no clock, and end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheclip_rag.ingest.documents import read_document
+from cacheclip_rag.ingest.html import html_text
+from cacheclip_rag.ingest.markup import tokens
+from cacheclip_rag.ingest.splitting import _RULE, _records
+from cacheclip_rag.ingest.text import cleaned
+
+SIZE = 1_000_000
+
+OPEN = "<!-- <!--> <![CDATA[ </ </a <a <a=' <? <!DOCTYPE <!x <script <style> <title> <textarea> <iframe".split()
+
+
+class TestPages:
+    @pytest.mark.parametrize(
+        "each", [*OPEN, '<a b="', "<a b=' ", "<a " + "=" * 9, "<a / ", "<script>//</", "<<", "&#", "&"]
+    )
+    def test_what_nothing_closes(self, tmp_path: Path, each: str) -> None:
+        page = tmp_path / "a.html"
+        page.write_text(f"<p>The mast is tall.</p>{each * (SIZE // len(each))}")
+        assert "The mast is tall." in read_document(page)
+
+    def test_every_character_is_read_once(self) -> None:
+        """What is left out between tokens, and the tokens, are together no longer than the page."""
+        page = "<p title='>'>a &amp; b<!-- c --><br/><title>x <b> y</title><script>1 < 2</script>z" + "<!--" * 99
+        read = [(each.kind, each.text) for each in tokens(page)]
+        assert [each for each in read if each[1] and each[0] != "open"] == [
+            *(("begin", "p"), ("text", "a & b"), ("begin", "br"), ("end", "br"), ("begin", "title")),
+            *(("text", "x <b> y"), ("end", "title"), ("begin", "script"), ("text", "1 < 2"), ("end", "script")),
+            ("text", "z"),
+        ]
+        assert read[-2] == ("open", "<!--" * 99)
+
+    @pytest.mark.parametrize(
+        ("end", "num_open"),
+        [
+            ("<!-- the rest", 13),
+            ("<b title='>", 0),
+            ("<b title", 8),
+            ("<script>draw()", 6),
+            ("<? x", 4),
+            ("< x", 0),
+            ("", 0),
+        ],
+    )
+    def test_what_browsers_do_not_show_at_its_end_is_noted(self, end: str, num_open: int) -> None:
+        text = html_text(f"<p>The mast is tall.</p>{end}")
+        assert text.startswith("The mast is tall.") and bool(text.notes) == bool(num_open)
+        assert all(f"its last {num_open} characters" in note for note in text.notes)
+
+    @pytest.mark.parametrize(
+        ("page", "shown"),
+        [
+            *(("a<!-->b", "ab"), ("a<!--->b", "ab"), ("a<!-- > -- > -->b", "ab"), ("a<!-- --!>b", "ab")),
+            *(("a<![CDATA[x > y]]>b", "a y]]>b"), ("a<?php x ?>b", "ab"), ("a</>b</ x>c", "abc"), ("a<!x>b", "ab")),
+            *(("a < b <c", "a < b"), ("1<2", "1<2"), ("<<!-- -->!-- x", "<!-- x"), ("a<b/>c<b />d", "acd")),
+            *(
+                ("<b title='a>b' x=\"'>\">c", "c"),
+                ("<p title=don't>c", "c"),
+                ('<p title="a"">c', "c"),
+                ("<P>c</P >", "c"),
+            ),
+            *(("<title>How to <!-- x</title>c", "# How to <!-- x\n\nc"), ("<script>'<!--'</script>c", "c")),
+            *(("<SCRIPT>a</script >c", "c"), ("<script src=a />c", "c"), ("<textarea><b>&lt;</textarea>", "<b><")),
+            *(("<script>a</scripts>b</script>c", "c"), ("<img alt='a &amp; b'>", "a & b"), ("<img ALT=a/>", "a/")),
+            *(("<input value=a value>", ""), ("<p hidden>a</p>b", "b"), ("<p a=b hidden>a</p>b", "b")),
+        ],
+    )
+    def test_where_things_end(self, page: str, shown: str) -> None:
+        assert html_text(page) == shown
+
+    def test_tables_of_wide_and_high_cells_stay_small(self) -> None:
+        page = "<table><tr>" + "<td colspan=100 rowspan=99>a" * 2000 + "<tr><td>b" * 2000
+        text = html_text(page)
+        assert text.count("a") == text.count("b") == 2000 and len(text) < 20 * len(page)
+
+
+class TestTexts:
+    @pytest.mark.parametrize(
+        "text",
+        ["\u0130" * SIZE + "</svg>" + "<svg " * (SIZE // 5), "<svg>" * (SIZE // 5) + "</SVG>" + "<svg " * (SIZE // 5)],
+    )
+    def test_drawings(self, text: str) -> None:
+        assert cleaned(text).endswith("<svg " * (SIZE // 5))
+
+    @pytest.mark.parametrize("each", [" ", "\t", "-", "|-", "| -", ">", ":-", "- "])
+    @pytest.mark.parametrize("start", ["", "-", "|-|"])
+    def test_rules_of_tables(self, start: str, each: str) -> None:
+        assert _RULE.fullmatch(start + each * SIZE + "x") is None
+
+    @pytest.mark.parametrize(
+        ("line", "is_rule"),
+        [
+            *((each, True) for each in ("|-|-|\n", "---|---", " :-: | --: \n", "> |-|", "|-", "-", ":-", "| - |  \n")),
+            *((each, False) for each in ("", "|", "||", "|-||-|", "a", ":", "- -", "|-|x", ": -")),
+        ],
+    )
+    def test_what_a_rule_is(self, line: str, is_rule: bool) -> None:
+        assert bool(_RULE.fullmatch(line)) == is_rule
+
+    def test_rows_of_a_quoted_value(self) -> None:
+        text = 'a,b\n"' + "\n" * SIZE + '"\nc,d\n'
+        assert _records(text) == ["a,b\n", text[4:-4], "c,d\n"]
