@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from .html_view import Letters, style_of, why_unseen
 from .markup import tokens
 from .text import DocumentText, notes_on_media
+from .unseen import Unseen, note_on_unseen
 
 _MOST_COLUMNS = 100
 """Columns up to which wide and high cells fill a table. A page of them would give a thousand times its size."""
@@ -34,15 +36,17 @@ class _Page:
         self.pieces: list[str] = []
         self.title = ""
         self.pictures = self.hidden = self.others = self.num_open = 0
-        self._open: list[tuple[str, bool]] = []
-        """Elements that are open, and whether each is hidden itself."""
+        self.left_out: set[Unseen] = set()
+        self._open: list[tuple[str, bool, Letters]] = []
+        """Elements that are open, whether each is hidden itself, and the letters around it."""
+        self._letters, self._is_styled = Letters(), False
         self._names = Counter[str]()
         self._unseen = self._cells = self._rows = self._empty = 0
         self._taken: dict[int, int] = {}
         """Columns whose cell reaches further down, and by how many rows."""
 
     def _close(self) -> str:
-        tag, hidden = self._open.pop()
+        tag, hidden, self._letters = self._open.pop()
         self._names[tag] -= 1
         self._unseen -= hidden
         return tag
@@ -59,18 +63,20 @@ class _Page:
                 self.num_open = len(token.text)
 
     def _begin(self, tag: str, given: dict[str, str]) -> None:
-        style = re.sub(r"\s", "", given.get("style", "")).lower()
-        hidden = "hidden" in given or "display:none" in style or "visibility:hidden" in style
-        hidden = hidden or given.get("aria-hidden") == "true" or (tag == "dialog" and "open" not in given)
-        hidden = hidden or (tag == "option" and "selected" not in given)
+        style = style_of(given)
+        why = why_unseen(tag, given, style)
+        hidden = why is not None or (tag == "option" and "selected" not in given)
+        self._is_styled |= tag == "style" or (tag == "link" and "stylesheet" in given.get("rel", "").lower())
         self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
         if tag not in self._VOID:
             above = self._open[-1][0] if self._open else ""
             if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
                 self._close()
-            self.hidden += hidden and tag != "option" and not self._unseen
+            if why is not None and not self._unseen:
+                self._leave_out(why)
             unseen = hidden or tag in self._UNSEEN
-            self._open.append((tag, unseen))
+            self._open.append((tag, unseen, self._letters))
+            self._letters = self._letters.within(given, style)
             self._names[tag] += 1
             self._unseen += unseen
         if self._unseen:
@@ -78,7 +84,13 @@ class _Page:
         if tag == "img" and not hidden:
             self.pictures += 1
             self.pieces.append(f" {given.get('alt', '')} ")
-        elif tag == "input" and given.get("type", "text") not in ("hidden", "password", "checkbox", "radio"):
+        elif tag == "input" and given.get("type") == "password" and given.get("value"):
+            self._leave_out(Unseen.SECRET)
+        elif (
+            tag == "input"
+            and not hidden
+            and given.get("type", "text") not in ("hidden", "password", "checkbox", "radio")
+        ):
             self.pieces.append(f" {given.get('value', '')} ")
         elif tag in ("br", "dt", "dd"):
             self.pieces.append("\n")
@@ -138,8 +150,20 @@ class _Page:
     def _add_text(self, data: str) -> None:
         if self._open and self._open[-1][0] == "title":
             self.title += data
-        elif not self._unseen:
+        elif not self._unseen and self._shows(data):
             self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
+
+    def _shows(self, data: str) -> bool:
+        """Whether readers see letters here. A style sheet may give a white text another ground."""
+        why = self._letters.why_unseen() if data.strip() else None
+        if why is None or (why is Unseen.ON_WHITE and self._is_styled):
+            return True
+        self._leave_out(why)
+        return False
+
+    def _leave_out(self, why: Unseen) -> None:
+        self.hidden += 1
+        self.left_out.add(why)
 
 
 def _span(given: str | None) -> int:
@@ -155,7 +179,7 @@ def html_text(source: str) -> DocumentText:
     text = text.strip().replace("\0", " ")  # of code, whose spaces stay
     notes = notes_on_media(page.pictures, page.others)
     if page.hidden:
-        notes.append(f"{page.hidden} hidden part(s) were left out.")
+        notes.append(note_on_unseen(f"{page.hidden} hidden part(s) were", page.left_out))
     if page.num_open:
         notes.append(f"it ends within a comment, tag or script: its last {page.num_open} characters were left out.")
     if not text and page.title:

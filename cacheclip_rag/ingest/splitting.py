@@ -15,6 +15,10 @@ _RULE = re.compile(r"[ \t>]*+\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)
 _SEPARATOR = re.compile(r"sep=.\s*", re.IGNORECASE)
 """A first line by which spreadsheets name the character between values."""
 _FENCE = re.compile(r"[ \t]*(?:```|~~~)")
+_MOST_LINE = 20_000
+"""Characters of a line above which it is cut at the end of a word or sentence, or anywhere if it has none."""
+_LONG_LINE = re.compile(rf"[^\n]{{{_MOST_LINE},}}")
+_ENDS = " .,;\u3002\uff0c"
 _MOST_LEAD = 0.25
 """Largest share of a passage that a heading takes which is put before the first rows of a table."""
 _WHOLE_TABLE = 0.9
@@ -55,7 +59,7 @@ class Splitter:
             num_header = 1 + (not table or (bool(rows) and _SEPARATOR.fullmatch(rows[0]) is not None))
             header = "".join(rows[:num_header])
             if not rows or self._size(header) > _MOST_HEADER * self.chunk_tokens:
-                found += splitter.chunks(part)
+                found += _chunks(splitter, part)
                 continue
             before = found.pop() if found and self._size(found[-1]) <= _MOST_LEAD * self.chunk_tokens else ""
             found += self._pieces(f"{before.strip()}\n\n" if before else "", header, rows[num_header:], cls)
@@ -98,7 +102,7 @@ class Splitter:
                 yield taken
                 taken, size = header, 0
             if count > room:
-                yield from (header + piece for piece in narrow.chunks(row))
+                yield from (header + piece for piece in _chunks(narrow, row))
             else:
                 taken, size = taken + row, size + count
         if size:
@@ -117,6 +121,19 @@ class Splitter:
         if backend is None:
             return splitter.from_callback(self.tokenizer.count, room, overlap=overlap)
         return splitter.from_huggingface_tokenizer(backend, room, overlap=overlap)
+
+
+def _chunks(splitter: Any, text: str) -> Iterator[str]:
+    """Passages of a text. Long lines are cut before: the splitter counts what is left of a line for every passage."""
+    at = 0
+    for found in _LONG_LINE.finditer(text):
+        stop = found.start()
+        while found.end() - stop > _MOST_LINE:
+            piece = text[stop : stop + _MOST_LINE]
+            stop += (max(map(piece.rfind, _ENDS)) + 1) or _MOST_LINE
+            yield from splitter.chunks(text[at:stop])
+            at = stop
+    yield from splitter.chunks(text[at:])
 
 
 def _records(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from cacheclip_rag.ingest.documents import read_document
 from cacheclip_rag.ingest.html import html_text
 from cacheclip_rag.ingest.markup import tokens
-from cacheclip_rag.ingest.splitting import _RULE, _records
+from cacheclip_rag.ingest.splitting import _RULE, Splitter, _records
 from cacheclip_rag.ingest.text import cleaned
 
 SIZE = 1_000_000
@@ -108,3 +108,38 @@ class TestTexts:
     def test_rows_of_a_quoted_value(self) -> None:
         text = 'a,b\n"' + "\n" * SIZE + '"\nc,d\n'
         assert _records(text) == ["a,b\n", text[4:-4], "c,d\n"]
+
+
+class _Counter:
+    """A tokenizer of four characters a token, which counts what it reads."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def count(self, text: str) -> int:
+        self.read += len(text)
+        return len(text) // 4 + 1
+
+
+class TestPassages:
+    @pytest.mark.parametrize("each", ["x", ">", "ab ", "a b. ", "\u6e2f", "*a ", "|a", "a|", "`", "-"])
+    @pytest.mark.parametrize(
+        ("kind", "start"),
+        [("", ""), ("", "|a|b|\n|-|-|\n|"), ("markdown", "# A\n\nThe mast is tall.\n"), ("table", "a,b\n")],
+    )
+    def test_a_line_without_an_end(self, kind: str, start: str, each: str) -> None:
+        """The tokens of every character are counted a few times, however long the line is."""
+        tokenizer, text = _Counter(), start + each * (200_000 // len(each))
+        passages = Splitter(tokenizer, 256).split(text, **{kind: True} if kind else {})
+        assert tokenizer.read < 60 * len(text)
+        assert len("".join("".join(passages).split())) >= len("".join(text.split())), "nothing is lost"
+
+    def test_long_lines_are_cut_between_words(self) -> None:
+        words = ["mast"] * 9_000 + ["x" * 50_000, "The", "very", "end."]
+        passages = Splitter(_Counter(), 256).split(" ".join(words[:9_000]) + "\n" + words[9_000] + "\nThe very end.")
+        found = " ".join(passages).split()
+        assert found[:9_000] == words[:9_000] and {len(each) for each in found[9_000:-4]} == {
+            1023,
+            20_000 % 1023,
+        }
+        assert "".join(found[9_000:-3]) == words[9_000] and found[-3:] == words[-3:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pypdf.generic import (
 import cacheclip_rag.ingest.pdf_view as view
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import read_document
+from cacheclip_rag.ingest.html import html_text
 from cacheclip_rag.ingest.text import DocumentText
 from cacheclip_rag.ingest.unseen import Unseen
 from tests.ingest.pdf import annotate, draw, form, image, pdf, stream, with_parts
@@ -326,3 +328,80 @@ class TestFieldsAndComments:
 
         text = read(tmp_path, add)
         assert (text, text.notes) == ("Lease.", ())
+
+
+WHITE = "color:#fff"
+PAGES = {
+    Unseen.SWITCHED_OFF: [
+        *("<p hidden>Other.</p>", "<p style='DISPLAY : none'>Other.</p>", "<p style='visibility:hidden'>Other.</p>"),
+        *("<dialog>Other.</dialog>", "<p aria-hidden=true>Other.</p>", "<p style='display:none!important'>Other.</p>"),
+    ],
+    Unseen.SECRET: ["<input type=password value=Other.>"],
+    Unseen.TRANSPARENT: [
+        *(f"<p style='{each}'>Other.</p>" for each in ("opacity:0", "opacity:0.0", "opacity:0%", "color:transparent")),
+        *(f"<p style='color:{each}'>Other.</p>" for each in ("rgba(0, 0, 0, 0)", "#0000", "rgb(1 2 3 / 0%)")),
+    ],
+    Unseen.ON_WHITE: [
+        *(f"<p style='color:{each}'>Other.</p>" for each in ("white", "#FFF", "#ffffff", "rgb(255, 255, 255)")),
+        *(
+            f"<div style='{WHITE}'>{each}</div>"
+            for each in ("Other.", "<b>Other.</b>", "<p style='background:#fff'>Other.")
+        ),
+        *("<font color=white>Other.</font>", f"<p style='background:none;{WHITE}'>Other.</p>"),
+    ],
+    Unseen.TOO_SMALL: [
+        "<p style='font-size:0'>Other.</p>",
+        "<p style='font-size:0.0em'><b style='font-size:2em'>Other.</b>",
+    ],
+    Unseen.OUTSIDE: [
+        *(f"<p style='position:absolute;left:{each}'>Other.</p>" for each in ("-9999px", "-999em", "-100vw")),
+        *(
+            f"<p style='{each}'>Other.</p>"
+            for each in ("text-indent:-9999px", "margin-left:-5000px", "clip:rect(0,0,0,0)")
+        ),
+        *(f"<p style='{each}'>Other.</p>" for each in ("height:0;overflow:hidden", "transform:translateX(-9999px)")),
+    ],
+}
+SHOWN = [
+    *(
+        "<p style='color:#000'>Other.</p>",
+        "<p style='color:rgb(0,0,0)'>Other.</p>",
+        "<p style='color:#fffff0'>Other.</p>",
+    ),
+    *("<p style='opacity:0;transform:translateY(20px)'>Other.</p>", "<p style='opacity:.5'>Other.</p>"),
+    *(
+        f"<p style='background:{each};{WHITE}'>Other.</p>"
+        for each in ("#000", "url(a.png)", "#ffe", "linear-gradient(red)")
+    ),
+    *(f"<table {each}><td style='{WHITE}'>Other.</table>" for each in ("bgcolor=navy", "background=a.png")),
+    *(
+        f"{each}<p style='{WHITE}'>Other.</p>"
+        for each in ("<style>p{background:red}</style>", "<link rel=stylesheet href=a>")
+    ),
+    *(f"<div style='{each}'><b style='font-size:9px;color:red'>Other.</b></div>" for each in ("font-size:0", WHITE)),
+    *(f"<b style='{each}'></b>Other." for each in (WHITE, "font-size:0", "color:transparent")),
+    *(
+        f"<p style='{each}'>Other.</p>"
+        for each in ("left:-9999px", "position:absolute;left:-9px", "clip:auto", "height:0")
+    ),
+    *("<p style='color'>Other.</p>", "<p style=';;:;color:'>Other.</p>", "<input value=Other.>"),
+]
+
+
+class TestPages:
+    @pytest.mark.parametrize(("reason", "part"), [(reason, each) for reason in PAGES for each in PAGES[reason]])
+    def test_what_is_not_seen(self, reason: Unseen, part: str) -> None:
+        text = html_text(f"<p>Lease.</p>{part}")
+        assert text == "Lease."
+        assert len(text.notes) == 1 and re.fullmatch(
+            rf"\d hidden part\(s\) were left out \({reason}\)\.", text.notes[0]
+        )
+
+    @pytest.mark.parametrize("part", SHOWN)
+    def test_what_is_seen(self, part: str) -> None:
+        text = html_text(f"<p>Lease.</p>{part}")
+        assert text.split()[0] == "Lease." and "Other." in text and text.notes == ()
+
+    def test_one_note_for_all_reasons(self) -> None:
+        page = "<p>Lease.</p><p hidden>a</p><p style='opacity:0'>b</p><p hidden>c</p>"
+        assert html_text(page).notes == ("3 hidden part(s) were left out (switched off, invisible).",)
