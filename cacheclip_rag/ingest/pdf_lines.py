@@ -14,6 +14,7 @@ from typing import Any
 _RIGHT = r"\u0590-\u065f\u066e-\u06ef\u06fa-\u08ff\ufb1d-\ufdff\ufe70-\ufefe"
 _TO_LEFT, _TO_RIGHT = re.compile(f"[{_RIGHT}]"), re.compile(rf"[^\W\d_{_RIGHT}]")
 """Letters that are written from right to left, and from left to right."""
+_LETTER = re.compile(r"[^\W\d_]")
 _AMONG_LEFT = re.compile(f"[^{_RIGHT}]+")
 _AMONG_RIGHT = re.compile(rf"[{_RIGHT}](?:(?:[{_RIGHT}]|[\W\d_])*[{_RIGHT}])?")
 _WORDS = re.compile(r"\w(?:.*\w)?", re.DOTALL)
@@ -85,10 +86,12 @@ def _ordered(pieces: list[tuple[float, str]]) -> str:
 def _as_read(shown: str) -> str:
     """What stands on a page from left to right, in the order in which it is read (the inverse of Unicode's annex 9, as
     far as letters and numbers go)."""
-    to_left, to_right = len(_TO_LEFT.findall(shown)), len(_TO_RIGHT.findall(shown))
-    if not to_left:
+    to_left = [_TO_LEFT.match(letter) is not None for letter in _LETTER.findall(shown)]
+    if not any(to_left):
         return shown
-    return _turned(shown) if to_left >= to_right else _AMONG_RIGHT.sub(lambda found: _turned(found[0]), shown)
+    # a line begins and ends with letters of its own direction; if one end has others, the number of letters decides
+    is_from_right = to_left[0] if to_left[0] == to_left[-1] else 2 * sum(to_left) >= len(to_left)
+    return _turned(shown) if is_from_right else _AMONG_RIGHT.sub(lambda found: _turned(found[0]), shown)
 
 
 def _turned(shown: str) -> str:
