@@ -25,6 +25,7 @@ from .text import (
     decoded,
     encoding_of_page,
     notes_on_markdown,
+    without_comments,
 )
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,8 @@ def digest_file(path: Path) -> tuple[str, int]:
 
 def read_document(path: Path, digest: str | None = None) -> DocumentText:
     """Text of a file, with notes on what its readers see and the text lacks: UTF-8, UTF-16 or UTF-32, what a browser
-    shows of an HTML page (in the encoding that the page names), or the text of a PDF file.
+    shows of an HTML page (in the encoding that the page names), or the text of a PDF file. What readers do not see
+    (:class:`~cacheclip_rag.ingest.unseen.Unseen`) is left out, with a note.
 
     Args:
         digest: what :func:`digest_file` gave before.
@@ -249,6 +251,9 @@ def document_text(path: Path, data: bytes) -> DocumentText:
     notes = [*found.notes]
     if suffix in HTML_SUFFIXES:
         found = html_text(found)
+        notes += found.notes
+    elif suffix in MARKDOWN_SUFFIXES:
+        found = without_comments(found)
         notes += found.notes
     found = cleaned(found)
     if suffix in MARKDOWN_SUFFIXES:

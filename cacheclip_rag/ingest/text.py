@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..base.errors import DocumentError
+from .unseen import Unseen, note_on_unseen
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 
@@ -77,6 +78,14 @@ _DUMPED = re.compile(
 )
 """A line of a file as hexadecimal digits, with or without its place."""
 _CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(
+    r"^[ \t>]*(?P<fence>```|~~~).*?(?:^[ \t>]*(?P=fence)|\Z)|^(?: {4}|\t)[^\n]*|`[^`\n]+`"
+    r"|(?P<comment><!--.*?-->)|<!--.*",
+    re.DOTALL | re.MULTILINE,
+)
+"""Code, which stays as it is; a comment; one that nothing ends, which stays, too."""
+_TAGS = re.compile("(\U0001f3f4[\U000e0020-\U000e007e]{1,9}\U000e007f)|[\U000e0000-\U000e007f]+")
+"""A flag, and characters of tags, which are drawn in flags only."""
 _PICTURE = re.compile(r"!\[[^\[\]\n]*\][(\[](?!data:)|<(?:img|svg)\b(?![^<>]*\bdata:)", re.IGNORECASE)
 _EMBEDDED = re.compile(r"<(?:audio|canvas|embed|iframe|object|video)\b", re.IGNORECASE)
 _LONG_RUN = 1000
@@ -194,6 +203,9 @@ def cleaned(text: str) -> DocumentText:
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if damaged := text.count("\ufffd"):
         notes.append(f"{damaged} characters are damaged or have no known letter, and stand as '\ufffd'.")
+    if num_tags := sum(found[1] is None for found in _TAGS.finditer(text)):
+        text = _TAGS.sub(lambda found: found[1] or "", text)
+        notes.append(note_on_unseen(f"{num_tags} hidden part(s) were", [Unseen.TRANSPARENT]))
     left_out: dict[str, list[int]] = {}
 
     def without_drawing(match: re.Match[str]) -> str:
@@ -242,6 +254,20 @@ def cleaned(text: str) -> DocumentText:
             f"{len(dumped)} line(s) of hexadecimal digits, {sum(map(len, dumped))} characters in all: probably no text "
             "for people. They take about a token for two characters."
         )
+    return DocumentText(text, notes)
+
+
+def without_comments(text: str) -> DocumentText:
+    """A text of Markdown without its comments. Those in code stay."""
+    num_comments = 0
+
+    def shown(found: re.Match[str]) -> str:
+        nonlocal num_comments
+        num_comments += found["comment"] is not None
+        return found[0] if found["comment"] is None else ""
+
+    text = _COMMENT.sub(shown, text)
+    notes = [note_on_unseen(f"{num_comments} hidden part(s) were", [Unseen.COMMENT])] if num_comments else []
     return DocumentText(text, notes)
 
 

@@ -11,11 +11,13 @@ class Unseen(StrEnum):
 
     SWITCHED_OFF = "switched off"
     """HTML: ``hidden``, ``display: none``, closed dialogs. PDF: layers, fields and comments that are not shown."""
+    COMMENT = "comment"
+    """Markdown. Nobody expects those of HTML, which are left out without a word."""
     SECRET = "password"
     """What somebody typed into a field that shows dots."""
     TRANSPARENT = "invisible"
-    """HTML: ``opacity: 0``, transparent letters. PDF: letters without ink, unless they stand over a picture: that is
-    what OCR read in it."""
+    """Characters of Unicode's tags. HTML: ``opacity: 0``, transparent letters. PDF: letters without ink, unless they
+    stand over a picture: that is what OCR read in it."""
     ON_WHITE = "white on white"
     TOO_SMALL = "too small to read"
     OUTSIDE = "outside the page"

@@ -11,7 +11,7 @@ from cacheclip_rag.ingest.documents import read_document
 from cacheclip_rag.ingest.html import html_text
 from cacheclip_rag.ingest.markup import tokens
 from cacheclip_rag.ingest.splitting import _RULE, Splitter, _records
-from cacheclip_rag.ingest.text import cleaned
+from cacheclip_rag.ingest.text import cleaned, without_comments
 
 SIZE = 1_000_000
 
@@ -89,6 +89,13 @@ class TestTexts:
     )
     def test_drawings(self, text: str) -> None:
         assert cleaned(text).endswith("<svg " * (SIZE // 5))
+
+    @pytest.mark.parametrize(
+        "each", ["<!--", "```\n", "~~~ ", "`", "`a", " " * 9, ">", "\n>", "    <!--\n", "```\n~~~\n"]
+    )
+    @pytest.mark.parametrize("end", ["", "-->", "\n```", "`"])
+    def test_comments(self, each: str, end: str) -> None:
+        assert without_comments(each * (SIZE // len(each)) + end).startswith("" if each == "<!--" else each)
 
     @pytest.mark.parametrize("each", [" ", "\t", "-", "|-", "| -", ">", ":-", "- "])
     @pytest.mark.parametrize("start", ["", "-", "|-|"])

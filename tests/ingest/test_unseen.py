@@ -200,7 +200,7 @@ class TestDrawn:
         assert "Other" not in text and len(compared) <= 300 * (10 + 1) + 1
 
     def test_a_page_of_hidden_text_is_refused_with_the_reason(self, tmp_path: Path) -> None:
-        (tmp_path / "a.pdf").write_bytes(pdf("Lease.").replace(b" 72 720 Td", b"972 720 Td"))
+        (tmp_path / "a.pdf").write_bytes(pdf("Lease.").replace(b"12 Tf 72", b"9 Tf 972"))
         with pytest.raises(DocumentError, match=r"no text on its 1 pages.*left out \(outside the page\)"):
             read_document(tmp_path / "a.pdf")
 
@@ -405,3 +405,30 @@ class TestPages:
     def test_one_note_for_all_reasons(self) -> None:
         page = "<p>Lease.</p><p hidden>a</p><p style='opacity:0'>b</p><p hidden>c</p>"
         assert html_text(page).notes == ("3 hidden part(s) were left out (switched off, invisible).",)
+
+
+class TestTexts:
+    @pytest.mark.parametrize(
+        ("said", "shown"),
+        [
+            ("a <!-- Other. --> b", "a  b"),
+            ("a <!-- Other.\n--> b <!-- Other. --> c", "a  b  c"),
+            ("<!-- Other. -->\n```\n<!-- code -->\n```\n", "\n```\n<!-- code -->\n```\n"),
+            *((each, each) for each in ("`<!-- x -->`", "~~~\n<!-- x -->", "- a\n  ```\n  <!-- x -->\n  ```\n")),
+            *((each, each) for each in ("a <!-- b", "    <!-- x -->", "a --> b", "> ```\n> <!-- x -->\n> ```")),
+        ],
+    )
+    def test_comments_of_markdown(self, tmp_path: Path, said: str, shown: str) -> None:
+        for name in ("a.md", "a.txt"):
+            (tmp_path / name).write_text(f"Lease.\n{said}", newline="")
+        text = read_document(tmp_path / "a.md")
+        assert text == f"Lease.\n{shown}" and (text.notes == ()) == (said == shown)
+        assert all("hidden part(s) were left out (comment)." in note for note in text.notes)
+        assert read_document(tmp_path / "a.txt") == f"Lease.\n{said}", "of a text, readers see the same"
+
+    def test_tags(self, tmp_path: Path) -> None:
+        hidden = "".join(chr(0xE0000 + ord(each)) for each in "Other.")
+        flag = "\U0001f3f4" + "".join(chr(0xE0000 + ord(each)) for each in "gbsct") + "\U000e007f"
+        (tmp_path / "a.txt").write_text(f"Lease{hidden}. {flag}{hidden}")
+        text = read_document(tmp_path / "a.txt")
+        assert text == f"Lease. {flag}" and text.notes == ("2 hidden part(s) were left out (invisible).",)
