@@ -238,6 +238,10 @@ class TestLayers:
             () if LAYERS[name] else ("page 1 of 1 with hidden parts, which are left out (switched off).",)
         )
 
+    def test_what_stands_behind_is_seen(self, tmp_path: Path) -> None:
+        commands = b"/OC /Off BDC /OC /On BDC EMC EMC EMC " + OTHER
+        assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer))))
+
     @pytest.mark.parametrize(("base", "seen"), [("ON", True), ("OFF", False)])
     def test_what_the_file_says_of_all(self, tmp_path: Path, base: str, seen: bool) -> None:
         commands = b"/OC /Own BDC " + OTHER + b" EMC"
