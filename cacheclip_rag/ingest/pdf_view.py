@@ -140,7 +140,7 @@ def _key(reference: Any) -> Any:
     return getattr(reference, "idnum", None) or id(reference)
 
 
-class _State(NamedTuple):
+class _GraphicsState(NamedTuple):
     """What ``q`` keeps for ``Q``, as far as it decides what is seen."""
 
     clip: Box
@@ -165,8 +165,8 @@ class _Form:
     operands: Any
     base: list[float]
     resources: Any
-    state: _State
-    saved: list[_State]
+    state: _GraphicsState
+    saved: list[_GraphicsState]
     marks: list[bool]
     off: int
 
@@ -196,7 +196,7 @@ class PageView:
         self._layers = layers
         self._resources = _entries(drawn, "/Resources")
         self._base = _UPRIGHT
-        self._state, self._saved = _State(shown), list[_State]()
+        self._state, self._saved = _GraphicsState(shown), list[_GraphicsState]()
         self._marks, self._forms = list[bool](), list[_Form]()
         """Of the parts of the page that are open, whether each is switched off; forms that are open."""
         self._off = 0
