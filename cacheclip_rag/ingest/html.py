@@ -11,7 +11,7 @@ from .text import DocumentText, notes_on_media
 from .unseen import Unseen, note_on_unseen
 
 _MOST_COLUMNS = 100
-"""Columns up to which wide and high cells fill a table. A page of them would give a thousand times its size."""
+"""Columns up to which high cells fill a table. A page of them would give a thousand times its size."""
 
 
 class _Page:
@@ -114,7 +114,6 @@ class _Page:
         self.pieces.append(" |" * self._empty + (" |" if self._cells else "\n|"))
         self._pass_taken()
         self.pieces.append(" ")
-        columns = max(1, min(columns, _MOST_COLUMNS - self._cells))
         if rows > 1 and self._cells < _MOST_COLUMNS:
             self._taken |= {self._cells + n: rows for n in range(columns)}
         self._cells, self._empty = self._cells + columns, columns - 1

@@ -238,13 +238,22 @@ class TestLayers:
             () if LAYERS[name] else ("page 1 of 1 with hidden parts, which are left out (switched off).",)
         )
 
+    def test_a_form_switches_nothing_behind_it_off(self, tmp_path: Path) -> None:
+        def change(writer: PdfWriter) -> None:
+            made = form(writer, b"q /OC /Off BDC", Properties=layers(writer))
+            draw(writer, b"/Fm0 Do " + OTHER, XObject=entries(Fm0=writer._add_object(made)))
+
+        assert is_seen(read(tmp_path, change))
+
     def test_what_stands_behind_is_seen(self, tmp_path: Path) -> None:
         commands = b"/OC /Off BDC /OC /On BDC EMC EMC EMC " + OTHER
         assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer))))
 
-    @pytest.mark.parametrize(("base", "seen"), [("ON", True), ("OFF", False)])
-    def test_what_the_file_says_of_all(self, tmp_path: Path, base: str, seen: bool) -> None:
-        commands = b"/OC /Own BDC " + OTHER + b" EMC"
+    @pytest.mark.parametrize(
+        ("name", "base", "seen"), [("Own", "ON", True), ("Own", "OFF", False), ("On", "OFF", True)]
+    )
+    def test_what_the_file_says_of_all(self, tmp_path: Path, name: str, base: str, seen: bool) -> None:
+        commands = b"/OC /%s BDC %s EMC" % (name.encode(), OTHER)
         assert is_seen(read(tmp_path, lambda writer: draw(writer, commands, Properties=layers(writer, base)))) == seen
 
     @pytest.mark.parametrize("name", ["On", "Off"])
@@ -351,7 +360,11 @@ PAGES = {
             f"<div style='{WHITE}'>{each}</div>"
             for each in ("Other.", "<b>Other.</b>", "<p style='background:#fff'>Other.")
         ),
-        *("<font color=white>Other.</font>", f"<p style='background:none;{WHITE}'>Other.</p>"),
+        *(
+            f"<p style='{WHITE}'><b style='color:inherit'>Other.</b>",
+            "<font color=white>Other.</font>",
+            f"<p style='background:none;{WHITE}'>Other.</p>",
+        ),
     ],
     Unseen.TOO_SMALL: [
         "<p style='font-size:0'>Other.</p>",
