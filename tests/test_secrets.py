@@ -46,6 +46,14 @@ def seen(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     assert found and not [each for each in found if SECRET in each]
 
 
+@pytest.fixture(autouse=True)
+def no_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens at the port of the endpoint."""
+    options = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "no secret", "AWS_REGION": "here"}
+    for name, value in {**options, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def result_of(ask: Callable[[], object]) -> str:
     """What comes of a call, or what its error says, with its causes."""
     try:

@@ -30,6 +30,7 @@ from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from cacheclip_rag.base import errors
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError
 from cacheclip_rag.models.load import _registry, unload_models
+from cacheclip_rag.store.shared.care import TenantsError
 from tests.integrations.fakes import fake_models, watched
 from tests.integrations.test_llama_index import WordEmbedding
 
@@ -46,7 +47,7 @@ def family(kind: type[CacheClipError] = CacheClipError) -> list[type[CacheClipEr
 def made(kind: type[CacheClipError]) -> CacheClipError:
     if issubclass(kind, MissingExtraError):
         return kind("a part", "structured")
-    return kind("it failed", []) if issubclass(kind, EncodingError) else kind("it failed")
+    return kind("it failed", []) if issubclass(kind, EncodingError | TenantsError) else kind("it failed")
 
 
 def invalid() -> ValidationError:

@@ -13,7 +13,7 @@ import pytest
 
 from cacheclip_rag.store import TenantStore, encode_frame, text_digest
 from cacheclip_rag.store.shared.care import create
-from cacheclip_rag.store.shared.objects import ObjectBackend
+from cacheclip_rag.store.shared.objects import Breaker, ObjectBackend
 from cacheclip_rag.store.shared.place import SharedPlace, object_name
 from cacheclip_rag.store.shared.store import GRACE_S, SharedStore
 from tests.store.samples import is_intact, key, kv, put
@@ -207,3 +207,21 @@ def test_failing_storage_is_an_outage(machine: Callable[..., TenantStore], monke
             objects(one).fetch("x")
         assert objects(one).breaker.is_open
         objects(one).breaker._until, objects(one).breaker.is_open = 0.0, False
+
+
+@pytest.mark.parametrize(
+    ("said", "is_open"),
+    [
+        ("Error performing PUT http://169.254.169.254/latest/api/token: Server returned status code: 403", True),
+        ("Error performing POST https://sts.eu-north-1.amazonaws.com/: Server returned status code: 400", True),
+        ("Error performing GET https://s3.amazonaws.com/b/p/key: Server returned status code: 400", False),
+    ],
+)
+def test_without_credentials_nothing_is_known_of_an_object(said: str, is_open: bool) -> None:
+    def ask() -> None:
+        raise OSError(said)
+
+    breaker = Breaker()
+    with pytest.raises(OSError, match="status code"):
+        breaker.call(ask)
+    assert breaker.is_open == is_open

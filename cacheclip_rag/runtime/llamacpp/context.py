@@ -378,10 +378,9 @@ class Context:
             if self._pointer is None:
                 return
             if len(self._live):
-                self._grow(self._num_cells)
+                self._grow(self._opened.num_cells)
             else:
                 self._close()
-                self._shifted = False
 
     def _make_room(self, room: int) -> None:
         self._collect()

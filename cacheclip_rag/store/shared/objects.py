@@ -36,6 +36,8 @@ _OF_ONE_OBJECT = re.compile(
     r"status code: 4(?!08|29)\d\d|Requested range was invalid|\(os error (?:6|13|20|21|36|40)\)"
 )
 """What storage says of an object: ENXIO, EACCES, ENOTDIR, EISDIR, ENAMETOOLONG and ELOOP in a folder."""
+_OF_CREDENTIALS = re.compile(r"//169\.254\.|//metadata\.|//sts\.|/oauth2/")
+"""What is said where credentials come from, of no object."""
 
 
 class ObjectFound(NamedTuple):
@@ -70,7 +72,8 @@ class Breaker:
                 raise FileNotFoundError(text) from error
             if kind in ("AlreadyExistsError", "PreconditionError"):
                 raise FileExistsError(text) from error
-            if kind not in _NO_OUTAGE and not _OF_ONE_OBJECT.search(str(error)):
+            is_of_one = _OF_ONE_OBJECT.search(str(error)) and not _OF_CREDENTIALS.search(str(error))
+            if kind not in _NO_OUTAGE and not is_of_one:
                 with self._lock:
                     self._until, self.is_open = time.monotonic() + _PAUSE_S, True
             raise OSError(text) from error
