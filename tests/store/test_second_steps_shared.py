@@ -157,10 +157,10 @@ def machines(prepared: Path, root: Path) -> tuple[Machine, Machine]:
 
 
 @contextmanager
-def failing(steps: Steps, *, unexpected: bool = False, replies: bool = True) -> Iterator[None]:
+def failing(steps: Steps, *, interrupted: bool = False, replies: bool = True) -> Iterator[None]:
     """In this block, requests to storage and to the table, and commits of the copy of the catalog, are counted and
-    fail. ``unexpected``: by an error that is none of storage's; ``replies``: also after they were carried out."""
-    error: Callable[[], BaseException] = MemoryError if unexpected else full_disk
+    fail. ``interrupted``: by Ctrl-C; ``replies``: also after they were carried out."""
+    error: Callable[[], BaseException] = KeyboardInterrupt if interrupted else full_disk
     ask, tried = ObjectBackend._ask, TextTable._tried
 
     def asking(objects: ObjectBackend, request: str, *arguments: Any, **options: Any) -> Any:
@@ -177,7 +177,7 @@ def failing(steps: Steps, *, unexpected: bool = False, replies: bool = True) -> 
 
         return tried(table, then)
 
-    with pytest.MonkeyPatch.context() as patch, failing_catalog(steps, () if unexpected else ("COMMIT",)):
+    with pytest.MonkeyPatch.context() as patch, failing_catalog(steps, () if interrupted else ("COMMIT",)):
         patch.setattr(ObjectBackend, "_ask", asking)
         patch.setattr(TextTable, "_tried", trying)
         yield
@@ -198,9 +198,9 @@ def each_step(root: Path, run: Callable[[Path, Steps], None], least: int) -> Non
 
 
 class TestCommit:
-    @pytest.mark.parametrize(("name", "unexpected"), [*((name, False) for name in ACTS), ("put and release", True)])
+    @pytest.mark.parametrize(("name", "interrupted"), [*((name, False) for name in ACTS), ("put and release", True)])
     def test_what_waits_is_committed_by_the_next_one(
-        self, prepared: Path, tmp_path: Path, name: str, unexpected: bool
+        self, prepared: Path, tmp_path: Path, name: str, interrupted: bool
     ) -> None:
         act = ACTS[name]
 
@@ -209,10 +209,10 @@ class TestCommit:
             before = other.there()
             act.run(one)
             assert one.there() == act.there
-            with failing(steps, unexpected=unexpected):
+            with failing(steps, interrupted=interrupted):
                 try:
                     one.store.commit()
-                except (StoreError, MemoryError):
+                except (StoreError, KeyboardInterrupt):
                     assert steps.has_failed
             other.store.poll()
             seen = other.there()
