@@ -136,11 +136,16 @@ class ChunkWriter:
                     logger.warning("a chunk of this prompt could not be stored: %s", why)
 
     def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:
+        library = self._parts.library
+        was_known = library.index.known(chunk)
         for caches in self._parts.usable(context):
             caches.write(chunk)
-        self._parts.library.add(chunk)
+        if was_known and not library.index.known(chunk):  # released while it was computed
+            library.release([chunk])
+            return
+        library.add(chunk)
         for source, document in origins:
-            self._parts.library.add_source(chunk, source, document)
+            library.add_source(chunk, source, document)
 
 
 def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.chunks.batches import in_batches
-from tests.conftest import SENTENCES
+from tests.conftest import CHUNKS, SENTENCES, rag_prompt
 
 
 def test_batches_keep_the_order_and_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +47,26 @@ def calls(engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
     monkeypatch.setattr(runtime, "encode_many", encode_many)
     return seen
+
+
+def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
+    engine: CacheClipEngine, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(CHUNKS)
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    other = CacheClipEngine(**models, store=engine.config.store, method="cacheclip", chunk_context="passages")
+    encode = other.primary.encode_many
+
+    def releasing(chunks: list[tuple[int, ...]], context: torch.Tensor | None = None) -> list[torch.Tensor]:
+        if not released:
+            released.append(engine.release(CHUNKS[:1]))
+        return encode(chunks, context)
+
+    released = list[int]()
+    monkeypatch.setattr(other.primary, "encode_many", releasing)
+    other.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
+    stored = [other.is_stored(chunk) for chunk in CHUNKS]
+    assert stored == [False, True, True, True] and not other.library.index.known(CHUNKS[0])
 
 
 def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[int]) -> None:
