@@ -137,11 +137,11 @@ class ChunkWriter:
 
     def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:
         library = self._parts.library
-        was_known = library.index.known(chunk)
+        is_known = partial(library.index.known, chunk)
+        is_wanted = is_known if is_known() else lambda: True  # a stored text may be released while it is computed
         for caches in self._parts.usable(context):
-            caches.write(chunk)
-        if was_known and not library.index.known(chunk):  # released while it was computed
-            library.release([chunk])
+            caches.write(chunk, is_wanted)
+        if not is_wanted():
             return
         library.add(chunk)
         for source, document in origins:

@@ -137,12 +137,15 @@ class ChunkCaches:
         # an engine with this model as auxiliary may have stored it with a coarser codec than ours
         return stored if stored is not None and keeps(stored.codec, codec) else None
 
-    def write(self, text: str) -> bool:
-        """Compute and store a chunk's KV unless it is stored already; True if it was computed."""
+    def write(self, text: str, is_wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Compute a chunk's KV unless it is stored already, and store it if it still ``is_wanted`` then; True if it was
+        computed."""
         with WriteBehind() as behind:
-            return self.write_many([text], behind)[0]
+            return self.write_many([text], behind, is_wanted)[0]
 
-    def write_many(self, texts: Sequence[str], behind: WriteBehind) -> list[bool]:
+    def write_many(
+        self, texts: Sequence[str], behind: WriteBehind, is_wanted: Callable[[], bool] = lambda: True
+    ) -> list[bool]:
         """Like :meth:`write`, for several texts; short ones are computed together. ``behind`` stores the KV, at the
         latest when it ends. False for a repeated text. Raises EncodingError if some texts failed; the others are
         stored."""
@@ -160,7 +163,7 @@ class ChunkCaches:
             except EncodingError as error:
                 failed, encoded = error, error.encoded
             for text, kv in zip(missing, encoded, strict=True):
-                if kv is not None:
+                if kv is not None and is_wanted():
                     key = self.key(text)
                     behind.add(partial(self.store.put, key, kv, self.codec, text=text), key)
             if failed is not None:
