@@ -124,14 +124,16 @@ class Parts:
         return ChunkTexts(self.store)
 
     def close(self) -> None:
-        self.prefix_cache.clear()
-        self._drops_erased = False
-        if self._tenant is not None:
-            self._tenant.chunk_store.erasures.unwatch(self)
-            self._tenant.close()
+        self.drop_kv()
+        with self._lock:
+            if self._tenant is not None:
+                self._tenant.chunk_store.erasures.unwatch(self)
+                self._drops_erased = False
+                self._tenant.close()
 
     def drop_kv(self) -> None:
-        """Drop KV of earlier prompts and answers, as after an erasure: some may be of a text that is gone."""
+        """Drop KV of earlier prompts and answers, as after an erasure: some may be of a text that is gone. The thread
+        that watches for erasures calls it, so it never waits for an answer, nor for this object's lock."""
         self.prefix_cache.clear()
         for caches in [*self._caches.values()]:
             caches.forget_texts()

@@ -7,7 +7,7 @@ A setting of an engine is part of it unless it is named here, so that none can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -53,6 +53,8 @@ class Identity:
     """SHA-256 of the primary's config and weights."""
     primary_tokenizer_sha256: str
     """SHA-256 of the primary's tokenizer and chat template."""
+    primary_eos_ids: Sequence[int]
+    """Token ids that end its answers."""
     auxiliary_sha256: str | None
     """SHA-256 of the auxiliary's config and weights. This and what begins like it: None if the method needs no
     auxiliary model."""
@@ -107,6 +109,7 @@ def identity_of(
     return Identity(
         primary_sha256=primary.runtime.fingerprint,
         primary_tokenizer_sha256=primary.runtime.tokenizer_sha256,
+        primary_eos_ids=sorted(primary.runtime.eos_ids),
         auxiliary_sha256=auxiliary.runtime.fingerprint if auxiliary else None,
         auxiliary_tokenizer_sha256=auxiliary.runtime.tokenizer_sha256 if auxiliary else None,
         auxiliary_heads_sha256=(scorer.heads.digest() if scorer.heads else "none") if scorer else None,

@@ -111,6 +111,7 @@ class Erasures:
 # -- the thread ------------------------------------------------------------------------------------------------------
 
 _watched: weakref.WeakSet[Erasures] = weakref.WeakSet()
+_registering = threading.Lock()
 _passes = threading.RLock()
 """Held while the thread looks. A fork waits for it, so that no child inherits a lock that the thread holds."""
 _thread: threading.Thread | None = None
@@ -119,14 +120,16 @@ _thread: threading.Thread | None = None
 def look_at_all() -> None:
     """One look at every store that somebody holds KV of."""
     with _passes:
-        for each in [*_watched]:
+        with _registering:
+            watched = [*_watched]
+        for each in watched:
             if each.is_watched:
                 each.look()
 
 
 def _look_from_now_on(erasures: Erasures) -> None:
     if erasures not in _watched or _thread is None:
-        with _passes:
+        with _registering:
             _watched.add(erasures)
             _start()
 
@@ -147,11 +150,21 @@ def _follow() -> None:
 def _in_child() -> None:
     """The child of a fork has the parent's KV, but none of its threads."""
     global _thread
-    _passes.release()
+    _release()
     if _thread is not None:
         _thread = None
         _start()
 
 
+def _acquire() -> None:
+    _passes.acquire()
+    _registering.acquire()
+
+
+def _release() -> None:
+    _registering.release()
+    _passes.release()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_passes.acquire, after_in_parent=_passes.release, after_in_child=_in_child)
+    os.register_at_fork(before=_acquire, after_in_parent=_release, after_in_child=_in_child)

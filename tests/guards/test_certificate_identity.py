@@ -73,6 +73,15 @@ class TestSettings:
     def test_of_the_engine(self, make: Make, options: dict[str, Any], expected: set[str]) -> None:
         assert changed(identity(make()), identity(make(**options))) == expected
 
+    def test_what_ends_an_answer(self, make: Make, tmp_path: Path) -> None:
+        """It is neither in the config nor in the tokenizer."""
+        found = []
+        for ends in ([1], [5, 6]):
+            folder = Path(shutil.copytree(make().config.primary, tmp_path / f"{ends}"))
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+            found.append(identity(make(primary=str(folder))))
+        assert changed(*found) == {"primary_eos_ids"}
+
     def test_every_setting_is_told_of(self) -> None:
         """A new one is part of the identity, unless it is named with a reason."""
         names = {field.name for field in fields(EngineConfig)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from cacheclip_rag.models.load import unload_models
 from cacheclip_rag.runtime.llamacpp import library, model
 from cacheclip_rag.runtime.llamacpp.context import Context
 from cacheclip_rag.store.erasures import look_at_all
+from tests.answering.test_turns import until
 from tests.conftest import CHUNKS, QUESTION
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history
@@ -224,6 +226,29 @@ class TestEarlierPrompts:
         assert (wrong_in_history(engine, method, chunks, prompt_of, monkeypatch, planted) > 0) is planted
 
 
+class DroppingLock:
+    """In place of a context's lock: at every release, memory is dropped."""
+
+    def __init__(self, context: Any) -> None:
+        self._own, self._context, self._depth = context._lock, context, 0
+
+    def acquire(self, blocking: bool = True) -> bool:
+        return bool(self._own.acquire(blocking))
+
+    def release(self) -> None:
+        self._own.release()
+
+    def __enter__(self) -> None:
+        self._own.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._own.release()
+        if not self._depth:
+            self._context.drop_freed()
+
+
 class TestErasure:
     @pytest.mark.parametrize("under_way", [False, True])
     def test_memory_of_ended_answers_is_given_back(self, engine: CacheClipEngine, under_way: bool) -> None:
@@ -233,10 +258,31 @@ class TestErasure:
         context = engine.primary._context  # type: ignore[attr-defined]
         events = engine.stream(PROMPT, PARAMS)
         text = next(events).text if under_way else ""
-        old = context._end
+        old: Any = context._opened.free
         assert old.alive
         engine.store.catalog.note_erasure("default")
         look_at_all()
-        assert not old.alive and (context._pointer is not None) is under_way
+        assert old.alive is under_way
         assert text + "".join(event.text for event in events) == expected
+        if under_way:
+            del events
+            gc.collect()
+            until(lambda: not old.alive)  # as soon as the answer has ended
         engine.close()
+
+    def test_between_the_steps_of_prompts(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever gives the lock back, memory is to be dropped then."""
+        context = engine.primary._context  # type: ignore[attr-defined]
+        expected = [engine.generate(f"{number} {PROMPT}", PARAMS).token_ids for number in range(2)]
+        engine.prefixes.clear()
+        monkeypatch.setattr(context, "_lock", DroppingLock(context))
+        assert [engine.generate(f"{number} {PROMPT}", PARAMS).token_ids for number in range(2)] == expected
+
+    def test_a_release_drops_it_at_once_and_so_does_closing(self, engine: CacheClipEngine) -> None:
+        context = engine.primary._context  # type: ignore[attr-defined]
+        for drop in (lambda: engine.release(["a text that nobody stored"]), engine.close):
+            engine.generate(PROMPT, PARAMS)
+            assert context._pointer is not None
+            drop()
+            gc.collect()
+            until(lambda: context._pointer is None)

@@ -270,10 +270,12 @@ class TestCommit:
             assert begun.wait(60)
             second = pool.submit(one.store.commit)
             wait([second], 0.2)  # time for a second one that does not wait for the first
+            put(one.tenants["u"], 3)
+            assert one.store.commit("u") == 1, "another tenant does not wait"
             gate.set()
             assert isinstance(first.exception(), StoreError) and second.result() == 0
         other.store.poll()
-        assert one.there() == other.there() == {"t": [2], "u": [1, 2]}
+        assert one.there() == other.there() == {"t": [2], "u": [1, 2, 3]}
         for machine in (one, other):
             machine.store.close()
 

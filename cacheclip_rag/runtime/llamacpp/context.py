@@ -40,6 +40,9 @@ _STEP = 1024
 KV_TYPE = "f16"
 """Type of keys and values."""
 
+_IDLE_S = 0.5
+"""Between two looks whether a context is idle that is to be given back."""
+
 
 class Cells:
     """A sequence of a context: tokens from position 0 on. Its cells are free again once nobody refers to it."""
@@ -83,6 +86,8 @@ class Context:
         self._free = [tuple(range(n, n + self._per_token)) for n in range(1, _SEQUENCES - 2, self._per_token)]
         self._live: weakref.WeakSet[Cells] = weakref.WeakSet()
         self._opened = _CLOSED
+        self._closes_when_idle = threading.Event()
+        """Whether :meth:`drop_freed` waits for an idle moment."""
         self._shifted = False
         self._batch = _Batch(self._per_token)
         self.vocab_size = int(library().llama_vocab_n_tokens(weights.vocabulary))
@@ -371,16 +376,25 @@ class Context:
             self._free.append(ids)
 
     def drop_freed(self) -> None:
-        """Give the memory back in which the KV of ended answers lies, as cells that are free still hold it. That of
-        answers under way is moved to new memory, which raises ModelError if there is none."""
-        with self._lock:
-            self._collect()
-            if self._pointer is None:
-                return
-            if len(self._live):
-                self._grow(self._opened.num_cells)
-            else:
-                self._close()
+        """Give the memory back in which the KV of ended answers lies, as cells that are free still hold it: now, or as
+        soon as nobody computes and no answer is under way, whose KV must stay where it is between two steps."""
+        if not self._closes_when_idle.is_set():
+            self._closes_when_idle.set()
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+                if not self._live:
+                    self._closes_when_idle.clear()
+                    self._close()
+                    return
+            finally:
+                self._lock.release()
+        again = threading.Timer(_IDLE_S, self._close_if_idle)
+        again.daemon = True
+        again.start()
 
     def _make_room(self, room: int) -> None:
         self._collect()

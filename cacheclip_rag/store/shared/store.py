@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ class SharedStore(ChunkStore):
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
-        self._committing = threading.Lock()
+        self._committing = defaultdict[str, threading.Lock](threading.Lock)
+        """By tenant: who comes second sees whether the first one's commit failed."""
 
     @classmethod
     def at(cls, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> SharedStore:
@@ -108,13 +110,13 @@ class SharedStore(ChunkStore):
     def _commit_each(self, only: str | None = None) -> tuple[int, dict[str, StoreError]]:
         """The number of new rows, and what failed by tenant."""
         count, failed = 0, dict[str, StoreError]()
-        with self._committing:  # who comes second sees whether the first one's commit failed
-            for namespace in self.shared.namespaces_waiting():
-                if only in (None, namespace):
-                    try:
-                        count += self._commit(namespace)
-                    except StoreError as error:
-                        failed[namespace] = error
+        # also of those that another thread commits now
+        for namespace in {*self.shared.namespaces_waiting(), *list(self._committing)} if only is None else [only]:
+            try:
+                with self._committing[namespace]:
+                    count += self._commit(namespace)
+            except StoreError as error:
+                failed[namespace] = error
         return count, failed
 
     def _commit(self, namespace: str) -> int:
