@@ -5,16 +5,44 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..base.errors import MissingExtraError, ModelError
 from ..models.load import DEVICE_MAPS, check_device, choose_device, resolve
+from ..models.memory import tensor_dtypes
+from ..runtime.transformers.text import quiet_transformers
+from ..runtime.transformers.weight_files import copy_mapped
 
 DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 
 Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
+
+def _check_tensors(model: Any, name: str) -> None:
+    """Raise ModelError if a checkpoint lacks tensors of its model: transformers fills them with random numbers, other
+    ones in each process, so that no question would find what another process embedded."""
+    from transformers import AutoModel
+
+    inner = getattr(model[0], "auto_model", None)
+    known = tensor_dtypes(Path(inner.name_or_path)) if inner is not None else {}
+    if inner is None or {name for name, _ in inner.named_parameters()} <= {*known, *map(_without_prefix, known)}:
+        return
+    # names that transformers knows by others, and a last layer that embeddings do not use, are none that are missing
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+    with quiet_transformers():
+        _, found = AutoModel.from_pretrained(inner.name_or_path, **options)
+    if missing := sorted(tensor for tensor in found["missing_keys"] if not tensor.startswith("pooler.")):
+        raise ModelError(
+            f"expected all tensors of embedding model {name!r}, which lacks {', '.join(missing[:3])}. Fetch the model "
+            "again."
+        )
+
+
+def _without_prefix(tensor: str) -> str:
+    return tensor.partition(".")[2]
 
 
 class Embedder:
@@ -30,9 +58,6 @@ class Embedder:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
             raise MissingExtraError("sentence-transformers", "ingest") from error
-        from ..runtime.transformers.text import quiet_transformers
-        from ..runtime.transformers.weight_files import copy_mapped
-
         self._process = os.getpid()
         check_device(device := choose_device(self._device))
         if device in DEVICE_MAPS:
@@ -52,6 +77,7 @@ class Embedder:
                 f"{self.name!r} cannot be loaded as a sentence-transformers model: {error}. Expected a folder or hub "
                 f"id of one, for instance {DEFAULT_EMBEDDING!r}."
             ) from error
+        _check_tensors(model, self.name)
         copy_mapped(model)
         return model
 

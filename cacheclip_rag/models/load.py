@@ -176,10 +176,9 @@ def _shared(key: _ModelKey, files: tuple[FileState, ...], load: Callable[[], Run
     files keep it."""
     with _registry_lock:
         if (key, files) not in _registry:
-            found = load()
             for earlier in [each for each in _registry if each[0] == key]:
-                del _registry[earlier]
-            _registry[key, files] = found
+                del _registry[earlier]  # first: there may be no memory for both
+            _registry[key, files] = load()
         return _registry[key, files]
 
 
@@ -221,8 +220,7 @@ def load_planning(
     import torch
 
     from ..runtime.transformers.planning import PlanningRuntime
-    from ..runtime.transformers.weight_files import check_layers
-    from .memory import tensor_names
+    from ..runtime.transformers.weight_files import check_names
 
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
@@ -235,13 +233,27 @@ def load_planning(
         identity = {"name": name, "fingerprint": ":".join(filter(None, (fingerprint(folder), dtype, changed)))}
         check_unchanged(file_states(folder), files, name, folder)
         runtime = PlanningRuntime(folder, config, tokenizer, dtype=getattr(torch, dtype), **identity)
-        check_layers(runtime.model, tensor_names(folder), name)
+        check_names(runtime.model, _tensors(folder, name), name)
         runtime.backend, runtime.files = backend, files
         runtime.check()
         return runtime
 
     key = (str(folder), dtype, f"none {quantization} {backend}")
     return cast("PlanningRuntime", _shared(key, files, lambda: _read(name, _FOLDER, load)))
+
+
+def _tensors(folder: Path, name: str) -> dict[str, str]:
+    """Dtypes of a checkpoint's tensors by name. Raises ModelError: it has none as safetensors, or a file is missing or
+    damaged."""
+    from .memory import tensor_dtypes
+
+    found = tensor_dtypes(folder)
+    if not found:
+        raise ModelError(
+            f"expected the weights of model {name!r} as *.safetensors in {folder}, each file that its index names, got "
+            "none that can be read whole. Pickles (*.bin, *.pt) are not read. Fetch the model again."
+        )
+    return found
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:

@@ -67,9 +67,9 @@ def weights_dtype(folder: Path) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
 
 
-def tensor_names(folder: Path) -> list[str]:
-    """Names of a checkpoint's tensors; none if a header cannot be read."""
-    return [each["name"] for each in _tensors(folder)]
+def tensor_dtypes(folder: Path) -> dict[str, str]:
+    """Dtypes of a checkpoint's tensors by name, as safetensors call them; none if a header cannot be read."""
+    return {each["name"]: each["dtype"] for each in _tensors(folder)}
 
 
 def _tensors(folder: Path) -> list[dict[str, Any]]:

@@ -114,6 +114,8 @@ class CacheClipConnector(KVConnectorBase_V1):  # type: ignore[misc]
             logger.warning("reuse was never tested with: %s", "; ".join(never))
         if role == KVConnectorRole.SCHEDULER and (cost := windows_cost(vllm_config)):
             logger.warning("%s", cost)
+        if (how := vllm_config.load_config.load_format) in ("pt", "npcache"):
+            raise ValueError(f"load_format is {how!r}, and stored KV is known by the weights in *.safetensors.")
         config = vllm_config.model_config
         self._settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")

@@ -14,13 +14,17 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import BertConfig, BertModel
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.base.tensor_files import read_tensors
+from cacheclip_rag.ingest.embedding import Embedder
 from cacheclip_rag.models.load import load_model, load_planning, load_tokenizer
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
-from cacheclip_rag.testing.tiny import TINY_MODELS
+from cacheclip_rag.testing.tiny import TINY_MODELS, make_tokenizer
 from tests.conftest import CHUNKS, rag_prompt
 
 Tensors = dict[str, torch.Tensor]
@@ -134,8 +138,86 @@ class TestAllTensorsAreThere:
         )
         assert load_planning(folder).num_layers
         change_weights(folder, without(f"model.layers.1.mlp.up_proj.{suffix}"))
-        with pytest.raises(ModelError, match=r"all layers .* got none of model\.layers\.1\.mlp\.up_proj\."):
+        with pytest.raises(ModelError, match=r"which lack model\.layers\.1\.mlp\.up_proj"):
             load_planning(folder)
+
+    @pytest.mark.parametrize(
+        ("lost", "words"),
+        [
+            ("model.embed_tokens.weight", "embed_tokens"),
+            ("model.norm.weight", r"model\.norm"),
+            (".self_attn.k_proj.weight", r"layers\.0\.self_attn\.k_proj"),
+            ("layers.1.self_attn.q_proj.bias", r"layers\.1\.self_attn\.q_proj\.bias"),
+            ("layers.1.mlp.down_proj.scales", r"layers\.1\.mlp\.down_proj\.scales"),
+            ("layers.0.mlp.down_proj.qweight", r"layers\.0\.mlp\.down_proj\.qweight"),
+        ],
+    )
+    def test_whatever_its_tensors_are_called(self, folder: Path, lost: str, words: str) -> None:
+        """Quantised in all layers but the last one, as some are."""
+
+        def quantise(tensors: Tensors) -> Tensors:
+            found = dict(tensors)
+            for name in tensors:
+                if name.endswith("q_proj.weight"):
+                    found[name.replace("weight", "bias")] = torch.ones(2)
+                if "mlp" in name and "layers.2" not in name:
+                    found[name.replace("weight", "qweight")] = torch.ones(2, dtype=torch.int32)
+                    found[name.replace("weight", "scales")] = found.pop(name)
+            return found
+
+        change_weights(folder, quantise)
+        assert load_planning(folder).num_layers == 3
+        change_weights(folder, lambda tensors: {name: each for name, each in tensors.items() if lost not in name})
+        with pytest.raises(ModelError, match=f"which lack .*{words}"):
+            load_planning(folder)
+
+    @pytest.mark.parametrize("lost", ["layers.1.block_sparse_moe.experts.0.w1", ".experts.3."])
+    def test_experts(self, tiny_models: dict[str, str], tmp_path: Path, lost: str) -> None:
+        folder = copied(tiny_models["mixtral"], tmp_path / "model")
+        assert load_planning(folder).num_layers
+        change_weights(folder, lambda tensors: {name: each for name, each in tensors.items() if lost not in name})
+        with pytest.raises(ModelError, match=r"which lack .*experts\.[03]"):
+            load_planning(folder)
+
+    def test_pickles_and_lost_files_are_no_weights(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        index = {"weight_map": dict.fromkeys(load_file(file), file.name) | {"more": "model-2.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ModelError, match=r"expected the weights .* as \*\.safetensors"):
+            load_planning(folder)
+        (folder / "model.safetensors.index.json").unlink()
+        torch.save(load_file(file), folder / "pytorch_model.bin")
+        assert load_planning(folder).num_layers
+        file.unlink()
+        for load in (load_planning, load_model):
+            with pytest.raises(ModelError, match="safetensors"):
+                load(folder)
+
+
+class TestEmbeddingModel:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        torch.manual_seed(0)
+        config = BertConfig(
+            hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, vocab_size=300
+        )
+        (tmp_path / "bert").mkdir()
+        BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path / "bert")
+        make_tokenizer(300).save_pretrained(tmp_path / "bert")
+        model = SentenceTransformer(modules=[Transformer(str(tmp_path / "bert")), Pooling(8)])
+        model.save(str(tmp_path / "embedder"))
+        return tmp_path / "embedder"
+
+    def test_it_is_whole(self, folder: Path) -> None:
+        """Also with the pooling layer of BERT, which the checkpoint lacks and embeddings do not use."""
+        embedder = Embedder(str(folder), "cpu")
+        assert embedder.embed(["lighthouse"]).shape == (1, 8)
+        assert str(folder) not in Path("/proc/self/maps").read_text()
+
+    def test_a_tensor_is_missing(self, folder: Path) -> None:
+        change_weights(folder, without("encoder.layer.1.attention.self.key.weight"))
+        with pytest.raises(ModelError, match=r"lacks encoder\.layer\.1\.attention\.self\.key\.weight"):
+            Embedder(str(folder), "cpu").embed(["lighthouse"])
 
 
 class TestFilesMayChange:

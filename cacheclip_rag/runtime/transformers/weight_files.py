@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
@@ -47,37 +48,74 @@ def _needed(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
     return [tensor for tensor in unexpected if is_needed(tensor)]
 
 
-def check_layers(model: nn.Module, tensors: Iterable[str], name: str) -> None:
-    """Raise ModelError if a checkpoint has a part of some layers and lacks it in others. For weights that another
-    process loads, perhaps quantised: their tensors have other names, but lie under the names of the model's parts.
+def check_names(model: nn.Module, tensors: Mapping[str, str], name: str) -> None:
+    """Raise ModelError if a checkpoint lacks tensors, as far as their names tell. For weights that another process
+    loads, perhaps quantised: their tensors have other names, but lie under the names of the model's parts.
 
     Args:
         model: the model without weights.
-        tensors: names of the checkpoint's tensors.
+        tensors: dtype of each tensor of the checkpoint, by name.
     """
-    present = {part for tensor in tensors for part in _above(tensor)}
+    config: Any = model.config
     layers = next(path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    parts: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        if path.startswith(f"{layers}.") and any(True for _ in module.parameters(recurse=False)):
-            parts.setdefault(path.removeprefix(f"{layers}.").partition(".")[2], []).append(path)
+    owners = [path for path, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+    present = {part for tensor in tensors for part in _above(tensor)}
+    known = {_in_layer(part, layers) for part in present}
     missing = [
         path
-        for paths in parts.values()
-        if any(path in present for path in paths)  # else the class has another name for it than the checkpoint
-        for path in paths
+        for path in owners
         if path not in present
+        # a class may have another name for a part than the checkpoint: then that of what it is part of differs too
+        and _in_layer(path, layers).rpartition(".")[0] in known
+        and not (path == "lm_head" and config.tie_word_embeddings)
     ]
+    missing = missing or [*_incomplete(tensors, layers)] or [*_experts(tensors, config)]
     if missing:
         raise ModelError(
-            f"expected the same tensors in all layers of model {name!r}, got none of {_listed(missing)}. Fetch the "
-            "model again."
+            f"expected all tensors of {type(model).__name__} in the weights of model {name!r}, which lack "
+            f"{_listed(missing)}. Fetch the model again."
         )
 
 
+def _in_layer(path: str, layers: str) -> str:
+    """A path as it is called in every layer; outside the layers, the path."""
+    return re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.N.", path)
+
+
+def _incomplete(tensors: Mapping[str, str], layers: str) -> Iterable[str]:
+    """Parts of layers that lack one of the tensors which the same part has in other layers. A part may be quantised in
+    some layers only."""
+    kinds: dict[str, dict[str, set[str]]] = {}
+    for tensor in tensors:
+        path, _, kind = tensor.rpartition(".")
+        if path.startswith(f"{layers}."):
+            kinds.setdefault(_in_layer(path, layers), {}).setdefault(path, set()).add(kind)
+    for parts in kinds.values():
+        quantised = {path for path, own in parts.items() if not _is_dense(path, own, tensors)}
+        for alike in (quantised, parts.keys() - quantised):
+            whole = set().union(*(parts[path] for path in alike))
+            yield from (f"{path}.{min(whole - parts[path])}" for path in alike if parts[path] != whole)
+
+
+def _is_dense(path: str, kinds: set[str], tensors: Mapping[str, str]) -> bool:
+    return kinds <= {"weight", "bias"} and tensors.get(f"{path}.weight", "F32") in ("F64", "F32", "F16", "BF16")
+
+
+def _experts(tensors: Iterable[str], config: Any) -> Iterable[str]:
+    """Experts that are not there, where each has tensors of its own."""
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    found: dict[str, set[int]] = {}
+    for tensor in tensors:
+        if each := re.match(r"(.*\.experts)\.(\d+)\.(.*)", tensor):
+            found.setdefault(f"{each[1]}.N.{each[3]}", set()).add(int(each[2]))
+    for place, numbers in found.items():
+        yield from (place.replace(".N.", f".{number}.") for number in {*range(count)} - numbers)
+
+
 def _above(tensor: str) -> Iterable[str]:
-    """The paths of the modules that a tensor is part of."""
-    while tensor := tensor.rpartition(".")[0]:
+    """The paths of the modules that a tensor is part of, and the empty one."""
+    while tensor:
+        tensor = tensor.rpartition(".")[0]
         yield tensor
 
 
