@@ -68,7 +68,7 @@ class TestAllTensorsAreThere:
         names = [*load_file(folder / "model.safetensors")]
         kinds = {name.partition(".layers.")[2].partition(".")[2] or name: name for name in names}
         missing = [name for name in kinds.values() if "experts" not in name]  # some versions merge those as they load
-        for name in [*missing[:: max(1, len(missing) // 4)], missing[-1]]:
+        for name in {*missing[:: max(1, len(missing) // 4)], missing[-1]}:
             broken = copied(str(folder), tmp_path / name)
             change_weights(broken, without(name))
             with pytest.raises(ModelError, match=r"weights of model .* lacks .*Fetch the model again") as caught:
