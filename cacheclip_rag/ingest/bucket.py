@@ -33,7 +33,8 @@ def read_object(url: str) -> DocumentText:
     except OSError as error:
         raise DocumentError(f"{url} cannot be read: {error}") from error
     except DocumentError as error:
-        raise type(error)(str(error).replace(str(path), url)) from error  # a path has one slash where a URL has two
+        error.args = (str(error).replace(str(path), url),)  # a path has one slash where a URL has two
+        raise
 
 
 def _bucket(url: str) -> tuple[ObjectBackend, str]:

@@ -54,7 +54,12 @@ def _nobody(path: Path, reason: str) -> None:
 
 
 class EmptyFileError(DocumentError):
-    """A file holds nothing that anybody sees."""
+    """A file holds no text that anybody sees."""
+
+    def __init__(self, message: str, notes: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.notes = [*notes]
+        """What it holds in place of text, such as pictures."""
 
 
 def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
@@ -244,7 +249,7 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
 def document_text(path: Path, data: bytes) -> DocumentText:
     """Text of a file's bytes, as of :func:`read_document`. ``path`` says the type, and names the file in errors."""
     suffix = path.suffix.lower()
-    if suffix == PDF_SUFFIX:
+    if suffix == PDF_SUFFIX and data.strip():
         found = pdf_text(path, data)
     else:
         found = decoded(path, data, encoding_of_page(data) if suffix in HTML_SUFFIXES else None)
@@ -259,8 +264,7 @@ def document_text(path: Path, data: bytes) -> DocumentText:
     if suffix in MARKDOWN_SUFFIXES:
         notes += notes_on_markdown(found)
     if all(unicodedata.category(character) in _UNSEEN for character in found):
-        error = DocumentError if suffix in HTML_SUFFIXES or notes else EmptyFileError
-        raise error(" ".join([f"{path} is empty.", *notes, *found.notes]))
+        raise EmptyFileError(f"{path} is empty.", [*notes, *found.notes])
     found = DocumentText(found, [*notes, *found.notes])
     for note in found.notes:
         logger.info("%s: %s", printable(path), note)

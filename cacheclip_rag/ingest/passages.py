@@ -35,6 +35,8 @@ class PassageReader:
             text = read_object(name) if is_url(name) else read_document(Path(name), digest or None)
         except EmptyFileError as error:
             told("empty", name, str(error))
+            for note in error.notes:
+                told("note", name, note)
             return []
         except (DocumentError, MissingExtraError) as error:
             told("failed", name, str(error))

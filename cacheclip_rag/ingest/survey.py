@@ -136,6 +136,8 @@ class Survey:
         if kind == "note":
             self.notes.append({"path": printable(name), "note": f"{printable(name)}: {said}"})
             return
+        if kind == "failed" and name in self.known:
+            said = f"{said} Its text of an earlier run is still stored; cacheclip store remove takes it out."
         logger.info("left out: %s", said)
         (self.failed if kind == "failed" else self.skipped).append({"path": printable(name), "error": said})
         if kind == "failed":

@@ -225,6 +225,42 @@ class TestDocumentsThatAreTakenBack:
             assert each.failed == [] and names_of(each.skipped) == ["a.md"] and each.unchanged == 1
         assert again.removed == 0
 
+    @pytest.mark.parametrize(
+        ("name", "after", "note"),
+        [
+            ("a.html", "<script>x()</script>", ""),
+            ("a.html", "<img src=plan.png>", "picture"),
+            ("a.html", "<p hidden>Out of order.</p>", "switched off"),
+            ("b.md", "<!-- Out of order. -->\n", "comment"),
+            ("c.pdf", "", ""),
+        ],
+    )
+    def test_a_document_without_visible_text(self, door: Door, name: str, after: str, note: str) -> None:
+        from tests.ingest.pdf import pdf
+
+        said = "The tide mill grinds at night."
+        file = door.write(name, pdf(said) if name.endswith(".pdf") else said)
+        door.run(door.documents, file)
+        door.write(name, after)
+        planned, report, again = (door.run(door.documents, file, dry=dry) for dry in (True, False, False))
+        assert sorted(door.texts()) == ["a.md", "sub/b.md"] and (planned.removed, report.removed) == (1, 1)
+        for each in (planned, report, again):
+            assert each.failed == [] and {*names_of(each.skipped)} == {name} and each.unchanged == 2
+            assert note in str(each.notes) and len(each.notes) == bool(note)
+
+    def test_what_may_hold_text_that_cannot_be_read(self, door: Door) -> None:
+        """A scanned page: its old text stays, and every run says so."""
+        from tests.ingest.pdf import pdf
+
+        door.write("c.pdf", pdf("The tide mill grinds at night."))
+        door.run()
+        door.write("c.pdf", pdf(""))
+        door.write("new.pdf", pdf(""))
+        for dry in (True, False, False):
+            told = {Path(each["path"]).name: each["error"] for each in door.run(dry=dry).failed}
+            assert "still stored; cacheclip store remove" in told["c.pdf"] and "still" not in told["new.pdf"]
+        assert "c.pdf" in door.texts() and "new.pdf" not in door.texts()
+
     def test_the_only_document(self, door: Door) -> None:
         """Emptied, not missing: nobody is asked."""
         door.run(door.documents / "sub")
