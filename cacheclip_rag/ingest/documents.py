@@ -63,8 +63,8 @@ class EmptyFileError(DocumentError):
 
 
 def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
-    """The given files, and text, Markdown and PDF files in the given folders, each once, in order. Hidden files and
-    folders are left out without a word.
+    """The given files, and text, Markdown and PDF files in the given folders, each once, in order, links last. Hidden
+    files and folders are left out without a word.
 
     Links to folders are not followed. A path that is given itself may be a link.
 
@@ -77,16 +77,18 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
         DocumentError: a path does not exist, or is neither a file nor a folder.
     """
     seen: set[str] = set()
+    found: list[Path] = []
     for given in paths:
         path = Path(os.path.realpath(Path(given).expanduser()))
-        for file in sorted(_files_at(path, given, skipped, failed)):
-            if reason := reason_of_installation(file):
-                skipped(file, f"{printable(file)} {reason}")
-                continue
-            real = os.path.realpath(file)
-            if real not in seen:  # not a link to a file that is read already
-                seen.add(real)
-                yield file
+        found += sorted(_files_at(path, given, skipped, failed))
+    for file in sorted(found, key=os.path.islink):  # a link is read only if its file is not
+        if reason := reason_of_installation(file):
+            skipped(file, f"{printable(file)} {reason}")
+            continue
+        real = os.path.realpath(file)
+        if real not in seen:
+            seen.add(real)
+            yield file
 
 
 def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Iterator[Path]:

@@ -286,6 +286,17 @@ class TestDocumentsThatAreTakenBack:
         assert report.removed == report.added == (1 if moved == "sub" else 2) and report.unconfirmed == []
         assert len(door.texts()) == 2 and report.computed == 0
 
+    @pytest.mark.parametrize(("link", "file"), [("a_link.md", "sub/b.md"), ("0.md", "notes.log"), ("sub/0.md", "a.md")])
+    def test_a_link_beside_its_file(self, door: Door, link: str, file: str) -> None:
+        """The file is read, and its text is never an old one."""
+        given = [door.documents, door.write(file, "The tide mill grinds at night.")]
+        door.run(*given)
+        (door.documents / link).symlink_to(given[1])
+        assert door.run(*given).added == 0
+        door.write(file, "The tide mill stands still.")
+        assert door.run(*given).changed == 1
+        assert link not in door.texts() and door.texts()[file] == "The tide mill stands still."
+
     def test_a_file_that_was_moved_and_a_link_in_its_place(self, door: Door) -> None:
         door.run()
         (door.documents / "sub" / "b.md").rename(door.documents / "_b.md")
