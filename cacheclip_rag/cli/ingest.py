@@ -52,7 +52,11 @@ def ingest(
         typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see."),
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Remove what is gone, even if it is most of what was ingested from a path.")
+        bool,
+        typer.Option(
+            "--yes",
+            help="Remove what is gone, even if it is most of what was ingested from a path, or all of a folder.",
+        ),
     ] = False,
     backend: BackendOption = "transformers",
     engine: Annotated[
@@ -225,8 +229,8 @@ def _print_problems(found: IngestReport | SharedReport | IngestPlan) -> None:
     if found.unconfirmed:
         print_names("gone, and kept", found.unconfirmed, err=True)
         typer.echo(
-            f"{len(found.unconfirmed)} documents are gone: more than half of what was ingested from a given path, so "
-            "nothing is removed. If a folder or share is not there for now, bring it back, and ingest again. If they "
-            "are gone for good, add --yes.",
+            f"{len(found.unconfirmed)} documents are gone or empty: more than half of what was ingested from a given "
+            "path, or all of a folder, so nothing is removed. If a folder or share is not there for now, bring it "
+            "back, and ingest again. If they are gone for good, add --yes.",
             err=True,
         )

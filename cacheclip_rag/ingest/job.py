@@ -57,7 +57,7 @@ def ingest(
         paths: files and folders, and URLs of object storage.
         settings: recorded with the first document; a later run with other settings is refused.
         max_bytes: limit to record in the store first; 0: no limit; None: as recorded.
-        confirmed: remove documents even if more than half of those of a given path are gone.
+        confirmed: remove documents even if more than half of those of a given path are gone, or all of a folder.
 
     Raises:
         DocumentError: a path does not exist, or no document was found.

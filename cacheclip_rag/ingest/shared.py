@@ -230,7 +230,7 @@ def ingest_shared(
     Args:
         engine: ``local``: this process; ``ray``: ``workers`` actors of Ray, in the cluster of ``RAY_ADDRESS`` if set.
         kv: ``all``: of every text; ``hot``: of those that answers use, stored by the second one.
-        confirmed: remove documents even if more than half of those of a given path are gone.
+        confirmed: remove documents even if more than half of those of a given path are gone, or all of a folder.
 
     Raises:
         ConfigurationError: the store was made with other settings.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from ..base.errors import DocumentError
@@ -39,8 +40,8 @@ class IngestCounts:
     removed: int = 0
     """Documents that are gone, or empty now."""
     unconfirmed: list[str] = field(default_factory=list)
-    """Documents that are gone and were kept, because they are most of what was ingested from a given path. A run that
-    is ``confirmed`` removes them."""
+    """Documents that are gone, or empty now, and were kept, because they are most of what was ingested from a given
+    path, or all of a folder that is still there. A run that is ``confirmed`` removes them."""
     chunks: int = 0
     """Passages of added and changed documents."""
     computed: int = 0
@@ -81,7 +82,7 @@ class Survey:
 
     known: Mapping[str, str]
     """Version of each document that was ingested before, by path or URL."""
-    roots: list[str] = field(default_factory=list)
+    roots: set[str] = field(default_factory=set)
     """Given paths and URLs. A path is here with and without following its links."""
     found: dict[str, str] = field(default_factory=dict)
     """Version of each document that was found."""
@@ -171,7 +172,7 @@ class Survey:
         """Name, what tells its versions apart, SHA-256 of a file, and bytes."""
         urls = [str(path).rstrip("/") for path in paths if is_url(path)]
         files = [Path(path).expanduser() for path in paths if not is_url(path)]
-        self.roots = [*urls, *{each for path in files for each in (os.path.abspath(path), os.path.realpath(path))}]
+        self.roots = {*urls, *(each for path in files for each in (os.path.abspath(path), os.path.realpath(path)))}
         for file in find_files(files, self._teller("skipped"), self._teller("failed")):
             try:
                 digest, num_bytes = digest_file(file)
@@ -202,7 +203,7 @@ class Survey:
     # -- what is gone ---------------------------------------------------------------------------------------------
 
     def _is_here(self, name: str) -> bool:
-        return any(is_in(name, root) for root in self.roots)
+        return not self.roots.isdisjoint(_folders_of(name))
 
     def _gone(self) -> list[str]:
         """Documents of the given paths that are empty now, or whose place could be looked at and had none."""
@@ -210,28 +211,48 @@ class Survey:
         return sorted({*filter(self._is_absent, others)} | self._empty.intersection(self.known))
 
     def _is_absent(self, name: str) -> bool:
-        if not self._unseen.isdisjoint(_with_folders(name)):
+        if not self._unseen.isdisjoint([name, *_folders_of(name)]):
             return False
         return name not in self._listed if is_url(name) else is_gone(name)
 
     def _loses_most(self, gone: Iterable[str]) -> bool:
-        """Whether more than half of what was ingested from a given path is missing: a share may not be mounted. What
-        was emptied is not missing, nor what stands elsewhere now."""
-        there = {version for name, version in self.found.items() if name not in self._unseen}
-        missing = [name for name in gone if name not in self._empty and self.known[name] not in there]
-        for root in self.roots:
-            lost = sum(is_in(name, root) for name in missing)
-            if 2 * lost > sum(is_in(name, root) for name in self.known):
+        """Whether most of what was ingested from a given path is lost, or all of a folder that is still there: a share
+        may not be mounted, or files not be written to their end. A single document may be emptied."""
+        lost = self._not_renamed(gone)
+        missing = _by_folder(name for name in lost if name not in self._empty)
+        known = _by_folder(self.known)
+        for folder, number in _by_folder(lost).items():
+            if folder in self.roots and 2 * number > known[folder] and (number > 1 or missing[folder]):
+                return True
+            if 1 < known[folder] == missing[folder] and os.path.isdir(folder):
                 return True
         return False
 
+    def _not_renamed(self, gone: Iterable[str]) -> list[str]:
+        """Those for which no new document has the same version."""
+        others = self._unseen.union(self._empty, self.known)
+        new = Counter(version for name, version in self.found.items() if name not in others)
+        lost = []
+        for name in gone:
+            new[self.known[name]] -= 1
+            if new[self.known[name]] < 0:
+                lost.append(name)
+        return lost
 
-def is_in(name: str, root: str) -> bool:
+
+def is_in(name: str, folder: str) -> bool:
     """Whether a document is below a folder or URL."""
-    return name.startswith(f"{root.rstrip('/')}/")
+    return folder in _folders_of(name)
 
 
-def _with_folders(name: str) -> Iterator[str]:
-    """A document and each folder that it is in."""
+def _folders_of(name: str) -> list[str]:
+    """The folders that a document is in, and what takes their place in a URL."""
+    if not is_url(name):
+        return [str(folder) for folder in PurePath(name).parents]
     parts = name.split("/")
-    return ("/".join(parts[:number]) or "/" for number in range(1, len(parts) + 1))
+    return ["/".join(parts[:number]) for number in range(1, len(parts))]
+
+
+def _by_folder(names: Iterable[str]) -> Counter[str]:
+    """How many documents each folder has."""
+    return Counter(folder for name in names for folder in _folders_of(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -331,6 +332,56 @@ class TestMostIsGone:
         (other / "new.md").write_text("Seabirds nest on the eastern cliffs.")
         report = door.run(door.documents, other)
         assert (report.added, report.removed, len(report.unconfirmed)) == (1, 0, 3) and len(door.texts()) == 7
+
+    def test_several_that_were_emptied(self, door: Door) -> None:
+        """A disk was full while they were written."""
+        for number in range(3):
+            door.write(f"{number}.md", f"The foghorn could be heard {number} miles away.")
+        door.run()
+        for name in ("a.md", "0.md", "1.md"):
+            door.write(name, "")
+        for dry in (True, False):
+            report = door.run(dry=dry)
+            assert (report.removed, len(report.unconfirmed), len(door.texts())) == (0, 3, 5)
+        assert door.run(confirmed=True).removed == 3
+
+    @pytest.mark.parametrize("new", [0, 1])
+    def test_a_text_that_was_always_elsewhere_too(self, door: Door, tmp_path: Path, new: int) -> None:
+        """It is not where they were moved to."""
+        said = "The foghorn could be heard two miles away."
+        for name in ("template.md", "all/0.md", "all/1.md", "all/2.md"):
+            door.write(name, said)
+        given = door.documents / "all"
+        door.run(door.documents, given)
+        for number in range(3):
+            (given / f"{number}.md").unlink()
+        for number in range(new):
+            door.write(f"new{number}.md", said)
+        report = door.run(door.documents, given)
+        assert (report.removed, len(report.unconfirmed), len(door.texts())) == (0, 3, 6 + new)
+
+    def test_an_empty_mount_point_below_a_given_folder(self, door: Door) -> None:
+        for number in range(4):
+            door.write(f"mount/far/{number}.md", f"The foghorn could be heard {number} miles away.")
+            door.write(f"{number}.md", f"Seabirds nest on cliff {number}.")
+        door.run()
+        (door.documents / "mount" / "far").rename(away := door.documents.parent / "away")
+        for dry in (True, False):
+            report = door.run(dry=dry)
+            assert (report.removed, len(report.unconfirmed), len(door.texts())) == (0, 4, 10)
+        away.rename(door.documents / "mount" / "far")
+        assert door.run().unchanged == 10
+        (door.documents / "mount" / "far" / "0.md").unlink()
+        assert door.run().removed == 1, "one of them"
+
+    def test_a_folder_that_was_deleted(self, door: Door) -> None:
+        """Not with all that is in its own folder, nor is it most of a given one: nobody is asked."""
+        for number in range(2):
+            door.write(f"sub/old/{number}.md", f"The foghorn could be heard {number} miles away.")
+            door.write(f"{number}.md", f"Seabirds nest on cliff {number}.")
+        door.run()
+        shutil.rmtree(door.documents / "sub" / "old")
+        assert door.run().removed == 2
 
     def test_half_is_not_most(self, door: Door) -> None:
         door.run()
