@@ -29,10 +29,16 @@ def split_hot(store: str) -> tuple[str, str]:
     return url.rstrip("/"), hot
 
 
+def expanded(path: str | PathLike[str]) -> Path:
+    """A path with a home folder in place of ``~`` or ``~user``. Other names that begin with ``~`` stay as they are:
+    office programs make such files."""
+    return Path(os.path.expanduser(path))
+
+
 @lru_cache
 def at_first_use(path: str | PathLike[str]) -> Path:
     """A path that does not depend on the working directory any more, after the first call for it in this process."""
-    return Path(path).expanduser().absolute()
+    return expanded(path).absolute()
 
 
 def cache_home() -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..base.errors import DocumentError, MissingExtraError
+from ..base.paths import expanded
 from .html import html_text
 from .pdf import PYPDF, pdf_text
 from .text import (
@@ -79,7 +80,7 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
     seen: set[str] = set()
     found: list[Path] = []
     for given in paths:
-        path = Path(os.path.realpath(Path(given).expanduser()))
+        path = Path(os.path.realpath(expanded(given)))
         found += sorted(_files_at(path, given, skipped, failed))
     for file in sorted(found, key=os.path.islink):  # a link is read only if its file is not
         if reason := reason_of_installation(file):
@@ -175,15 +176,17 @@ def reason_of_type(path: Path) -> str:
 
 
 def is_gone(path: str) -> bool:
-    """Whether a place could be looked at, and no file is there, or a link stands in place of it or of a folder above.
-    (A document's path has no link in it.)"""
+    """Whether no file is at a place, or a link stands in place of it or of a folder above.
+    (A document's path has no link in it.) Raises OSError if the place cannot be looked at."""
     folder = os.path.dirname(path)
     try:
         return os.path.realpath(folder, strict=True) != folder or not stat.S_ISREG(os.lstat(path).st_mode)
     except ValueError:  # no path: another program wrote it into a shared store
         return True
     except OSError as error:
-        return error.errno in ABSENT
+        if error.errno not in ABSENT:
+            raise
+        return True
 
 
 def reason_of_installation(path: Path) -> str:

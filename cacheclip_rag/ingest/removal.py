@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..base.checks import did_you_mean
 from ..base.errors import ConfigurationError, DocumentError
-from ..base.paths import is_url
+from ..base.paths import expanded, is_url
 from ..engine import CacheClipEngine
 from ..store.shared.place import SharedPlace
 from ..store.shared.table import Removal, TextTable, schema
@@ -78,5 +78,5 @@ def _chosen(known: Collection[str], documents: Sequence[str], under: str | None)
 
 def _names(given: str) -> list[str]:
     """What a document or folder may be recorded as."""
-    path = Path(given).expanduser()
+    path = expanded(given)
     return [given.rstrip("/")] if is_url(given) else [os.path.realpath(path), os.path.abspath(path)]

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from ..base.errors import DocumentError
-from ..base.paths import is_url
+from ..base.paths import expanded, is_url
 from .bucket import find_objects
 from .documents import (
     SUFFIXES,
@@ -171,7 +171,7 @@ class Survey:
     def _find(self, paths: list[str | Path]) -> Iterator[tuple[str, str, str, int]]:
         """Name, what tells its versions apart, SHA-256 of a file, and bytes."""
         urls = [str(path).rstrip("/") for path in paths if is_url(path)]
-        files = [Path(path).expanduser() for path in paths if not is_url(path)]
+        files = [expanded(path) for path in paths if not is_url(path)]
         self.roots = {*urls, *(each for path in files for each in (os.path.abspath(path), os.path.realpath(path)))}
         for file in find_files(files, self._teller("skipped"), self._teller("failed")):
             try:
@@ -213,7 +213,13 @@ class Survey:
     def _is_absent(self, name: str) -> bool:
         if not self._unseen.isdisjoint([name, *_folders_of(name)]):
             return False
-        return name not in self._listed if is_url(name) else is_gone(name)
+        if is_url(name):
+            return name not in self._listed
+        try:
+            return is_gone(name)
+        except OSError as error:
+            self.tell("failed", name, f"{printable(name)} cannot be looked at: {error.strerror or error}.")
+            return False
 
     def _loses_most(self, gone: Iterable[str]) -> bool:
         """Whether most of what was ingested from a given path is lost, or all of a folder that is still there: a share

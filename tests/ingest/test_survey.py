@@ -179,13 +179,30 @@ class TestWhatCannotBeLookedAt:
             assert door.run(confirmed=True).removed == 0 and "sub/b.md" in door.texts()
         assert door.run().removed == 1
 
-    def test_a_document_in_a_hidden_folder(self, door: Door) -> None:
+    @pytest.mark.parametrize("code", [errno.EIO, errno.ENOTCONN, errno.ETIMEDOUT])
+    @pytest.mark.parametrize("failing_name", ["c.md", ".hidden"])
+    def test_a_document_in_a_hidden_folder(self, door: Door, code: int, failing_name: str) -> None:
         """It was given by its own name; its folder is not read."""
         door.run(door.documents, door.write(".hidden/c.md", "A keeper and two assistants lived on the rock."))
-        with failing("lstat", errno.EIO, "c.md"):
-            assert door.run().removed == 0
+        for dry in (True, False):
+            with failing("lstat", code, failing_name):
+                report = door.run(dry=dry, confirmed=True)
+            assert report.removed == 0 and names_of(report.failed) == ["c.md"]
+            assert "cannot be looked at" in report.failed[0]["error"]
         (door.documents / ".hidden" / "c.md").unlink()
         assert door.run().removed == 1
+
+    def test_a_name_that_begins_like_a_home_folder(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(door.documents)
+        door.write("~$a.md", "Somebody edits this document.")
+        assert door.run("~$a.md", "a.md").added == 2
+        with pytest.raises(DocumentError, match="no such file or folder: ~gone/x.md"):
+            door.run("~gone/x.md")
+        with pytest.raises(DocumentError, match="no document ~gone/x.md"):
+            door.remove("~gone/x.md")
+        with pytest.raises(DocumentError, match="no documents under ~gone"):
+            door.remove(under="~gone")
+        assert door.remove("~$a.md") == [str(door.documents / "~$a.md")] and [*door.texts()] == ["a.md"]
 
     def test_one_of_two_given_folders(self, door: Door, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
