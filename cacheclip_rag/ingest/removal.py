@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from ..base.checks import did_you_mean
-from ..base.errors import ConfigurationError, DocumentError
+from ..base.errors import ConfigurationError, DocumentError, StoreError
 from ..base.paths import expanded, is_url
 from ..engine import CacheClipEngine
 from ..store.shared.place import SharedPlace
@@ -40,10 +41,18 @@ def remove_documents(
         settings = read_settings(str(store))
         chosen = namespace or (settings.namespace if settings is not None else "default")
         table = TextTable(SharedPlace(str(store)), chosen)
-        gone = _chosen(documents_of(table), documents, under)
+        if not (known := documents_of(table)):
+            raise DocumentError(f"namespace {chosen!r} of {store} has no documents, so nothing is removed.")
+        gone = _chosen(known, documents, under)
         table.commit(schema().empty_table(), Removal(names={*gone}))
         return gone
-    library = Library.open(store)
+    with closing(Library.open(store)) as library:
+        return _remove_from(library, store, documents, under, namespace)
+
+
+def _remove_from(
+    library: Library, store: str | Path, documents: Sequence[str], under: str | None, namespace: str | None
+) -> list[str]:
     assert library.settings is not None, "it was opened"
     if namespace not in (None, library.settings.namespace):
         raise ConfigurationError(
@@ -51,11 +60,15 @@ def remove_documents(
             "it out."
         )
     gone = _chosen(library.documents(), documents, under)
-    engine = CacheClipEngine(library.settings.engine_config(store))
-    for name in gone:
-        library.remove(name, engine.release)
-    engine.close()
-    library.close()
+    done: list[str] = []
+    with closing(CacheClipEngine(library.settings.engine_config(store))) as engine:
+        try:
+            for name in gone:
+                library.remove(name, engine.release)
+                done.append(name)
+        except StoreError as error:
+            removed = ", ".join(map(printable, done)) or "none"
+            raise StoreError(f"{error} Removed already: {removed}. Run it again for the others.") from error
     return gone
 
 
@@ -65,15 +78,26 @@ def _chosen(known: Collection[str], documents: Sequence[str], under: str | None)
     for given in documents:
         names = {given, *_names(given)}.intersection(known)
         if not names:
-            hint = did_you_mean(_names(given)[-1], known)
-            raise DocumentError(f"the store has no document {printable(given)}, so nothing is removed.{hint}")
+            raise DocumentError(
+                f"the store has no document {printable(given)}, so nothing is removed.{_hint(given, known)}"
+            )
         found |= names
     if under is not None:
-        below = {name for name in known if any(is_in(name, root) for root in _names(under))}
+        below = _below(under, known)
         if not below:
             raise DocumentError(f"the store has no documents under {printable(under)}, so nothing is removed.")
         found |= below
     return sorted(found)
+
+
+def _hint(given: str, known: Collection[str]) -> str:
+    if below := _below(given, known):
+        return f" It is a folder of {len(below)} documents: take them out with --under {printable(given)}."
+    return did_you_mean(_names(given)[-1], known)
+
+
+def _below(folder: str, known: Collection[str]) -> set[str]:
+    return {name for name in known if any(is_in(name, root) for root in _names(folder))}
 
 
 def _names(given: str) -> list[str]:

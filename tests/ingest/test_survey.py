@@ -8,19 +8,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
+from cacheclip_rag.ingest import survey
 from cacheclip_rag.ingest.embedding import Embedder, Vectors
 from cacheclip_rag.ingest.job import ingest, plan_ingestion
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.removal import remove_documents
-from cacheclip_rag.ingest.survey import IngestCounts
+from cacheclip_rag.ingest.survey import IngestCounts, is_in
+from cacheclip_rag.store.shared.table import TextTable
 
 PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
 
@@ -468,8 +470,6 @@ class TestWhatIsLeftOut:
         assert sorted(door.texts()) == ["a.md", "sub/b.md"]
 
     def test_a_document_that_changes_during_the_run(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.ingest import survey
-
         digest_file = survey.digest_file
 
         def changed_behind(path: Path) -> tuple[str, int]:
@@ -526,6 +526,47 @@ class TestRemoval:
 
     def test_of_another_tenant(self, door: Door) -> None:
         door.run()
-        with pytest.raises((ConfigurationError, DocumentError)):
-            door.remove(str(door.documents / "a.md"), namespace="other")
+        for named in ({"under": str(door.documents)}, {"documents": [str(door.documents / "a.md")]}):
+            with pytest.raises((ConfigurationError, DocumentError), match="'default', not|'other' .* no documents"):
+                remove_documents(door.store, namespace="other", **named)
         assert len(door.texts()) == 2
+
+    def test_a_folder_by_its_name(self, door: Door) -> None:
+        door.run()
+        with pytest.raises(DocumentError, match=f"folder of 1 documents: .*--under {door.documents}/sub/"):
+            door.remove(f"{door.documents}/sub/")
+        assert len(door.texts()) == 2
+
+    def test_a_store_that_fails_midway(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was removed is told, nothing stays open, and another call removes the others. A shared store removes
+        all at once."""
+        door.run()
+        closed: list[object] = []
+        for kind in (CacheClipEngine, Library):
+            monkeypatch.setattr(kind, "close", lambda self, close=kind.close: (closed.append(self), close(self)))
+        is_folder = isinstance(door, FolderDoor)
+        place = CacheClipEngine.release if is_folder else TextTable.commit
+        calls = iter([place] if is_folder else [])
+
+        def fails(*arguments: Any) -> Any:
+            if real := next(calls, None):
+                return real(*arguments)
+            raise StoreError("the disk is full.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CacheClipEngine if is_folder else TextTable, place.__name__, fails)
+            told = rf"the disk is full\.( Removed already: {door.documents}/a.md\.)?"
+            with pytest.raises(StoreError, match=told) as raised:
+                door.remove(under=str(door.documents))
+        assert ("already" in str(raised.value)) == is_folder and len(closed) == 2 * is_folder
+        assert len(door.texts()) == 2 - is_folder
+        assert len(door.remove(under=str(door.documents))) == 2 - is_folder and door.texts() == {}
+
+
+def test_a_document_and_its_folders() -> None:
+    assert is_in("/docs/sub/a.md", "/docs") and is_in("/docs/a.md", "/") and is_in("s3://b/docs/a.md", "s3://b")
+    assert not is_in("/docs", "/docs") and not is_in("/docs2/a.md", "/docs") and not is_in("s3://bb/a.md", "s3://b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(survey, "PurePath", PureWindowsPath)
+        assert is_in(r"C:\docs\sub\a.md", r"C:\docs") and is_in(r"C:\a.md", "C:\\")
+        assert not is_in(r"C:\docs2\a.md", r"C:\docs") and is_in("s3://b/docs/a.md", "s3://b/docs")
