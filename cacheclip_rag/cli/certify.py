@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..base.errors import ConfigurationError
+from ..base.paths import expanded
 from ..methods import DEFAULT_METHOD
 from .common import BackendOption, JsonOption, Rows, VariantsOption, print_json, print_tables
 from .options import CommandSettings, engine_options
@@ -60,7 +61,7 @@ def certify(
 
         promised: dict[str, Any] = {} if max_differ is None else {"max_differ": max_differ}
         if answers is not None:
-            promised["answers"] = Path(answers).expanduser()
+            promised["answers"] = expanded(answers)
         certificate = run(config, quick=quick, turns=turns, **promised)
     path = certificate.save()
     if as_json:

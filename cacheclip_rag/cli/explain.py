@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..base.errors import DocumentError
+from ..base.paths import expanded
 from .common import JsonOption, print_json
 from .options import CommandSettings, engine_options, existing_folder, no_store
 
@@ -35,7 +36,7 @@ def explain_miss(
     from ..ingest.library import Library
     from ..store import is_store
 
-    folder = Path(store).expanduser()
+    folder = expanded(store)
     if not is_store(folder):
         raise no_store(store)
     library = Library(folder) if (folder / "library.sqlite3").is_file() else None

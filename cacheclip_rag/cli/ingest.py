@@ -11,7 +11,7 @@ import typer
 
 from ..base.checks import check_choice
 from ..base.errors import ConfigurationError
-from ..base.paths import is_url
+from ..base.paths import expanded, is_url
 from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
 from .tables import IngestTable
@@ -87,7 +87,7 @@ def ingest(
     from ..ingest.splitting import check_sizes
     from .settings import merge_settings
 
-    folder = Path(store).expanduser()
+    folder = expanded(store)
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
     library = Library(folder)

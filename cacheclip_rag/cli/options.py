@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from ..base.checks import by_real_names, did_you_mean
 from ..base.errors import ConfigurationError, StoreError
-from ..base.paths import is_url
+from ..base.paths import expanded, is_url
 from ..base.removed import OPTIONS
 from ..config import EngineConfig
 from .tables import TABLES, Table
@@ -122,7 +122,7 @@ class CommandSettings:
             known = read_settings(self.store)
             chosen = replace(known, **given_settings(self.engine)) if known is not None else None
             return chosen.engine_config(**{**self.engine, "store": self.store}) if chosen else self.config()
-        folder = Path(self.store).expanduser()
+        folder = expanded(self.store)
         return self.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
 
 
@@ -226,7 +226,7 @@ def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_varia
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+        return tomllib.loads(expanded(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # ValueError: neither UTF-8 nor TOML
         raise ConfigurationError(f"cannot read the settings file {file}: {error}.") from error
 
@@ -288,7 +288,7 @@ def existing_folder(store: str) -> str:
             f"expected a store folder, got {store!r}: this command works on a folder of this machine. For a shared "
             "store there are cacheclip ingest, serve, and store create, stats, gc, verify, remove and compact."
         )
-    if not Path(store).expanduser().is_dir():
+    if not expanded(store).is_dir():
         raise no_store(store)
     return store
 

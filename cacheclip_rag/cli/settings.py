@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
+from ..base.paths import expanded
 from ..ingest.library import MODELS, Library, LibrarySettings
 from ..models.load import is_gguf
 
@@ -37,7 +37,7 @@ def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def _absolute(name: str, value: Any) -> Any:
     """The absolute path of a model's folder or GGUF file, because the next command may run in another folder. A file
     keeps its name, by which it is known as GGUF, and its parts are found: it may be a link to another one."""
-    path = Path(str(value)).expanduser()
+    path = expanded(str(value))
     if name in MODELS and (path / "config.json").is_file():
         return str(path.resolve())
     return str(path.absolute()) if name in MODELS and is_gguf(path.name) and path.is_file() else value

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..base.errors import ConfigurationError
-from ..base.paths import is_url
+from ..base.paths import expanded, is_url
 from ..base.urls import shown_url
 from .common import (
     ExistingStoreOption,
@@ -96,7 +95,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     from ..ingest.library import Library
     from ..store.care import open_store
 
-    folder = Path(store).expanduser()
+    folder = expanded(store)
     opened = open_store(folder)
     result = opened.stats().to_dict()
     del result["tiers"]  # counters per process: always 0 here
@@ -135,7 +134,7 @@ def limit(
         return
     from ..store.care import open_store
 
-    opened = open_store(Path(existing_folder(store)).expanduser())
+    opened = open_store(expanded(existing_folder(store)))
     wanted = max_bytes or None
     evicted = opened.set_limit(wanted) if namespace is None else opened.set_quota(namespace, wanted)
     if as_json:
@@ -158,7 +157,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     from ..ingest.library import check_library
     from ..store.care import verify as run
 
-    folder = Path(store).expanduser()
+    folder = expanded(store)
     report = run(folder)
     report.problems += check_library(folder)
     if as_json:
@@ -188,7 +187,7 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     from ..ingest.library import repair_library
     from ..store.care import repair as run
 
-    folder = Path(existing_folder(store)).expanduser()
+    folder = expanded(existing_folder(store))
     report = run(folder)
     library = repair_library(folder)
     if as_json:
@@ -232,7 +231,7 @@ def gc(
         return
     from ..store.care import collect_garbage
 
-    found = collect_garbage(Path(store).expanduser())
+    found = collect_garbage(expanded(store))
     if as_json:
         print_json({"store": store, **found})
         return
@@ -273,7 +272,7 @@ def clear(
     """Delete all chunk caches, texts and sources, or those of one tenant. Documents of ingest stay."""
     from ..store.care import clear as run
 
-    folder = Path(existing_folder(store)).expanduser()
+    folder = expanded(existing_folder(store))
     what = f"of tenant {namespace!r}" if namespace is not None else "of all tenants"
     if not yes:
         if as_json:

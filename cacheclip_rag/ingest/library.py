@@ -22,6 +22,7 @@ import numpy as np
 
 from ..base.database import Database, may_be_whole, set_aside
 from ..base.errors import ConfigurationError, MissingExtraError, StoreError
+from ..base.paths import expanded
 from ..config import EngineConfig
 from ..models.load import is_gguf
 from ..models.packaged.catalogue import packaged_name
@@ -96,7 +97,7 @@ def _same_model(name: str | None) -> str | None:
         return None
     if packaged := packaged_name(name):
         return packaged
-    path = Path(name).expanduser()
+    path = expanded(name)
     return path.name if path.is_absolute() or is_gguf(name) or path.exists() else name
 
 
@@ -155,7 +156,7 @@ class Library:
     """Documents and passages under a store folder. Methods raise StoreError if the file cannot be used."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
         self._database.on_replaced = lambda: logger.warning(
             "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..base.errors import CacheClipError
+from ..base.paths import expanded
 from .fingerprint import states_of
 from .load import is_gguf, packaged_gguf, resolve
 from .packaged.catalogue import PACKAGED_MODELS, PackagedModel, packaged_name
@@ -36,7 +37,7 @@ def is_here(name: str) -> bool:
     if packaged := _packaged(name):
         own = gguf_path(packaged.name) if is_gguf(name) else model_folder(packaged.name) / "config.json"
         return own.is_file()
-    return Path(name).expanduser().is_file() if is_gguf(name) else _file(name, "config.json") is not None
+    return expanded(name).is_file() if is_gguf(name) else _file(name, "config.json") is not None
 
 
 def knows_tools(name: str) -> bool | None:
@@ -83,7 +84,7 @@ def _uses_tools(template: object) -> bool:
 
 
 def _file(name: str, file: str) -> str | None:
-    local = Path(name).expanduser() / file
+    local = expanded(name) / file
     if local.is_file():
         return str(local.resolve())
     if name.count("/") != 1:

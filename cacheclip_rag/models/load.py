@@ -26,6 +26,7 @@ from ..base.errors import (
     is_panic,
 )
 from ..base.machine import computes_bfloat16
+from ..base.paths import expanded
 from ..runtime.base import DTYPES
 from ..runtime.transformers.architectures import check_architecture, check_supported
 from .fingerprint import FileState, file_states, fingerprint, gguf_digest, gguf_parts, is_part, states_of
@@ -73,7 +74,7 @@ def check_name(name: str) -> None:
     ``SCHEME:REST`` of a registered runtime. Takes milliseconds: loads nothing, and opens no connection. Raises
     UnknownModelError: no model can have this name; the message lists the packaged names."""
     scheme, _, rest = name.partition(":")
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (rest and scheme in _factories) or (folder / "config.json").is_file() or packaged_name(name):
         return
     if is_gguf(name):
@@ -113,7 +114,7 @@ def resolve(name: str | PathLike[str]) -> Path:
     """
     name = os.fspath(name)
     check_name(name)
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (folder / "config.json").is_file():
         return folder.resolve()
     if is_gguf(name):

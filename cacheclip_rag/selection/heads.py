@@ -18,7 +18,7 @@ import torch
 
 from ..base.errors import ConfigurationError, ModelError
 from ..base.keys import json_digest
-from ..base.paths import cache_home
+from ..base.paths import cache_home, expanded
 from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
 from ..runtime.base import weights_digest
 
@@ -144,7 +144,7 @@ def find_head_set(auxiliary: Any, primary_fingerprint: str) -> HeadSet | None:
     """
     sha256 = weights_digest(auxiliary.fingerprint)
     of_pair = head_set_path(sha256, weights_digest(primary_fingerprint))
-    own = Path(auxiliary.name).expanduser()
+    own = expanded(auxiliary.name)
     for path in (of_pair, *([own / HEADS_FILE] if (own / "config.json").is_file() else [])):
         if path.is_file():
             found = HeadSet.load(path)
@@ -168,7 +168,7 @@ def load_named(heads: str) -> HeadSet:
     neither a valid name nor a path; ModelError: the head set is missing or cannot be read."""
     check_head_set_name(heads)
     if "/" in heads:
-        return HeadSet.load(Path(heads).expanduser())
+        return HeadSet.load(expanded(heads))
     folder = cache_home() / "heads"
     path = folder / f"{heads}.safetensors"
     if not path.is_file():

@@ -7,13 +7,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..base.errors import ConfigurationError
+from ..base.paths import expanded
 from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend
@@ -165,5 +165,5 @@ def _is_loopback(host: str) -> bool:
 
 def served_name(primary: str) -> str:
     """The name under which a model is served if none is given: its own, or the last part of its path."""
-    path = Path(primary).expanduser()
+    path = expanded(primary)
     return path.resolve().name if path.exists() else primary

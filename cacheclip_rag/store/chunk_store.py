@@ -27,6 +27,7 @@ from typing import Any
 from ..base.database import ANSWER_WAIT_S, FormatError, is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.folder import is_file
+from ..base.paths import expanded
 from .backend import Backend
 from .catalog import FILE_NAME, Catalog, Entry
 from .codecs import Frame, FrameError, OtherVersionError
@@ -111,7 +112,7 @@ class ChunkStore:
         """
         if folder is None:
             return cls(Catalog(), Tiers([MemoryBackend()]), max_bytes)
-        folder = Path(folder).expanduser().absolute()
+        folder = expanded(folder).absolute()
         _refuse_old_format(folder)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
         writer = Writer(folder)

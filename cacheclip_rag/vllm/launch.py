@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..base.errors import ConfigurationError
+from ..base.paths import expanded
 from ..base.python import own_folder, python_command, python_environment
 from ..base.urls import shown_url
 from ..config import EngineConfig
@@ -117,7 +118,7 @@ def launch(
         served_name or name_of(config.primary),
         address_of(host, port),
         api_key,
-        None if tenants is None else tenants.expanduser().absolute(),
+        None if tenants is None else expanded(tenants).absolute(),
         secrets.token_urlsafe(32),
         body_bytes,
         calls_tools=is_on(flags, "enable-auto-tool-choice"),

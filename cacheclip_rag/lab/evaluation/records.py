@@ -17,6 +17,7 @@ from typing import IO, Any, cast
 
 from ...base.checks import check_choice
 from ...base.errors import ConfigurationError
+from ...base.paths import expanded
 
 HALVES = ("dev", "test")
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -95,7 +96,7 @@ def read_records(path: str | Path, *, limit: int | None = None, half: str | None
         check_choice("half", half, HALVES)
     if limit is not None and limit < 1:
         raise ConfigurationError(f"expected a limit of at least 1 record, got {limit}. Leave it out to read all.")
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
         found = "a folder" if file.is_dir() else "nothing there"
         raise ConfigurationError(
