@@ -160,7 +160,7 @@ class Survey:
     def settle(self, report: IngestCounts, confirmed: bool) -> list[str]:
         """Documents to remove, when all others were processed; counts them."""
         gone = self._gone()
-        if not confirmed and self._loses_most(gone):
+        if gone and not confirmed and self._loses_most(gone):
             report.unconfirmed = gone
             return []
         report.removed = len(gone)
@@ -225,6 +225,9 @@ class Survey:
         """Whether most of what was ingested from a given path is lost, or all of a folder that is still there: a share
         may not be mounted, or files not be written to their end. A single document may be emptied."""
         lost = self._not_renamed(gone)
+        named = self.roots.intersection(lost)  # files given by their own names count together
+        if len(named) > 1 and 2 * len(named) > len(self.roots.intersection(self.known)):
+            return True
         missing = _by_folder(name for name in lost if name not in self._empty)
         known = _by_folder(self.known)
         for folder, number in _by_folder(lost).items():

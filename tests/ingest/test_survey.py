@@ -352,17 +352,19 @@ class TestMostIsGone:
         report = door.run(door.documents, other)
         assert (report.added, report.removed, len(report.unconfirmed)) == (1, 0, 3) and len(door.texts()) == 7
 
-    def test_several_that_were_emptied(self, door: Door) -> None:
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_several_that_were_emptied(self, door: Door, by_name: bool) -> None:
         """A disk was full while they were written."""
         for number in range(3):
             door.write(f"{number}.md", f"The foghorn could be heard {number} miles away.")
-        door.run()
+        given = sorted(door.documents.rglob("*.md")) if by_name else [door.documents]
+        door.run(*given)
         for name in ("a.md", "0.md", "1.md"):
             door.write(name, "")
         for dry in (True, False):
-            report = door.run(dry=dry)
+            report = door.run(*given, dry=dry)
             assert (report.removed, len(report.unconfirmed), len(door.texts())) == (0, 3, 5)
-        assert door.run(confirmed=True).removed == 3
+        assert door.run(*given, confirmed=True).removed == 3
 
     @pytest.mark.parametrize("new", [0, 1])
     def test_a_text_that_was_always_elsewhere_too(self, door: Door, tmp_path: Path, new: int) -> None:
