@@ -51,26 +51,25 @@ def texts(response: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("asked", [{"prompt": PROMPTS}, {"prompt": "One?", "n": 3}, {"prompt": PROMPTS[:1]}])
-def test_a_request_has_started_when_its_last_prompt_has(
+def test_each_prompt_has_a_place_which_starts_at_its_own_first_event(
     small: Served, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its other prompts are still to be computed: until then it is among the few whose first token has not come."""
+    """Until then it is among the few whose first token has not come, also if one before it has started."""
     queue, answer = small.server.app._queue, TransformersBackend.answer
-    seen: list[list[bool]] = []
+    seen: list[list[list[bool]]] = []
 
     async def watched(self: TransformersBackend, question: ServedQuestion) -> AsyncGenerator[Event, None]:
-        own = [place.is_starting for place in queue._places]
+        own = [[place.is_starting for place in queue._places]]
         seen.append(own)
         async for event in answer(self, question):
             yield event
-            own += [place.is_starting for place in queue._places]
+            own.append([place.is_starting for place in queue._places])
 
     monkeypatch.setattr(TransformersBackend, "answer", watched)
     assert complete(small, **asked).status_code == 200
-    *earlier, last = seen
     assert len(seen) == asked.get("n", len(asked["prompt"]) if isinstance(asked["prompt"], list) else 1)
-    assert all(len(own) > 2 and all(own) for own in earlier)
-    assert last[0] and len(last) > 2 and not any(last[1:])
+    for first, *later in seen:
+        assert first == [True] and len(later) > 1 and all(places == [False] for places in later)
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
