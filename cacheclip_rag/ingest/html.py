@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from .html_view import Letters, style_of, why_unseen
+from .html_view import Letters, draws, is_styled, style_of, why_unseen
 from .markup import tokens
 from .text import DocumentText, notes_on_media
 from .unseen import Unseen, note_on_unseen
@@ -39,7 +39,9 @@ class _Page:
         self.left_out: set[Unseen] = set()
         self._open: list[tuple[str, bool, Letters]] = []
         """Elements that are open, whether each is hidden itself, and the letters around it."""
-        self._letters, self._is_styled = Letters(), False
+        self._letters = Letters()
+        self._is_styled = self._has_ground = False
+        """Whether other colours than those of the elements may count, and whether something drawn may be behind."""
         self._names = Counter[str]()
         self._unseen = self._cells = self._rows = self._empty = 0
         self._taken: dict[int, int] = {}
@@ -52,6 +54,7 @@ class _Page:
         return tag
 
     def read(self, source: str) -> None:
+        self._is_styled = self._has_ground = is_styled(source)
         for token in tokens(source):
             if token.kind == "text":
                 self._add_text(token.text)
@@ -66,17 +69,19 @@ class _Page:
         style = style_of(given)
         why = why_unseen(tag, given, style)
         hidden = why is not None or (tag == "option" and "selected" not in given)
-        self._is_styled |= tag == "style" or (tag == "link" and "stylesheet" in given.get("rel", "").lower())
+        self._has_ground = self._has_ground or draws(tag, given, style)
         self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
+        above = self._open[-1][0] if self._open else ""
+        if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
+            self._close()
+        letters = self._letters.within(tag, given, style, self._is_styled)
+        hidden |= letters.hidden and tag in ("img", "input")
         if tag not in self._VOID:
-            above = self._open[-1][0] if self._open else ""
-            if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
-                self._close()
             if why is not None and not self._unseen:
                 self._leave_out(why)
             unseen = hidden or tag in self._UNSEEN
             self._open.append((tag, unseen, self._letters))
-            self._letters = self._letters.within(given, style)
+            self._letters = letters
             self._names[tag] += 1
             self._unseen += unseen
         if self._unseen:
@@ -84,14 +89,12 @@ class _Page:
         if tag == "img" and not hidden:
             self.pictures += 1
             self.pieces.append(f" {given.get('alt', '')} ")
-        elif tag == "input" and given.get("type") == "password" and given.get("value"):
-            self._leave_out(Unseen.SECRET)
-        elif (
-            tag == "input"
-            and not hidden
-            and given.get("type", "text") not in ("hidden", "password", "checkbox", "radio")
-        ):
-            self.pieces.append(f" {given.get('value', '')} ")
+        elif tag == "input":
+            kind = given.get("type", "").strip().casefold()
+            if kind == "password" and given.get("value"):
+                self._leave_out(Unseen.SECRET)
+            elif not hidden and kind not in ("hidden", "password", "checkbox", "radio"):
+                self.pieces.append(f" {given.get('value', '')} ")
         elif tag in ("br", "dt", "dd"):
             self.pieces.append("\n")
         elif tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
@@ -153,9 +156,9 @@ class _Page:
             self.pieces.append(data.replace(" ", "\0") if self._names["pre"] else re.sub(r"[ \t\r\n\f]+", " ", data))
 
     def _shows(self, data: str) -> bool:
-        """Whether readers see letters here. A style sheet may give a white text another ground."""
-        why = self._letters.why_unseen() if data.strip() else None
-        if why is None or (why is Unseen.ON_WHITE and self._is_styled):
+        """Whether readers see letters here."""
+        why = self._letters.why_unseen(self._has_ground) if data.strip() else None
+        if why is None:
             return True
         self._leave_out(why)
         return False
