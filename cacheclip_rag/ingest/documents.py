@@ -253,6 +253,18 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
 
 def document_text(path: Path, data: bytes) -> DocumentText:
     """Text of a file's bytes, as of :func:`read_document`. ``path`` says the type, and names the file in errors."""
+    try:
+        found = _text_in(path, data)
+    except (DocumentError, MissingExtraError, MemoryError):
+        raise
+    except Exception as error:  # one file never ends a run
+        raise DocumentError(f"{path} cannot be read ({type(error).__name__}: {error}). {SAVE_AS_TEXT}") from error
+    for note in found.notes:
+        logger.info("%s: %s", printable(path), note)
+    return found
+
+
+def _text_in(path: Path, data: bytes) -> DocumentText:
     suffix = path.suffix.lower()
     if suffix == PDF_SUFFIX and data.strip():
         found = pdf_text(path, data)
@@ -270,7 +282,4 @@ def document_text(path: Path, data: bytes) -> DocumentText:
         notes += notes_on_markdown(found)
     if all(unicodedata.category(character) in _UNSEEN for character in found):
         raise EmptyFileError(f"{path} is empty.", [*notes, *found.notes])
-    found = DocumentText(found, [*notes, *found.notes])
-    for note in found.notes:
-        logger.info("%s: %s", printable(path), note)
-    return found
+    return DocumentText(found, [*notes, *found.notes])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import cacheclip_rag.ingest.documents as documents
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.ingest.documents import find_files, read_document
 from tests.ingest.pdf import pdf
@@ -75,3 +76,25 @@ def test_byte_order_marks_and_line_ends_are_understood(tmp_path: Path, encoding:
     path = tmp_path / "good.txt"
     path.write_bytes("one \u2603\r\ntwo".encode(encoding))
     assert read_document(path) == "one \u2603\ntwo"
+
+
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [("html_text", "a.html"), ("without_comments", "a.md"), ("cleaned", "a.txt"), ("decoded", "a.txt")],
+)
+def test_a_fault_of_a_reader_fails_one_file_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
+) -> None:
+    """Only too little memory ends a run: no other file may be read then either."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(documents, reader, fail)
+    (tmp_path / name).write_text("Lease.")
+    error: Exception = RecursionError("too deep")
+    with pytest.raises(DocumentError, match=rf"{name} cannot be read \(RecursionError: too deep\)\. Save it"):
+        read_document(tmp_path / name)
+    error = MemoryError()
+    with pytest.raises(MemoryError):
+        read_document(tmp_path / name)
