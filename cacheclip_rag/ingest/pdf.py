@@ -203,8 +203,10 @@ def _why_unseen(annotation: Any, layers: Layers, shown: Box) -> Unseen | None:
         return Unseen.SECRET
     with suppress(TypeError, ValueError):  # a damaged place
         left, bottom, right, top = upright(entry(annotation, "/Rect") or shown)
-        around = 0 if is_field else 1  # comments have signs, which are seen without a place of their own
-        if not overlap((left - around, bottom - around, right + around, top + around), shown):
+        are_empty = left == right, bottom == top
+        if any(are_empty) if is_field else all(are_empty):  # a comment may be drawn as a line
+            return Unseen.TOO_SMALL
+        if not overlap((left, bottom, right, top), shown):
             return Unseen.OUTSIDE
     return None
 

@@ -79,9 +79,15 @@ _DUMPED = re.compile(
 """A line of a file as hexadecimal digits, with or without its place."""
 _CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(
-    r"^[ \t>]*(?P<fence>```|~~~).*?(?:^[ \t>]*(?P=fence)|\Z)|^(?: {4}|\t)[^\n]*|`[^`\n]+`"
-    r"|(?P<comment><!--.*?-->)|<!--.*",
-    re.DOTALL | re.MULTILINE,
+    r"""
+      ^(?:[\ \t>]|[-*+][\ \t]|[0-9]{1,9}[.)][\ \t])*+(?P<fence>`{3,}+(?=[^`\n]*$)|~{3,}+)
+      .*?(?:^[\ \t>]*(?P=fence)[`~]*[\ \t]*$|\Z)
+    | ^(?:\ {4}|\t)[^\n]*
+    | (?<!`)(?P<ticks>`{1,9}+)(?!`)(?:[^`\n]++|\n(?![\ \t]*\n)|(?!(?P=ticks)(?!`))`++)*+(?P=ticks)
+    | (?P<comment><!--.*?-->)
+    | <!--.*
+    """,
+    re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 """Code, which stays as it is; a comment; one that nothing ends, which stays, too."""
 _TAGS = re.compile("(\U0001f3f4[\U000e0020-\U000e007e]{1,9}\U000e007f)|[\U000e0000-\U000e007f]+")

@@ -299,6 +299,7 @@ class TestFieldsAndComments:
             ({"Rect": numbers(-200, 500, -100, 520)}, False),
             ({"Rect": numbers(72, 900, 172, 920)}, False),
             ({"Rect": numbers(72, 500)}, True),
+            *(({"Rect": numbers(place, place, place, place)}, False) for place in (0, 100)),
             ({"F": NameObject("/Odd")}, True),
         ],
     )
@@ -318,6 +319,8 @@ class TestFieldsAndComments:
             ("/Tx", 1 << 12, numbers(72, 500, 172, 520), True),
             ("/Ch", 1 << 13, numbers(72, 500, 172, 520), True),
             ("/Tx", 0, numbers(0, 0, 0, 0), False),
+            ("/Tx", 0, numbers(72, 500, 172, 500), False),
+            ("/Tx", 0, numbers(72, 500, 72, 520), False),
         ],
     )
     @pytest.mark.parametrize("depth", [0, 1])
@@ -333,6 +336,12 @@ class TestFieldsAndComments:
 
         text = read(tmp_path, add)
         assert text == ("Lease.\n\ncode: hunter2" if seen else "Lease.") and len(text.notes) == (not seen)
+
+    def test_a_comment_that_is_a_line(self, tmp_path: Path) -> None:
+        place = numbers(72, 500, 172, 500)
+        assert is_seen(
+            read(tmp_path, lambda writer: void(annotate(writer, Subtype="/Line", Contents="Other.", Rect=place)))
+        )
 
     def test_pictures_that_are_hidden_are_not_noted(self, tmp_path: Path) -> None:
         def add(writer: PdfWriter) -> None:
@@ -475,6 +484,12 @@ class TestTexts:
             ("a <!-- Other. --> b", "a  b"),
             ("a <!-- Other.\n--> b <!-- Other. --> c", "a  b  c"),
             ("<!-- Other. -->\n```\n<!-- code -->\n```\n", "\n```\n<!-- code -->\n```\n"),
+            ("```\na\n```\n<!-- Other. -->", "```\na\n```\n"),
+            ("~~~\n```\n~~~\n<!-- Other. -->", "~~~\n```\n~~~\n"),
+            ("``a` <!-- Other. -->", "``a` "),
+            *((each, each) for each in ("`` <!-- x --> ``", "`` a`b <!-- x -->``", "```<!-- x -->```", "```\n````\nb")),
+            *((each, each) for each in ("````\n```\na\n```\n<!-- x -->\n````", "~~~~\n~~~\n<!-- x -->\n~~~~\n")),
+            *((each, each) for each in ("```\n``` a\n<!-- x -->\n```", "`` a\nb <!-- x -->``", "```a\n````\n")),
             *((each, each) for each in ("`<!-- x -->`", "~~~\n<!-- x -->", "- a\n  ```\n  <!-- x -->\n  ```\n")),
             *((each, each) for each in ("a <!-- b", "    <!-- x -->", "a --> b", "> ```\n> <!-- x -->\n> ```")),
         ],
