@@ -90,8 +90,12 @@ _COMMENT = re.compile(
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 """Code, which stays as it is; a comment; one that nothing ends, which stays, too."""
-_TAGS = re.compile("(\U0001f3f4[\U000e0020-\U000e007e]{1,9}\U000e007f)|[\U000e0000-\U000e007f]+")
-"""A flag, and characters of tags, which are drawn in flags only."""
+_TAGS = re.compile(
+    "(\U0001f3f4[\U000e0020-\U000e007e]{1,9}\U000e007f"
+    "|[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff][\U000e0100-\U000e01ef])"
+    "|[\U000e0000-\U000e007f\U000e0100-\U000e01ef]+"
+)
+"""A flag, or a form of an ideograph; other characters of tags and forms, which nothing draws."""
 _PICTURE = re.compile(r"!\[[^\[\]\n]*\][(\[](?!data:)|<(?:img|svg)\b(?![^<>]*\bdata:)", re.IGNORECASE)
 _EMBEDDED = re.compile(r"<(?:audio|canvas|embed|iframe|object|video)\b", re.IGNORECASE)
 _LONG_RUN = 1000

@@ -508,3 +508,11 @@ class TestTexts:
         (tmp_path / "a.txt").write_text(f"Lease{hidden}. {flag}{hidden}")
         text = read_document(tmp_path / "a.txt")
         assert text == f"Lease. {flag}" and text.notes == ("2 hidden part(s) were left out (invisible).",)
+
+    def test_forms_of_ideographs(self, tmp_path: Path) -> None:
+        """An ideograph takes one of these selectors. More of them, and those behind other characters, hide data."""
+        hidden, ideograph = "".join(chr(0xE0100 + ord(each) - 16) for each in "Other."), "\u845b\U000e0100"
+        (tmp_path / "a.txt").write_text(f"Lease{hidden}. {ideograph}{ideograph}{hidden} \u2603\ufe0f\U000e0100")
+        text = read_document(tmp_path / "a.txt")
+        assert text == f"Lease. {ideograph}{ideograph} \u2603\ufe0f"
+        assert text.notes == ("3 hidden part(s) were left out (invisible).",)
