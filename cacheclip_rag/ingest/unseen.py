@@ -15,8 +15,8 @@ class Unseen(StrEnum):
     """Why readers do not see a part of a file. The value stands in notes."""
 
     SWITCHED_OFF = "switched off"
-    """HTML: ``hidden``, ``display: none``, ``visibility: hidden``, closed dialogs. PDF: layers, fields and comments that
-    are not shown."""
+    """HTML: ``hidden``, ``display: none``, ``visibility: hidden``, closed dialogs. PDF: layers, fields and comments
+    that are not shown."""
     COMMENT = "comment"
     """Markdown. Nobody expects those of HTML, which are left out without a word."""
     SECRET = "password"
