@@ -162,9 +162,9 @@ def _drawn_on(page: PageObject, layers: Layers, left_out: set[Unseen]) -> tuple[
     if not has_both_directions(text):
         return text.strip(), True
     view = PageView(page, layers, shown, pictures=pictures)
-    given, ordered = read_in_order(partial(page.extract_text, visitor_operand_after=view.after), view.before)
+    given, ordered, is_guess = read_in_order(partial(page.extract_text, visitor_operand_after=view.after), view.before)
     is_known = given == text  # else pypdf reports other pieces than it returns
-    return (ordered if is_known else text).strip(), is_known
+    return (ordered if is_known else text).strip(), is_known and not is_guess
 
 
 def _written_on(page: PageObject, layers: Layers, left_out: set[Unseen]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pypdf import PageObject, PdfWriter
 from pypdf.generic import DictionaryObject, NameObject, NumberObject
 
 from cacheclip_rag.ingest.documents import read_document
-from cacheclip_rag.ingest.pdf_lines import _as_read
+from cacheclip_rag.ingest.pdf_lines import _as_read, _is_guess
 from cacheclip_rag.ingest.text import DocumentText
 from tests.ingest.pdf import draw, pdf, stream, with_parts
 
@@ -28,6 +28,28 @@ READ_AND_SHOWN = [
     (f"{ARABIC}: 1847.", f".1847 :{ARABIC[::-1]}"),
     (f"The keeper wrote {HEBREW} 12 {MORE} in 1847.", f"The keeper wrote {MORE[::-1]} 12 {HEBREW[::-1]} in 1847."),
     ("The keeper wrote it in 1847.", "The keeper wrote it in 1847."),
+    (f"{HEBREW} (1847) {MORE}", f"{MORE[::-1]} (1847) {HEBREW[::-1]}"),
+    (f"{HEBREW} ({MORE})", f"({MORE[::-1]}) {HEBREW[::-1]}"),
+    (f"{ARABIC} \u00ab{ARABIC}\u00bb", f"\u00ab{ARABIC[::-1]}\u00bb {ARABIC[::-1]}"),
+    (f"{HEBREW} [IBM] {MORE}", f"{MORE[::-1]} [IBM] {HEBREW[::-1]}"),
+    (f"{HEBREW} (1847) {MORE}", f"{MORE[::-1]} )1847( {HEBREW[::-1]}"),
+    (f"{HEBREW} \u05d1-1847 {MORE}", f"{MORE[::-1]} 1847-\u05d1 {HEBREW[::-1]}"),
+    (f"{HEBREW} e-mail {MORE}", f"{MORE[::-1]} e-mail {HEBREW[::-1]}"),
+    (
+        f"The keeper (C++) wrote {MORE} (12) {MORE} in -5.",
+        f"The keeper (C++) wrote {MORE[::-1]} (12) {MORE[::-1]} in -5.",
+    ),
+    (f"{HEBREW} [{MORE}]", f"[{MORE[::-1]}] {HEBREW[::-1]}"),
+]
+GUESSED = [
+    *((f"{HEBREW} {each} {MORE}", f"{MORE[::-1]} {each} {HEBREW[::-1]}") for each in ("-5", "+972-3", "1 000 000")),
+    *((f"{HEBREW} {each} {MORE}", f"{MORE[::-1]} {each} {HEBREW[::-1]}") for each in ("C++", "IBM (Cloud)", "(-5)")),
+    (f"{HEBREW} C++ {MORE}", f"{MORE[::-1]} ++C {HEBREW[::-1]}"),
+    (f"{HEBREW} -5 {MORE}", f"{MORE[::-1]} 5- {HEBREW[::-1]}"),
+    (f"\u05d0) {HEBREW}", f"{HEBREW[::-1]} (\u05d0"),
+    (f"Name: {MORE[:2]}", f"Name: {MORE[1::-1]}"),
+    (f"{HEBREW} IBM", f"IBM {HEBREW[::-1]}"),
+    (f"The keeper wrote {MORE} 12 in it.", f"The keeper wrote {MORE[::-1]} 12 in it."),
 ]
 
 
@@ -61,6 +83,12 @@ class TestDirections:
         text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj ET")
         assert (text, text.notes) == (f"Lease.\n{said}", ())
 
+    @pytest.mark.parametrize(("said", "shown"), GUESSED)
+    def test_what_may_be_read_otherwise_is_noted(self, tmp_path: Path, said: str, shown: str) -> None:
+        text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj ET")
+        assert (text, len(text.notes)) == (f"Lease.\n{said}", 1)
+        assert text.notes[0] == "page 1 of 1 with text in two directions, whose order may be wrong."
+
     @pytest.mark.parametrize(("said", "shown"), READ_AND_SHOWN)
     def test_each_line_for_itself(self, tmp_path: Path, said: str, shown: str) -> None:
         text = read(tmp_path, f"BT /F2 12 Tf 14 TL 72 600 Td <{shown}> Tj T* <{HEBREW[::-1]}> Tj T* <{shown}> ' ET")
@@ -90,10 +118,18 @@ class TestDirections:
         assert text.endswith(" more") and "page 1 of 1 with text in two directions" in text.notes[0]
 
     @pytest.mark.parametrize(
-        "line", [f"{HEBREW} 1 " * 40_000, "1 " * 200_000 + HEBREW, HEBREW * 9 + "." * 900_000 + "a"]
+        "line",
+        [
+            HEBREW + "a ( " * 200_000,
+            (HEBREW + "a(") * 40_000,
+            f"{HEBREW} 1 " * 40_000,
+            "1 " * 200_000 + HEBREW,
+            HEBREW * 9 + "." * 900_000 + "a",
+        ],
     )
     def test_long_lines_end(self, line: str) -> None:
         assert len(_as_read(line)) == len(line)
+        _is_guess(line)
 
     def test_what_is_hidden_stays_hidden(self, tmp_path: Path) -> None:
         shown = f"{MORE[::-1]} 1847"
