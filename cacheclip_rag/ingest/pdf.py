@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import DocumentError, MissingExtraError
 from .pdf_lines import has_both_directions, read_in_order
-from .pdf_view import Box, Layers, PageView, entry, overlap, page_box, upright
+from .pdf_view import EVERYWHERE, Box, Layers, PageView, entry, overlap, page_box, upright
 from .text import DocumentText
 from .unseen import Unseen, note_on_unseen
 
@@ -172,14 +172,14 @@ def _written_on(page: PageObject, layers: Layers, left_out: set[Unseen]) -> Iter
     not see some are added to ``left_out``."""
     shown = page_box(page)
     for annotation in _annotations(page):
-        text, unseen = _said_in(page, annotation), _why_unseen(annotation, layers, shown)
+        text, unseen = _said_in(page, annotation, layers, left_out), _why_unseen(annotation, layers, shown)
         if unseen is None:
             yield text
         elif text:
             left_out.add(unseen)
 
 
-def _said_in(page: PageObject, annotation: Any) -> str:
+def _said_in(page: PageObject, annotation: Any, layers: Layers, left_out: set[Unseen]) -> str:
     if entry(annotation, "/Subtype") == "/Widget":
         name = _of_field(annotation, "/TU") or _of_field(annotation, "/T") or "field"
         value = _of_field(annotation, "/V")
@@ -187,7 +187,7 @@ def _said_in(page: PageObject, annotation: Any) -> str:
         text = text and f"{name}: {text}"
     else:
         text = _shown(entry(annotation, "/Contents"))
-    return text or _drawn(page, annotation)
+    return text or _drawn(page, annotation, layers, left_out)
 
 
 def _why_unseen(annotation: Any, layers: Layers, shown: Box) -> Unseen | None:
@@ -262,12 +262,18 @@ def _appearances(annotation: Any) -> list[Any]:
     return [each for each in drawn if hasattr(each, "get_data")]
 
 
-def _drawn(page: PageObject, annotation: Any) -> str:
+def _drawn(page: PageObject, annotation: Any, layers: Layers, left_out: set[Unseen]) -> str:
     """The text that is drawn for an annotation which says nothing else: stamps, signatures. Not that of check boxes,
     which are drawn in more than one state."""
     drawn = _appearances(annotation)
     with suppress(Exception):  # a page with a damaged stamp is still worth reading
-        return page.extract_xform_text(drawn[0]).strip() if len(drawn) == 1 else ""
+        if len(drawn) == 1:
+            view = PageView(drawn[0], layers, ground=[EVERYWHERE])  # the page below
+            text = page.extract_xform_text(
+                drawn[0], visitor_operand_before=view.before, visitor_operand_after=view.after
+            )
+            left_out |= view.left_out
+            return text.strip()
     return ""
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from pypdf import PageObject, PdfWriter
-from pypdf.generic import DictionaryObject, NameObject, NumberObject
+from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject
 
 from cacheclip_rag.ingest.documents import read_document
 from cacheclip_rag.ingest.pdf_lines import _as_read, _is_guess
 from cacheclip_rag.ingest.text import DocumentText
-from tests.ingest.pdf import draw, pdf, stream, with_parts
+from tests.ingest.pdf import draw, form, image, pdf, stream, with_parts
 
 HEBREW = "\u05d4\u05de\u05d2\u05d3\u05dc\u05d5\u05e8 \u05e0\u05d1\u05e0\u05d4"
 MORE = "\u05e2\u05dc \u05d9\u05d3\u05d9"
@@ -71,7 +71,10 @@ def read(folder: Path, commands: str, font: str = "/F2") -> DocumentText:
             made |= {"/FirstChar": NumberObject(0), "/LastChar": NumberObject(255)}
             made["/ToUnicode"] = writer._add_object(stream(table.encode()))
             fonts[NameObject(name)] = DictionaryObject({NameObject(key): value for key, value in made.items()})
-        draw(writer, drawn.encode())
+        moving = form(writer, b"1 0 0 1 9000 0 cm /OC /No BDC q")
+        moving[NameObject("/Matrix")] = ArrayObject(map(NumberObject, (1, 0, 0, 1, 9000, 0)))
+        objects = DictionaryObject({NameObject("/Fm0"): writer._add_object(moving), **image(writer, 9)})
+        draw(writer, drawn.encode(), XObject=objects)
 
     (folder / "a.pdf").write_bytes(with_parts(pdf("Lease."), change))
     return read_document(folder / "a.pdf")
@@ -135,3 +138,11 @@ class TestDirections:
         shown = f"{MORE[::-1]} 1847"
         text = read(tmp_path, f"BT /F2 12 Tf 72 600 Td <{shown}> Tj 3 Tr 0 -20 Td <{shown}> Tj ET")
         assert text == f"Lease.\n1847 {MORE}" and "left out (invisible)" in text.notes[0]
+
+    @pytest.mark.parametrize("in_form", [False, True])
+    def test_lines_of_a_scanned_page(self, tmp_path: Path, in_form: bool) -> None:
+        """What OCR read in a picture stays, and a form that is drawn before it changes nothing."""
+        shown = f"{MORE[::-1]} 1847"
+        commands = f"BT /F2 12 Tf 3 Tr 72 600 Td <{shown}> Tj ET q 600 0 0 700 0 0 cm /Im0 Do Q"
+        text = read(tmp_path, f"q /Fm0 Do Q {commands}" if in_form else commands)
+        assert text.startswith(f"Lease.\n1847 {MORE}") and "left out (" not in "".join(text.notes)

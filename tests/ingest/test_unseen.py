@@ -337,6 +337,19 @@ class TestFieldsAndComments:
         text = read(tmp_path, add)
         assert text == ("Lease.\n\ncode: hunter2" if seen else "Lease.") and len(text.notes) == (not seen)
 
+    @pytest.mark.parametrize(
+        ("commands", "seen"),
+        [(at(b""), True), (at(b"1 g"), True), (at(b"3 Tr"), False), (b"BT /F1 0.1 Tf (Other.) Tj ET", False)],
+    )
+    def test_what_is_drawn_for_a_stamp(self, tmp_path: Path, commands: bytes, seen: bool) -> None:
+        """Its ground is the page, whatever its colour is."""
+
+        def add(writer: PdfWriter) -> None:
+            drawn = writer._add_object(form(writer, commands))
+            annotate(writer, Subtype="/Stamp", Rect=numbers(72, 500, 172, 520), AP=entries(N=drawn))
+
+        assert is_seen(read(tmp_path, add)) == seen
+
     def test_a_comment_that_is_a_line(self, tmp_path: Path) -> None:
         place = numbers(72, 500, 172, 500)
         assert is_seen(
