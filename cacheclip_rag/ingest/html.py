@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import islice
 
 from .html_view import Letters, draws, is_styled, style_of, why_unseen
 from .markup import tokens
@@ -12,6 +13,8 @@ from .unseen import Unseen, note_on_unseen
 
 _MOST_COLUMNS = 100
 """Columns up to which high cells fill a table. A page of them would give a thousand times its size."""
+_MOST_OPEN = 100
+"""Elements within an element whose end was left out."""
 
 
 class _Page:
@@ -29,8 +32,20 @@ class _Page:
     )
     _APART = frozenset("button option select text textarea".split())
     """Elements that stand apart from the text around them, in its line. ``text`` is a drawing's."""
-    _ENDED_BY_ITSELF = frozenset("dd dt li option p td th tr".split())
-    """The end of such an element may be left out before another one."""
+    _ENDS = {
+        **{each: frozenset({"p"}) for each in (*_BLOCKS, "h1", "h2", "h3", "h4", "h5", "h6")},
+        **dict.fromkeys(("dd", "dt"), frozenset({"dd", "dt", "p"})),
+        **dict.fromkeys(("td", "th"), frozenset({"td", "th"})),
+        **dict.fromkeys(("tr", "tbody", "tfoot"), frozenset({"td", "th", "tr", "thead", "tbody"})),
+        **{"li": frozenset({"li", "p"}), "option": frozenset({"option"})},
+    }
+    """Elements whose ends may be left out before another one, by what stands before them."""
+    _KEEPS = {
+        **dict.fromkeys(("td", "th", "tr", "tbody", "tfoot"), frozenset({"table"})),
+        "option": frozenset({"select"}),
+    }
+    _HOLDERS = frozenset("button caption dl object ol table td th ul".split())
+    """What an element begins in such a one ends nothing outside it."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -71,9 +86,7 @@ class _Page:
         hidden = why is not None or (tag == "option" and "selected" not in given)
         self._has_ground = self._has_ground or draws(tag, given, style)
         self.others += (tag in self._OTHERS or tag == "svg") and not (hidden or self._unseen)
-        above = self._open[-1][0] if self._open else ""
-        if (above == tag and tag in self._ENDED_BY_ITSELF) or (above == "p" and tag in self._BLOCKS):
-            self._close()
+        self._end_before(tag)
         letters = self._letters.within(tag, given, style, self._is_styled)
         hidden |= letters.hidden and tag in ("img", "input")
         if tag not in self._VOID:
@@ -111,6 +124,19 @@ class _Page:
             self.pieces.append("\n\n")
             if tag == "table":
                 self._rows, self._taken = 0, {}
+
+    def _end_before(self, tag: str) -> None:
+        """End what the beginning of an element ends, and what is open in it."""
+        ended, num_ended = self._ENDS.get(tag, frozenset()), 0
+        if not any(self._names[each] for each in ended):
+            return
+        for number, (name, _, _) in enumerate(islice(reversed(self._open), _MOST_OPEN), 1):
+            if name in ended:
+                num_ended = number
+            elif name in self._KEEPS.get(tag, self._HOLDERS):
+                break
+        for _ in range(num_ended):
+            self._close()
 
     def _begin_cell(self, columns: int, rows: int) -> None:
         """Begin a cell, after those that its row has from rows above and from wide cells, which are empty."""

@@ -41,6 +41,8 @@ def is_styled(source: str) -> bool:
 def style_of(given: Mapping[str, str]) -> dict[str, str]:
     """What an element's own style says, in small letters and without spaces. The last word counts, and what is
     important."""
+    if "style" not in given:
+        return {}
     style = re.sub(r"\s", "", _NOT_SAID.sub("-", given.get("style", "").lower()))
     said = sorted(style.split(";"), key=lambda each: each.endswith("!important"))
     return {name: value.removesuffix("!important") for name, _, value in (each.partition(":") for each in said)}
