@@ -84,24 +84,23 @@ def decode(
 
 def _logprobs(sampler: Sampler, runtime: Runtime, text_of: Callable[[Sequence[int]], str]) -> tuple[TokenLogprob, ...]:
     """What the sampler recorded, with texts and bytes."""
-    found, before = list[TokenLogprob](), list[int]()
+    found, before, known = list[TokenLogprob](), list[int](), ""
     for (token, logprob), *others in sampler.recorded:
         if token in runtime.eos_ids:
             break
-        text, encoded = _token_text(runtime, text_of, before, token)
-        named = [_token_text(runtime, text_of, before, each, names=True) for each, _ in others]
+        added = [text_of([*before, each]).removeprefix(known) for each in (token, *(each for each, _ in others))]
+        text, encoded = _token_text(runtime, token, added[0])
+        named = [_token_text(runtime, each, own, names=True) for (each, _), own in zip(others, added[1:], strict=True)]
         likeliest = tuple((each, value) for (each, _), (_, value) in zip(named, others, strict=True))
         found.append(TokenLogprob(text, logprob, likeliest, encoded, tuple(own for _, own in named)))
-        before = [token]
+        before, known = [token], text_of([token])
     return tuple(found)
 
 
-def _token_text(
-    runtime: Runtime, text_of: Callable[[Sequence[int]], str], before: list[int], token: int, *, names: bool = False
-) -> tuple[str, bytes | None]:
-    """Text and bytes of a token: what it adds to the one ``before``, because some tokenizers write the first token of a
-    text in another way. A part of a character adds its bytes. ``names``: a token without text has its name."""
-    text = text_of([*before, token]).removeprefix(text_of(before))
+def _token_text(runtime: Runtime, token: int, text: str, *, names: bool = False) -> tuple[str, bytes | None]:
+    """Text and bytes of a token. ``text``: what it adds to the token before it, because some tokenizers write the first
+    token of a text in another way. A part of a character adds its bytes. ``names``: a token without text has its
+    name."""
     encoded = runtime.token_bytes(token)
     is_part = encoded is None or "\ufffd" in (own := encoded.decode(errors="replace"))
     if is_part or (names and not text):

@@ -24,7 +24,7 @@ from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
 from cacheclip_rag.fusion.answer import TokenLogprob
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.runtime.transformers.user_text import bytes_of
+from cacheclip_rag.runtime.transformers.user_text import TokenBytes
 from cacheclip_rag.serving.replies import ChatReply, CompletionReply
 
 CPU = torch.device("cpu")
@@ -341,12 +341,31 @@ class TestLogprobs:
     @given(ids=st.lists(st.integers(0, 255), max_size=20))
     def test_of_bytes(self, ids: list[int]) -> None:
         fast = PreTrainedTokenizerFast(tokenizer_object=byte_level())
-        assert b"".join(bytes_of(fast, token) for token in ids).decode(errors="replace") == byte_level().decode(ids)
+        assert b"".join(map(TokenBytes.of(fast), ids)).decode(errors="replace") == byte_level().decode(ids)
 
     def test_of_pieces(self) -> None:
         fast = PreTrainedTokenizerFast(tokenizer_object=sentencepiece())
         known = {"<s>": b"<s>", "<0xE6>": b"\xe6", "\u2581a": b" a", "a": b"a", "東": "東".encode()}
-        assert {piece: bytes_of(fast, fast.convert_tokens_to_ids(piece)) for piece in known} == known
+        bytes_of = TokenBytes.of(fast)
+        assert {piece: bytes_of(fast.convert_tokens_to_ids(piece)) for piece in known} == known
+
+    def test_costs_no_more_with_many_added_tokens(self, runtime: ModelRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tokenizer copies all of them at each look. Candidates do not decode the token before them again."""
+        looks, decoded = [], []
+        kind = type(runtime.tokenizer)
+        monkeypatch.setattr(kind, "added_tokens_decoder", property(lambda tokenizer: looks.append(1) or {}))
+        monkeypatch.setattr(
+            kind, "backend_tokenizer", property(lambda tokenizer: looks.append(1) or tokenizer._tokenizer)
+        )
+
+        def text_of(ids: Sequence[int]) -> str:
+            decoded.append(tuple(ids))
+            return ""
+
+        pairs = [(token, -1.0) for token in range(10)]
+        recorded = SimpleNamespace(recorded=[[(1, -1.0), *pairs]] * 20)
+        assert len(_logprobs(cast("Sampler", recorded), runtime, text_of)) == 20
+        assert len(looks) <= 1 and len(decoded) == 20 * (1 + 10 + 1)
 
 
 class TestSampler:

@@ -21,7 +21,7 @@ from ...base.errors import CacheClipError, ConfigurationError, ModelError, is_pa
 from ..base import Runtime, TokenizedText, known_reasoning, markers_among
 from .chat_template import CHARACTERS, counted, variables_of, weight
 from .constraint import Grammars, SchemaConstraint
-from .user_text import LeastTokens, bytes_of, text_tokenizer
+from .user_text import LeastTokens, TokenBytes, text_tokenizer
 
 _MOST_STEPS, _MOST_STEPS_OF_EACH = 300_000, 1_000
 """Of a chat template, and more for each message and tool: loops over messages in a loop over messages are usual."""
@@ -231,7 +231,11 @@ class TextModel(ChatText):
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes_of(self.tokenizer, token_id)
+        return self._token_bytes(token_id)
+
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        return TokenBytes.of(self.tokenizer)
 
     def decode_calls(self, ids: Sequence[int]) -> str:
         markers = self._call_markers

@@ -145,19 +145,32 @@ def _keeps_all_bytes(pre_tokenizer: Any) -> bool:
     return keep and any(step["type"] == "ByteLevel" for step in steps)
 
 
-def bytes_of(tokenizer: Any, token_id: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class TokenBytes:
     """Bytes of one token of a fast tokenizer, as they stand in the middle of a text; of an added token, its name."""
-    backend = tokenizer.backend_tokenizer
-    piece = backend.id_to_token(token_id)
-    if piece is None:  # weights have more rows than the tokenizer has tokens
-        return f"token_id:{token_id}".encode()
-    if token_id in tokenizer.added_tokens_decoder:
-        return str(piece).encode()
-    if backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__():
-        return bytes(map(_BYTES.__getitem__, piece)) if _BYTES.keys() >= {*piece} else str(piece).encode()
-    if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-        return bytes.fromhex(found[1])
-    return str(piece).replace("\u2581", " ").encode()
+
+    backend: Any
+    added: frozenset[int]
+    is_byte_level: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TokenBytes:
+        """It asks the tokenizer once what a call for each token would copy each time: all added tokens."""
+        backend = tokenizer.backend_tokenizer
+        is_byte_level = backend.decoder is not None and b'"ByteLevel"' in backend.decoder.__getstate__()
+        return cls(backend, frozenset(backend.get_added_tokens_decoder()), is_byte_level)
+
+    def __call__(self, token_id: int) -> bytes:
+        piece = self.backend.id_to_token(token_id)
+        if piece is None:  # weights have more rows than the tokenizer has tokens
+            return f"token_id:{token_id}".encode()
+        if token_id in self.added:
+            return str(piece).encode()
+        if self.is_byte_level:
+            return bytes(map(_BYTES.__getitem__, piece)) if _BYTES.keys() >= {*piece} else str(piece).encode()
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(found[1])
+        return str(piece).replace("\u2581", " ").encode()
 
 
 def _byte_letters() -> list[str]:
