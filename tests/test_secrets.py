@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import logging
@@ -117,8 +118,8 @@ def output_of(*arguments: str) -> str:
 
 
 @contextmanager
-def server(says: bytes | None) -> Iterator[int]:
-    """The port of a server that answers each request with the same bytes; None: never."""
+def server(says: bytes | None, got: list[bytes] | None = None) -> Iterator[int]:
+    """The port of a server that answers each request with the same bytes; None: never. ``got``: what it has read."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -129,7 +130,9 @@ def server(says: bytes | None) -> Iterator[int]:
 
         def talk(connection: socket.socket) -> None:
             with connection, suppress(OSError):
-                while connection.recv(1 << 16):
+                while data := connection.recv(1 << 16):
+                    if got is not None:
+                        got.append(data)
                     if says is not None:
                         connection.sendall(says * 64)
 
@@ -185,6 +188,32 @@ def test_adapters(kind: Any, seen: list[str]) -> None:
     dumped = kind(store=store, auxiliary=None).model_dump()["store"]
     with pytest.raises(ConfigurationError, match="Give it again"):
         kind(store=dumped)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_requests_to_a_server(kind: Any, seen: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """The server gets user and password; httpx logs each URL."""
+    got: list[bytes] = []
+    with server(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\nconnection: close\r\n\r\n", got) as port:
+        llm = kind(base_url=f"http://us%40er:{SECRET}'%2F@127.0.0.1:{port}/v1/")
+        seen.append(result_of(lambda: [*llm._answering().stream("Hello")]))
+        seen.append(result_of(lambda: llm._remote().served))
+        seen.append(result_of(lambda: llm.engine))
+    assert "status 500" in seen[0] and f"POST http://127.0.0.1:{port}/v1/chat/completions" in caplog.text
+    sent = b"".join(got)
+    assert sent.count(base64.b64encode(f"us@er:{SECRET}'/".encode())) == sent.count(b" HTTP/1.1") >= 2
+    assert b"POST /v1/chat/completions HTTP" in sent and b"GET /v1/models HTTP" in sent
+
+
+WRONG_SERVERS = ("{}/x@h:1/v1", "{}#x@h/v1", "{}?x@h/v1", "{}@h:x", "{}@h:0", "{}@h/v1?x=y", "{}@", "1/x@h", "{}@[h/v1")
+
+
+@pytest.mark.parametrize("url", [*(f"http://user:{each}" for each in WRONG_SERVERS), "http:/user:{}@h", "user:{}'s@h"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_wrong_addresses_of_servers(kind: Any, url: str, seen: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match="base_url must be the address of a server") as caught:
+        kind(base_url=url.format(SECRET))
+    seen.append("".join(traceback.format_exception(caught.value)))
 
 
 def test_the_server_and_vllm(seen: list[str], tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.base.errors import (
@@ -67,10 +68,7 @@ class RemoteEngine:
     """Longest wait for the next piece of an answer; default 600 seconds."""
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigurationError(
-                f"base_url must be the address of a server, such as http://127.0.0.1:8000/v1, got {self.base_url!r}."
-            )
+        _parts(self.base_url)
         if (key := self.api_key) and not (key.isascii() and key.isprintable() and key == key.strip()):
             raise ConfigurationError(
                 "api_key must be printable ASCII without spaces at its ends, because it is sent in a header; got other "
@@ -172,14 +170,24 @@ class RemoteEngine:
             return found.json()
 
     def _path(self, path: str) -> str:
-        return self.base_url.rstrip("/") + path
+        return self._address + path
+
+    @property
+    def _address(self) -> str:
+        """The server's, without user and password."""
+        found = _parts(self.base_url)
+        return f"{found.scheme}://{found.netloc.rpartition('@')[2]}{found.path.rstrip('/')}"
 
     def _options(self) -> dict[str, Any]:
         import httpx
 
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         headers["content-type"] = "application/json"
-        return {"headers": headers, "timeout": httpx.Timeout(30.0, read=self.timeout_s or _TIMEOUT_S, pool=None)}
+        timeout = httpx.Timeout(30.0, read=self.timeout_s or _TIMEOUT_S, pool=None)
+        found = _parts(self.base_url)
+        named = found.username is not None or found.password is not None
+        auth = (unquote(found.username or ""), unquote(found.password or "")) if named else None  # httpx logs URLs
+        return {"headers": headers, "timeout": timeout, "auth": auth}
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -190,7 +198,7 @@ class RemoteEngine:
             yield
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: no name of a host
             raise ServerError(
-                f"the server at {self.base_url} cannot be reached, or broke off: {error or type(error).__name__}. "
+                f"the server at {self._address} cannot be reached, or broke off: {error or type(error).__name__}. "
                 "Start it with: cacheclip serve"
             ) from error
 
@@ -201,9 +209,23 @@ class RemoteEngine:
             yield
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise ServerError(
-                f"the server at {self.base_url} sent what a cacheclip server does not send: {str(what)[:80]}. If it is "
+                f"the server at {self._address} sent what a cacheclip server does not send: {str(what)[:80]}. If it is "
                 "one, wait until its model is loaded; for another server, use the client of OpenAI."
             ) from error
+
+
+def _parts(base_url: str) -> SplitResult:
+    """Parts of a server's address. Raises ConfigurationError, which does not quote it: what is wrong may be that a
+    password has a slash."""
+    with suppress(ValueError):
+        found = urlsplit(base_url)
+        plain = not (found.query or found.fragment or "@" in found.path)
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0 and plain:
+            return found
+    raise ConfigurationError(
+        "base_url must be the address of a server, such as http://127.0.0.1:8000/v1, without ? and #. In a password, "
+        "write what means something in URLs as %2F."
+    )
 
 
 class _StreamReading:
@@ -360,7 +382,7 @@ def _served(engine: RemoteEngine) -> ServedModel:
     with engine._reading(found):
         card = next((each for each in found["data"] if engine.model in (None, each["id"])), None)
         if card is None:
-            raise ConfigurationError(f"the server at {engine.base_url} has no model {engine.model!r}.")
+            raise ConfigurationError(f"the server at {engine._address} has no model {engine.model!r}.")
         own = card["cacheclip"]
         served = ServedModel(
             str(card["id"]), int(card["max_model_len"]), bool(own["uses_tools"]), bool(own["can_constrain"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, SecretStr
 
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.urls import shown_url
 
 from .remote import RemoteEngine
 from .settings import SHOWN, ModelFields, Tokenizer
@@ -47,8 +48,8 @@ class ServedFields(ModelFields):
         """The engine in use, if the model runs here. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
-                f"the model runs in the server at {self.base_url}, so there is no engine here. What needs one (to "
-                "precompute, release, warm up, profile or count tokens) runs on the server's machine."
+                f"the model runs in the server at {shown_url(self.base_url)}, so there is no engine here. What "
+                "needs one (to precompute, release, warm up, profile or count tokens) runs on the server's machine."
             )
         return super().engine
 
@@ -63,8 +64,8 @@ class ServedFields(ModelFields):
         """As without a server. Raises ConfigurationError: ``base_url`` is set."""
         if self.base_url is not None:
             raise ConfigurationError(
-                f"the model runs in the server at {self.base_url}, so its tokenizer is not known here. Use the same "
-                "model's: transformers.AutoTokenizer.from_pretrained(NAME)."
+                f"the model runs in the server at {shown_url(self.base_url)}, so its tokenizer is not known here. "
+                "Use the same model's: transformers.AutoTokenizer.from_pretrained(NAME)."
             )
         return super().tokenizer
 
@@ -99,8 +100,8 @@ class ServedFields(ModelFields):
         here = [name for name in _LOCAL if self._is_set(name)]
         if here:
             raise ConfigurationError(
-                f"{', '.join(here)} cannot be combined with base_url: the server at {self.base_url} has its own. Leave "
-                "them out, or give them to cacheclip serve."
+                f"{', '.join(here)} cannot be combined with base_url: the server at {shown_url(self.base_url)} has its "
+                "own. Leave them out, or give them to cacheclip serve."
             )
         if not isinstance(self.method, str):
             raise ConfigurationError("method must be a preset's name with base_url, because a server takes names only.")

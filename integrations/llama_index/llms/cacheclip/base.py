@@ -34,6 +34,7 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.frontend.aio import answer_in_thread, iterate_in_thread
 from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.frontend.forced_tools import can_constrain, forced_tool
@@ -177,7 +178,7 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         if (remote := self._remote()) is not None:
             if remote.served.uses_tools and remote.served.can_constrain:
                 return ""
-            return f"the server at {self.base_url} has a model without tools, or lacks the extra structured"
+            return f"the server at {shown_url(self.base_url)} has a model without tools, or lacks the extra structured"
         known = knows_tools(self.primary)
         if known is None:
             return (

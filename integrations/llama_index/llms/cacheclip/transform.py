@@ -14,6 +14,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
+from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.frontend.aio import iterate_in_thread
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ class CacheClipTransform(EngineFields, TransformComponent):
         """A transform for the store and the chunk context of this LLM."""
         if llm.base_url is not None:
             raise ConfigurationError(
-                f"the LLM runs in the server at {llm.base_url}. Make a CacheClipTransform with the server's models and "
-                "store on its machine, or use cacheclip ingest there."
+                f"the LLM runs in the server at {shown_url(llm.base_url)}. Make a CacheClipTransform with the "
+                "server's models and store on its machine, or use cacheclip ingest there."
             )
         fields = {name: getattr(llm, name) for name in EngineFields.model_fields}
         transform = cls(**{**fields, "system_prompt": llm._shared_system_prompt()})
