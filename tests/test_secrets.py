@@ -73,6 +73,7 @@ def result_of(ask: Callable[[], object]) -> str:
         ("s3://b/p?hot=redis://:s3cr 3t's@h:6379", "s3://b/p?hot=redis://***@h:6379"),
         ("s3://b/p?hot=:s3cr3t@h", "s3://b/p?hot=***@h"),
         ("s3://b/p&hot=redis://:s3cr3t@h", "s3://b/p&hot=***"),
+        ("s3://b/p?hot=redis://:x's3cr3t@h:6379", "s3://b/p?hot=redis://***@h:6379"),
         ("s3://key:s3cr3t@b/p", "s3://***@b/p"),
         ("az://c/p?sv=1&sig=s3cr3t", "az://c/p?sv=***&sig=***"),
         ("http://user:s3cr/3t@h:8000/v1", "http://***@h:8000/v1"),
@@ -105,6 +106,30 @@ def test_wrong_settings(store: str, seen: list[str], tiny_models: dict[str, str]
     seen += [result_of(lambda kind=kind: kind(store=given)) for kind in MODELS]  # type: ignore[misc]
     seen.append(output_of("store", "stats", "--store", given))
     seen.append(output_of("store", "create", given))
+
+
+FOLDERS_ONLY = (
+    *(("ask", "Why?"), ("explain-miss", "Why?"), ("store", "repair"), ("store", "clear", "--yes")),
+    *(("store", "limit", "1GB"), ("ingest", ".", "--embedding", "a/b")),
+)
+
+
+@pytest.mark.parametrize(
+    "store", ["s3://b/p?hot=redis://:x{}@h:1", "redis:/:{}@h", "redis:/us:{}@h:1", "s3:/b?hot=:{}@h"]
+)
+@pytest.mark.parametrize("way", ["'", " ", '"', "<"])
+def test_commands_that_need_a_folder(store: str, way: str, seen: list[str]) -> None:
+    """Some passwords end a URL in a text, and a URL that lacks a slash would be a folder."""
+    given = store.format(way + SECRET)
+    seen += [output_of(*command, "--store", given) for command in FOLDERS_ONLY]
+    seen.append(output_of("serve", "--hot", given))
+    seen.append(output_of("serve", "--hot", "redis://h", "--store", given.replace("://", ":/")))
+    if "://" not in store:
+        seen += [output_of("store", "stats", "--store", given), output_of("store", "create", given)]
+        for ask in (lambda: EngineConfig(store=given), *(lambda kind=kind: kind(store=given) for kind in MODELS)):
+            seen.append(result_of(ask))
+    says = ("expected", "must be", "--hot needs", "works on")
+    assert [each for each in seen if not any(words in each for words in says)] == []
 
 
 def output_of(*arguments: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -73,10 +74,16 @@ def model_place(value: Any) -> Any:
 
 
 def store_place(value: Any) -> Any:
-    """A store's URL as a string, or its folder's absolute path. Other values as they are."""
+    """A store's URL as a string, or its folder's absolute path. Other values as they are. Raises ConfigurationError: a
+    URL that lacks a slash. It is not quoted, and would be a folder that is named by its password."""
     text = path_as_text(value)
     if not isinstance(text, str) or not text:
         return text
+    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", text):
+        raise ConfigurationError(
+            "store must be a folder or a URL such as s3://bucket/prefix, with two slashes after the colon. Write ./ "
+            "before a folder with such a name."
+        )
     if not is_url(text):
         return os.path.abspath(os.path.expanduser(text))
     url, hot = split_hot(text)
@@ -106,6 +113,8 @@ def check_store_url(store: str) -> None:
 def _is_server(url: str) -> bool:
     try:
         found = urlsplit(url)
+        if re.search(r"[\s\"<>]", url):  # no URL has them, and nobody could tell where this one ends
+            return False
         return found.scheme in HOT_SCHEMES and bool(found.hostname) and (found.port or 1) > 0
     except ValueError:
         return False

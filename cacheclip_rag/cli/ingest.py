@@ -12,6 +12,7 @@ import typer
 from ..base.checks import check_choice
 from ..base.errors import ConfigurationError
 from ..base.paths import expanded, is_url
+from ..base.urls import shown_url
 from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
 from .options import CommandSettings, checked_model, engine_options
 from .tables import IngestTable
@@ -71,7 +72,9 @@ def ingest(
     if is_url(store):
         local = {"--embedding": embedding, "--backend": backend == "vllm"}
         if ignored := [name for name, value in local.items() if value]:
-            raise ConfigurationError(f"{', '.join(ignored)} works on a store folder, not on {store}. Leave it out.")
+            raise ConfigurationError(
+                f"{', '.join(ignored)} works on a store folder, not on {shown_url(store)}. Leave it out."
+            )
         shared = _ingest_shared(settings, paths, chunk_tokens, engine or "local", workers, dry_run, yes)
         _finish(store, shared, strict, as_json)
         return

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..base.checks import by_real_names, did_you_mean
+from ..base.checks import by_real_names, check_store_url, did_you_mean, store_place
 from ..base.errors import ConfigurationError, StoreError
 from ..base.paths import expanded, is_url
 from ..base.removed import OPTIONS
+from ..base.urls import shown_url
 from ..config import EngineConfig
 from .tables import TABLES, Table
 
@@ -278,15 +279,18 @@ def checked_model(name: str | None) -> str | None:
 
 def existing_store(store: str) -> str:
     """Refuse a folder that does not exist, before anything is imported or loaded. What is at a URL is seen later."""
-    return store if is_url(store) else existing_folder(store)
+    if not is_url(store):
+        return existing_folder(store)
+    check_store_url(store)
+    return store
 
 
 def existing_folder(store: str) -> str:
     """Refuse what is no folder that exists, for commands that need one."""
-    if is_url(store):
+    if is_url(store_place(store)):
         raise ConfigurationError(
-            f"expected a store folder, got {store!r}: this command works on a folder of this machine. For a shared "
-            "store there are cacheclip ingest, serve, and store create, stats, gc, verify, remove and compact."
+            f"expected a store folder, got {shown_url(store)!r}: this command works on a folder of this machine. For a "
+            "shared store there are cacheclip ingest, serve, and store create, stats, gc, verify, remove and compact."
         )
     if not expanded(store).is_dir():
         raise no_store(store)

@@ -14,6 +14,7 @@ import typer
 from ..base.errors import ConfigurationError
 from ..base.paths import is_url, split_hot
 from ..base.removed import OPTIONS, refuse_removed
+from ..base.urls import shown_url
 from ..config import EngineConfig
 from .common import JsonOption, format_bytes, parse_bytes, print_json
 from .options import CommandSettings, engine_options
@@ -82,9 +83,11 @@ def serve(
     refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
     if hot is not None:
-        store = f"{split_hot(settings.store)[0]}?hot={hot}"
-        if not is_url(settings.store):
-            raise ConfigurationError(f"--hot needs a shared store, such as s3://bucket/prefix, got {settings.store!r}.")
+        shared = str(settings.engine.get("store") or "")
+        if not is_url(shared):
+            got = repr(shown_url(shared)) if shared else "none"
+            raise ConfigurationError(f"--hot needs a shared store, such as --store s3://bucket/prefix, got {got}.")
+        store = f"{split_hot(shared)[0]}?hot={hot}"
         settings = replace(settings, engine={**settings.engine, "store": EngineConfig(store=store).store})
     if memory is not None:
         settings = replace(settings, engine={**settings.engine, "memory_bytes": memory})

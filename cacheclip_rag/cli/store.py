@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.checks import store_place
 from ..base.errors import ConfigurationError
 from ..base.paths import expanded, is_url
 from ..base.urls import shown_url
@@ -38,7 +39,7 @@ def create(
     from ..config import EngineConfig
     from ..store.shared import care
 
-    if not is_url(store):
+    if not is_url(store_place(store)):
         raise ConfigurationError(f"expected a URL such as s3://bucket/prefix, got {store!r}: folders need no create.")
     made = care.create(str(EngineConfig(store=store).store), codec)
     if as_json:

@@ -26,6 +26,7 @@ from ..base.keys import text_digest
 from ..base.paths import cache_home
 from ..base.progress import progress_bar
 from ..base.python import own_folder
+from ..base.urls import shown_url
 from ..config import EngineConfig
 from ..engine import CacheClipEngine
 from ..prompt.segments import normalise_chunk
@@ -307,7 +308,7 @@ def fix_settings(url: str, settings: LibrarySettings) -> None:
     try:
         ObjectBackend(SharedPlace(url)).create(_SETTINGS_FILE, json.dumps(asdict(settings)).encode())
     except OSError as error:
-        raise StoreError(f"the shared store {url} cannot be written: {error}.") from error
+        raise StoreError(f"the shared store {shown_url(url)} cannot be written: {error}.") from error
     check_settings(url, settings)
 
 
@@ -316,7 +317,7 @@ def check_settings(url: str, settings: LibrarySettings) -> None:
     names = [name for name in asdict(settings) if name not in ("namespace", "embedding")]
     if found := differences(settings, read_settings(url) or settings, names):
         raise ConfigurationError(
-            f"the store {url} was made with {found}. Leave these options out, or create another store."
+            f"the store {shown_url(url)} was made with {found}. Leave these options out, or create another store."
         )
 
 
@@ -328,7 +329,7 @@ def read_settings(url: str) -> LibrarySettings | None:
         found = objects.fetch_json(_SETTINGS_FILE)
         return LibrarySettings(**found) if found is not None else None
     except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{url}/{_SETTINGS_FILE} cannot be read: {error}.") from error
+        raise StoreError(f"{shown_url(url)}: {_SETTINGS_FILE} cannot be read: {error}.") from error
 
 
 # -- engines --------------------------------------------------------------------------------------------------------
