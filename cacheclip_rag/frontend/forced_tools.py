@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from types import NoneType
 from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..base.sampling import SamplingParams
 from ..prompt.tools import call_schema, check_tools
 from ..runtime.base import Message, Runtime
+from .neutral import says_nothing
 
 SCHEMA_OF_CALLS = "call_or_answer"
 """Name of a ``response_format`` whose schema holds the calls of the tools already."""
@@ -63,7 +63,7 @@ def with_tool_choice(options: Mapping[str, Any]) -> dict[str, Any]:
 def _schema_of(wanted: Any) -> Any:
     """The JSON schema of a ``response_format``; None: any text."""
     kind = wanted.get("type") if isinstance(wanted, Mapping) else wanted
-    if not wanted or kind == "text" or (isinstance(wanted, Mapping) and set(map(type, wanted.values())) == {NoneType}):
+    if says_nothing(wanted) or kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}

@@ -5,7 +5,7 @@ sent again with every later question."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ..base.errors import CacheClipError, ConfigurationError
 from ..base.sampling import LEAST_PENALTY
 from ..frontend.forced_tools import SCHEMA_OF_CALLS, allowed_tools, forced_tool, with_tool_choice
+from ..frontend.neutral import IGNORED, NEUTRAL, changes_nothing, says_nothing
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
 from ..runtime.base import Message
@@ -20,63 +21,11 @@ from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField
 
-_IGNORED = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"),
-        *("prompt_cache_retention", "prompt_cache_options", "keep_alive", "priority", "timeout", "extra_headers"),
-        *("session_id", "chat_id", "request_id", "id", "message_id", "conversation_id", "thread_id", "trace_id"),
-        *("provider", "route", "models", "usage", "caching", "num_retries", "drop_params", "ttl"),  # of what routes
-        *("cache", "tags", "fallbacks", "max_retries", "maxRetries"),
-        *("litellm_metadata", "litellm_session_id", "litellm_trace_id", "litellm_call_id", "litellm_logging_obj"),
-        # Open WebUI's, which has followed them itself
-        *("features", "variables", "model_item", "background_tasks", "tool_ids", "tool_servers", "filter_ids"),
-        # Ollama's: how the model is loaded. The context is the model's own, and a longer prompt is an error
-        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
-        # llama.cpp's and others': what is kept and shown, and numbers of samplers that are off
-        *("cache_prompt", "id_slot", "truncation_length", "n_keep", "num_keep", "min_keep", "n_ctx"),
-        *("timings_per_token", "return_progress", "dynatemp_exponent", "xtc_threshold", "repeat_last_n"),
-        *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "penalty_last_n"),
-        *("mirostat_tau", "mirostat_eta"),
-    }
-)
-"""Fields that do not change the answer."""
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "modalities": (["text"],),
-    "function_call": ("none", "auto"),
-    "min_p": (0,),
-    "ignore_eos": (False,),
-    "include_reasoning": (True,),
-    "min_tokens": (0,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    **dict.fromkeys(("n_predict", "num_predict", "t_max_predict_ms"), (-1,)),
-    **dict.fromkeys(
-        ("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw", "safe_prompt", "background"),
-        (False,),
-    ),
-    "reasoning_format": ("auto", "deepseek", "parsed"),
-    "add_bos_token": (True,),
-    "ban_eos_token": (False,),
-    **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical", "typ_p"), (1,)),
-    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
-    **dict.fromkeys(("dynatemp_range", "n_probs"), (0,)),
-}
-"""Values with which a field that is not followed changes nothing."""
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
-"""What clients send for nothing, in every field that may be left out."""
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 _VERBOSITIES = frozenset({"low", "medium", "high"})
 _SWITCHES = frozenset({"verbosity", "reasoning_effort", "reasoning", "think", "thinking", "enable_thinking"})
 """Fields that templates may follow."""
-_COUNTED = frozenset({*_IGNORED, *_NEUTRAL, *_SWITCHES, "options", "logit_bias", "functions", "extra_body"})
+_COUNTED = frozenset({*IGNORED, *NEUTRAL, *_SWITCHES, "options", "logit_bias", "functions", "extra_body"})
 """Those that are counted by name if they are ignored."""
 _REASONS = {
     "best_of": "this server computes no more answers than it gives. Set n",
@@ -353,7 +302,7 @@ class Body(_ContentPart):
     def check(self) -> None:
         """Raise RequestError for fields that would change the answer and are not followed."""
         for place, name, value in _flat(self.model_extra or {}):
-            if name in _IGNORED or is_neutral(value, (*_NOTHING, *_NEUTRAL.get(name, ()))) or _is_hollow(value):
+            if changes_nothing(name, value):
                 continue
             if place == name and (_variables(name, value) or (name == "thinking" and isinstance(value, dict))):
                 continue
@@ -395,16 +344,6 @@ def _variables(name: str, value: Any) -> dict[str, Any]:
 
 def _thinking(on: bool) -> dict[str, Any]:
     return dict.fromkeys(("enable_thinking", "thinking"), on)
-
-
-def _is_hollow(value: Any) -> bool:
-    """Whether a value is an object that says nothing."""
-    return isinstance(value, dict) and all(each is None for each in value.values())
-
-
-def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """Whether a value changes nothing. A number is no flag: 0 is not false."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
 class ChatBody(Body):
@@ -527,7 +466,7 @@ def _checked_choice(choice: str | dict[str, Any] | None, has_tools: bool) -> str
 def _json_schema(wanted: Mapping[str, Any] | None) -> Any:
     """The JSON schema that the answer must follow; None: any text."""
     kind = None if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text" or _is_hollow(wanted):
+    if wanted is None or kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
@@ -615,8 +554,8 @@ def without_nothing(kind: type[Body], given: Mapping[str, Any]) -> dict[str, Any
     optional = {name for name, field in kind.model_fields.items() if not field.is_required()}
     found = dict(given)
     if isinstance(stops := found.get("stop"), list):
-        found["stop"] = [each for each in stops if not is_neutral(each, _NOTHING)]
-    return {name: value for name, value in found.items() if name not in optional or not is_neutral(value, _NOTHING)}
+        found["stop"] = [each for each in stops if not says_nothing(each)]
+    return {name: value for name, value in found.items() if name not in optional or not says_nothing(value)}
 
 
 def parse(kind: type[B], given: Mapping[str, Any]) -> B:

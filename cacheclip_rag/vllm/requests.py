@@ -12,12 +12,13 @@ from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..frontend.forced_tools import allowed_tools
+from ..frontend.neutral import is_neutral
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_object
 from ..runtime.base import Message
 from ..serving.errors import RequestError, unsupported
 from ..serving.field import CacheClipField
-from ..serving.schema import ChatBody, is_neutral, parse_field, without_nothing
+from ..serving.schema import ChatBody, parse_field, without_nothing
 
 
 class NotPlanned(Exception):

@@ -8,12 +8,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from typing import TYPE_CHECKING, Annotated, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
 
 from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.base.checks import (
+    ALIASES,
     AUTO_RATIO,
     aliases_of,
     by_real_names,
@@ -28,6 +30,7 @@ from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.frontend.forced_tools import with_tool_choice
+from cacheclip_rag.frontend.neutral import changes_nothing
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,6 +44,8 @@ _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
 _PER_CALL = ("method", "recompute_ratio", "max_ttft_s", "finish")
 """Engine settings that are passed with each call. Models that differ only in these share one engine and its store."""
+_OPTIONS = {each.name for each in fields_of(CallOptions)} - {"logprobs"} | {*ALIASES, "tool_choice", "response_format"}
+"""Options of a call that are no fields here."""
 
 
 def _shown(value: Any) -> Any:
@@ -120,11 +125,17 @@ class EngineFields(BaseModel):
         if further:
             given = {name: value for name, value in given.items() if name not in others}
             given["engine_kwargs"] = {**(given.get("engine_kwargs") or {}), **further}
-        named = by_real_names(given, cls.model_fields)
+        given = by_real_names(given, cls.model_fields)
+        named = {name: value for name, value in given.items() if value is not None or cls._may_be_none(name)}
         if not named.get("base_url"):  # of a server, primary is a name
             places = {"primary": model_place, "auxiliary": model_place, "store": store_place}
             named |= {name: place(named[name]) for name, place in places.items() if name in named}
         return named
+
+    @classmethod
+    def _may_be_none(cls, name: str) -> bool:
+        """Whether None means something for a field. For others, frameworks give it where nothing was set."""
+        return NoneType in get_args(cls.model_fields[name].annotation)
 
     @classmethod
     def from_engine(cls, engine: CacheClipEngine, **fields: Any) -> Self:
@@ -236,10 +247,13 @@ class ModelFields(EngineFields):
         self._call_options({})
 
     def _call_options(self, given: Mapping[str, Any]) -> CallOptions:
-        """Options of a call, in which those of ``given`` override the fields. Raises ConfigurationError: an unknown
-        option, or a value out of range."""
-        given = with_tool_choice(given)
-        if given.get("logprobs") not in (None, False):
+        """Options of a call, in which those of ``given`` override the fields. What changes no answer, such as ``n=1``
+        or ``user``, is left out. Raises ConfigurationError: another unknown option, or a value out of range."""
+        known = {*type(self).model_fields, *_OPTIONS}
+        given = with_tool_choice(
+            {name: value for name, value in given.items() if name in known or not changes_nothing(name, value)}
+        )
+        if given.get("logprobs") is not None:
             raise ConfigurationError(
                 "frameworks' messages hold no logprobs here: ask the engine or the server for them."
             )

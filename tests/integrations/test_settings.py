@@ -227,6 +227,29 @@ def test_choices_of_the_server_are_taken(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_none_is_the_default(kind: Any) -> None:
+    """As a field, and as an option of a call; of fields in which None means something, it stays."""
+    names = [*ModelFields._sampling_names(), "max_new_tokens", "finish", "method", "recompute_ratio"]
+    plain = kind()
+    for name in names:
+        assert kind(**{name: None})._call_options({}) == plain._call_options({name: None}) == plain._call_options({})
+    others = dict.fromkeys(("primary", "namespace", "dtype", "engine_kwargs", "chat_template_kwargs"))
+    assert kind(**others)._engine_config() == plain._engine_config()
+    assert kind(auxiliary=None).auxiliary is None and kind(temperature=None, max_tokens=7).max_tokens == 7
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_options_that_change_nothing_are_taken(kind: Any) -> None:
+    """Of OpenAI's clients, as the server takes them."""
+    nothing = {"n": 1, "logit_bias": {}, "user": "u", "logprobs": False, "top_logprobs": 0, "service_tier": "auto"}
+    llm = kind()
+    assert llm._call_options({**nothing, "functions": None, "max_tokens": 3}).params.max_tokens == 3
+    for wrong in ({"n": 2}, {"logit_bias": {"1": 5}}, {"logprobs": True}, {"top_logprobs": 2}, {"store": "s3://b/p"}):
+        with pytest.raises(ConfigurationError):
+            llm._call_options(wrong)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_wrong_settings_are_refused(kind: Any) -> None:
     for wrong in (
         {"top_p": -0.1},

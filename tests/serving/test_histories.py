@@ -273,7 +273,7 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
         *(({"stream_options": value}, {}) for value in ({}, {"include_usage": False}, {"include_usage": None})),
         *(({"function_call": value}, {}) for value in ("none", "auto", {}, None)),
         *(({"reasoning": value}, {}) for value in ({}, {"effort": None, "summary": None})),
-        *(({"tool_choice": value}, {}) for value in ("", {}, "none", "auto")),
+        *(({"tool_choice": value}, {}) for value in ("", {}, {"type": None}, "none", "auto")),
         ({"reasoning_effort": "none"}, OFF),
         ({"thinking": {"type": "disabled"}}, OFF),
         *(
