@@ -42,6 +42,10 @@ def timed(kind: Any) -> Any:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            if not self._answers and self._timer is None:
+                data = data.lstrip(b"\r\n")  # RFC 9112, 2.2: blank lines before a request are none
+                if not data:
+                    return
             super().data_received(data)
             if self._answers:
                 self._stop_expecting()
@@ -49,6 +53,7 @@ def timed(kind: Any) -> Any:
                 self._limit_head()
 
         def on_response_complete(self) -> None:
+            self._drop_blank_lines()
             super().on_response_complete()
             if not self._answers:
                 self._expect()
@@ -64,6 +69,16 @@ def timed(kind: Any) -> Any:
         def _has_begun(self) -> bool:
             """Whether a part of the next head came with the last request. httptools does not tell."""
             return hasattr(self, "conn") and bool(self.conn.trailing_data[0])
+
+        def _drop_blank_lines(self) -> None:
+            """Those that came with the last request: h11 would refuse them as the next one. httptools does not."""
+            if not hasattr(self, "conn"):
+                return
+            import h11  # this connection's
+
+            if self.conn.their_state is h11.DONE:
+                rest = self.conn.trailing_data[0]
+                self.conn._receive_buffer.maybe_extract_at_most(len(rest) - len(rest.lstrip(b"\r\n")))
 
         def _expect(self) -> None:
             self._stop_expecting()

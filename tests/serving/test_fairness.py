@@ -363,8 +363,11 @@ def wait_for_the_end(address: str, sent: bytes) -> None:
             pass
 
 
-def ask_health(connection: socket.socket) -> None:
-    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def ask_health(connection: socket.socket, sent: bytes = HEALTH) -> None:
+    connection.sendall(sent)
     said = b""
     while not said.endswith(b"}"):
         piece = connection.recv(4096)
@@ -397,6 +400,19 @@ class TestConnections:
     def test_half_a_next_request_is_closed(self, brief: Served) -> None:
         with kept(brief) as connection:
             connection.sendall(b"GE")
+            assert connection.recv(1) == b""
+
+    @pytest.mark.parametrize("blank", [b"\r\n", b"\n", b"\r\n\r\n", b"\r"])
+    def test_blank_lines_are_no_request(self, brief: Served, blank: bytes) -> None:
+        """RFC 9112, 2.2: after a request, with it, and before the next one."""
+        with kept(brief) as connection:
+            connection.sendall(blank)
+            wait_for_the_end(brief.server.address, b"")  # the time for a head is over
+            ask_health(connection)
+            for sent in (HEALTH + blank, blank + HEALTH):
+                ask_health(connection, sent)
+                wait_for_the_end(brief.server.address, b"")
+            connection.sendall(blank + b"GE")
             assert connection.recv(1) == b""
 
     def test_a_connection_is_kept_for_its_next_request(self, brief: Served) -> None:
