@@ -21,15 +21,21 @@ def python_command(*arguments: str) -> list[str]:
 
 def python_environment(**more: str) -> dict[str, str]:
     """The environment of such a process: what it starts is told the same. Of places of code, absolute paths stay, and
-    relative ones, which depend on the current folder, are left out; an empty part of ``PYTHONPATH`` is the folder."""
+    relative ones, which depend on the current folder, are left out, as are those in ``/proc``, such as
+    ``/proc/self/cwd``; an empty part of ``PYTHONPATH`` is the folder."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1", **more}
     for name in _PLACES:
-        places = filter(os.path.isabs, environment.pop(name, "").split(os.pathsep))
-        if kept := os.pathsep.join(places):
+        places = environment.pop(name, "").split(os.pathsep)
+        if kept := os.pathsep.join(filter(_stays, places)):
             environment[name] = kept
     if home := os.environ.get("CACHECLIP_HOME"):
         environment["CACHECLIP_HOME"] = os.path.abspath(os.path.expanduser(home))
     return environment
+
+
+def _stays(place: str) -> bool:
+    """Whether a place is the same for each process, wherever that runs."""
+    return os.path.isabs(place) and Path(os.path.normpath(place)).parts[1:2] != ("proc",)
 
 
 def own_folder() -> Path:

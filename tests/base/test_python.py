@@ -90,7 +90,7 @@ def test_places_of_code(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name not in python_environment()
         monkeypatch.setenv(name, "/opt/python")
         assert python_environment()[name] == "/opt/python"
-    monkeypatch.setenv("PYTHONPATH", ":src:/opt/a:.:/opt/b:")
+    monkeypatch.setenv("PYTHONPATH", ":src:/opt/a:.:/proc/self/cwd:/x/../proc/1/cwd/src://proc/self/cwd:/opt/b:")
     assert python_environment()["PYTHONPATH"] == "/opt/a:/opt/b"
 
 
