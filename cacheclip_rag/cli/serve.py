@@ -163,8 +163,8 @@ def _in_memory(config: EngineConfig) -> EngineConfig:
     """For a server without a store, whose clients may give any number of documents."""
     config = replace(config, max_bytes=config.max_bytes or _MEMORY_BYTES)
     typer.echo(
-        f"No store was given: up to {format_bytes(config.max_bytes or 0)} of KV stay in memory until the server ends. "
-        "To keep them: --store DIR.",
+        f"No store was given: texts, and up to {format_bytes(config.max_bytes or 0)} of KV, stay in memory until the "
+        "server ends. To keep them: --store DIR.",
         err=True,
     )
     return config

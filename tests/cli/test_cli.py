@@ -498,6 +498,11 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (("ingest", "{here}", "--store", "{none}", "--vllm=seed=1"), 2, "write NAME = VALUE under [vllm]"),
         (("serve", "--store", "{none}", "--max-queue", "1"), 2, "write max_queue = ... under [serve]"),
         (("serve", "--store", "{none}", "--hot", "valkey://h"), 2, "--hot needs a shared store"),
+        (
+            ("serve", "--hot", "valkey://h"),
+            2,
+            "--hot needs a shared store, such as --store s3://bucket/prefix, got none",
+        ),
         (("serve", "--store", "s3://bucket/prefix", "--hot", "h:6379"), 2, "such as valkey://host:6379"),
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
         (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
