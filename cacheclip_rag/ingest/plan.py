@@ -87,7 +87,7 @@ def _reason_to_fail(passages: Iterable[str], models: Sequence[ChunkCaches]) -> s
 @torch.inference_mode()
 def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, method: str | None = None) -> None:
     """Fill in the cost of precomputing ``texts`` for a method (default the engine's method). Reads one text at a time,
-    computes a few of them for timing, and stores nothing."""
+    computes a few of them for timing, and stores nothing. Raises the same errors as precomputing."""
     models = engine.chunk_caches(engine.context_of(method))
     known: set[bytes] = set()
     num_tokens, samples = [0] * len(models), [[] for _ in models]  # type: tuple[list[int], list[list[str]]]
@@ -96,6 +96,8 @@ def price(engine: CacheClipEngine, texts: Iterable[str], plan: IngestPlan, *, me
         if digest in known:
             continue
         known.add(digest)
+        for caches in models:
+            caches.check_length(text)
         missing = [text not in caches for caches in models]
         plan.computed += any(missing)
         for number, caches in enumerate(models):
