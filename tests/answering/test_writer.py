@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, StoreError
 from cacheclip_rag.chunks.batches import in_batches
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt
 
@@ -67,6 +68,37 @@ def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
     other.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
     stored = [other.is_stored(chunk) for chunk in CHUNKS]
     assert stored == [False, True, True, True] and not other.library.index.known(CHUNKS[0])
+
+
+def test_chunks_wait_as_long_as_another_process_has_the_catalog(
+    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy() -> None:
+        cause = sqlite3.OperationalError("database is locked")
+        cause.sqlite_errorcode = sqlite3.SQLITE_BUSY
+        raise StoreError("another process uses the catalog") from cause
+
+    few = SamplingParams(max_tokens=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.store, "check_writable", busy)
+        engine.generate(rag_prompt(CHUNKS[:1]), few, documents=CHUNKS[:1])
+        engine.generate("Hello", few)
+    assert not engine.is_stored(CHUNKS[0])
+    engine.generate("Hello", few)
+    assert engine.is_stored(CHUNKS[0])
+
+
+def test_other_machines_hear_of_sources_that_are_removed(
+    engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those whose texts stay."""
+    engine.precompute({CHUNKS[0]: [("n1", "d1"), ("n2", "d2")]})
+    told: list[str] = []
+    for owner, name in ((engine.library, "remove_sources"), (engine.store, "commit")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, own=own, name=name: (told.append(name), own(*given))[1])
+    engine.release(sources=["d1"])
+    assert told and told[-2:] == ["remove_sources", "commit"]
 
 
 def test_short_texts_are_encoded_together(engine: CacheClipEngine, calls: list[int]) -> None:

@@ -415,7 +415,11 @@ class Context:
                 self._opened = new
                 tensor = torch.frombuffer(data, dtype=torch.uint8)
                 is_moved = self.load(tensor, stop - start, cells, first=0, count=stop - start, at=start)
-                assert is_moved, "llama.cpp reads what it has written"
+                if not is_moved:
+                    raise ModelError(
+                        f"llama.cpp could not move KV of model {self._weights.name!r} to a context of {num_cells} "
+                        "tokens: there may be too little memory. Ask fewer questions at a time."
+                    )
                 self._opened = old
         except BaseException:
             self._opened = old
