@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -590,3 +591,14 @@ def test_the_command_shows_what_was_done_for_the_others(
         found = json.loads(said.out)
         assert command != "stats" or (found["tenants"][WHOLE]["texts"] == 3 and FOLDER not in found["tenants"])
         assert command != "verify" or found["payloads"] >= 2 * len(DAMAGED)
+
+
+@pytest.mark.parametrize("file", ["catalog/_delta_log/*.json", "catalog/*.parquet", "quota.json"])
+def test_a_pipe_in_place_of_a_file_keeps_nobody_waiting(scene: Scene, file: str) -> None:
+    for name in DAMAGED:
+        path = next(iter(scene.files(name, file)), scene.root / DAMAGED[name] / file)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    said = [go_on(scene), *care(scene, 0)]
+    if file != "quota.json":
+        assert all(name in "".join(said) or DAMAGED[name] in "".join(said) for name in DAMAGED), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -172,13 +173,15 @@ def in_its_place(store: TenantStore, kind: str) -> None:
         path.mkdir()
     elif kind == "circular link":
         path.symlink_to(path)
+    elif kind == "pipe":
+        os.mkfifo(path)
     else:
         path.parent.rmdir()
         path.parent.write_bytes(b"")
 
 
 @pytest.mark.parametrize("url", ["folder"], indirect=True)
-@pytest.mark.parametrize("kind", ["folder", "circular link", "file for its folder"])
+@pytest.mark.parametrize("kind", ["folder", "circular link", "pipe", "file for its folder"])
 def test_something_else_in_its_place_is_no_outage(machine: Callable[..., TenantStore], kind: str) -> None:
     writer, reader = machine(), machine()
     put(writer, 1, 3)

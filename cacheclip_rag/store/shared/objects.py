@@ -131,6 +131,8 @@ class ObjectBackend(Backend):
         client = self.place.patient if request == "put" or self.is_patient else self.place.objects
 
         def run() -> Any:
+            if request.startswith("get"):
+                self.place.check_files(arguments[0])
             found = call(client, *arguments, **options)
             return [each for page in found for each in page] if whole else found
 

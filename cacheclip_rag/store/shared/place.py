@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -123,6 +123,17 @@ class SharedPlace:
         if self.is_folder:
             return str(Path(unquote(urlsplit(self.url).path)).joinpath(*names))
         return "/".join((self.url.rstrip("/"), *names))
+
+    def check_files(self, name: str) -> None:
+        """Raise OSError if a file, or one in a folder of this name, is a pipe, a socket or a device, which nobody may
+        ever write to. What is not there is no error."""
+        if not self.is_folder:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path = Path(self.address(*name.split("/")))
+            for each in path.iterdir() if path.is_dir() else [path]:
+                if each.exists() and not (each.is_file() or each.is_dir()):
+                    raise OSError(f"{each.name} is a pipe, socket or device (os error 6)")
 
     @property
     def delta_options(self) -> dict[str, str]:

@@ -163,6 +163,7 @@ class TextTable:
 
     def _open(self) -> Any:
         """The table in its newest version; None if nothing was committed yet. Raises StoreError if its log is lost."""
+        self._place.check_files(f"{self.folder}/_delta_log")
         if self._table is not None:
             self._table.update_incremental()
         else:
@@ -214,6 +215,7 @@ class TextTable:
 
         def run() -> pa.Table | None:
             try:
+                self._place.check_files(file)
                 data = need("obstore").get(self._place.patient, file).bytes()
             except FileNotFoundError:
                 return None
