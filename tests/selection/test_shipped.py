@@ -63,7 +63,7 @@ def test_the_packaged_auxiliary_is_one_of_its_models() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rope_theta", "same"), [(100000, True), (10000, False)], ids=["SmolLM2", "SmolLM"])
 def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bool) -> None:
-    """Without its weights: config and tokenizer as they are published, which differ from those of the GGUF file."""
+    """Config and tokenizer as they are published, which differ from those of the GGUF file."""
     published = {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
@@ -89,6 +89,7 @@ def test_the_hub_has_one_of_its_models(tmp_path: Path, rope_theta: int, same: bo
     converted = Path(load_module.resolve("packaged:smollm2-135m"))
     shutil.copy(converted / "tokenizer_config.json", tmp_path)
     shutil.copy(converted / "tokenizer.json", tmp_path)
+    (tmp_path / "model.safetensors").symlink_to(converted / "model.safetensors")
     split_digits(tmp_path / "tokenizer.json")
     [path] = SETS
     assert (path.stem == model_digest(load_module.load_planning(tmp_path))[:16]) == same
