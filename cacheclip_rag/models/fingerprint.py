@@ -89,14 +89,14 @@ def gguf_digest(parts: Sequence[Path]) -> str:
 def file_digest(file: Path) -> str:
     """SHA-256 of a file of weights (GGUF). The cached digest is taken if the file's size, times and a sample of its
     bytes are those of which it was made."""
-    state = file.stat()
-    identity = repr((os.fspath(file), state.st_ino, state.st_size, state.st_ctime_ns, state.st_mtime_ns)).encode()
-    memo = cache_home() / "fingerprints" / f"{hashlib.sha256(identity).hexdigest()}.json"
+    (state,) = states_of([file])
+    _, _, size, _, _ = state
+    memo = cache_home() / "fingerprints" / f"{hashlib.sha256(repr(state).encode()).hexdigest()}.json"
     sampled = hashlib.sha256()
     with file.open("rb", buffering=0) as handle:
-        pieces = [(_SPREAD_BYTES * number, _PIECE_BYTES) for number in range(state.st_size // _SPREAD_BYTES)]
-        for offset, count in [(0, min(state.st_size, _HEAD_BYTES)), *pieces]:
-            sampled.update(_read_exactly(handle, offset, min(count, state.st_size - offset)))
+        pieces = [(_SPREAD_BYTES * number, _PIECE_BYTES) for number in range(size // _SPREAD_BYTES)]
+        for offset, count in [(0, min(size, _HEAD_BYTES)), *pieces]:
+            sampled.update(_read_exactly(handle, offset, min(count, size - offset)))
     sample = sampled.hexdigest()
     found = _remembered(memo, sample)
     if found is None:

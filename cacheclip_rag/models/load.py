@@ -164,12 +164,17 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     if packaged and not (Path(name) / "config.json").is_file():
         check_architecture(PACKAGED_MODELS[packaged].architecture, name)  # before a long download, not after it
     folder = resolve(name)
-    files = _read(name, _FOLDER, lambda: file_states(folder))
+    files = _states(folder, name)
     return _shared(
         (str(folder), dtype, device),
         files,
         lambda: _read(name, _FOLDER, lambda: _load(folder, name, dtype, device, files)),
     )
+
+
+def _states(folder: Path, name: str) -> tuple[FileState, ...]:
+    found: tuple[FileState, ...] = _read(name, _FOLDER, lambda: file_states(folder))
+    return found
 
 
 def _shared(key: _ModelKey, files: tuple[FileState, ...], load: Callable[[], Runtime]) -> Runtime:
@@ -193,7 +198,7 @@ def load_tokenizer(name: str, *, dtype: str, device: str) -> Callable[[str], lis
     place = resolve(name)
     if is_gguf(name):
         return _gguf_encoder(place, name, states_of([place]))
-    return _encoder(place, name, _read(name, _FOLDER, lambda: file_states(place)))
+    return _encoder(place, name, _states(place, name))
 
 
 @lru_cache(8)
@@ -226,7 +231,7 @@ def load_planning(
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
     folder = resolve(name)
-    files = _read(name, _FOLDER, lambda: file_states(folder))
+    files = _states(folder, name)
 
     def load() -> Runtime:
         config, tokenizer = _open(folder, name, quantised=True)
