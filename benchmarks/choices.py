@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from cacheclip_lab.evaluation.records import Record
+from cacheclip_lab.evaluation.statistics import paired_ratio
 from llama_index.core.prompts.default_prompts import DEFAULT_CHOICE_SELECT_PROMPT
 from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
-from cacheclip_rag.lab.evaluation.records import Record
-from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.timing import processor_name
 

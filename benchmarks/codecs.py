@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheclip_lab.evaluation.answering import gold_ids_of
+from cacheclip_lab.evaluation.questions import ask
+from cacheclip_lab.evaluation.records import Record, read_records
+from cacheclip_lab.evaluation.reference import Reference
+from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.lab.evaluation.answering import gold_ids_of
-from cacheclip_rag.lab.evaluation.questions import ask
-from cacheclip_rag.lab.evaluation.records import Record, read_records
-from cacheclip_rag.lab.evaluation.reference import Reference
-from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
 
 CODECS = ("bfloat16", "int8")

@@ -25,13 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cacheclip_lab.evaluation.questions import ask
+from cacheclip_lab.evaluation.records import Record, read_records
+from cacheclip_lab.evaluation.scores import METRICS
+from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.lab.evaluation.questions import ask
-from cacheclip_rag.lab.evaluation.records import Record, read_records
-from cacheclip_rag.lab.evaluation.scores import METRICS
-from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import preset
 from cacheclip_rag.timing import processor_name
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheclip_lab.evaluation.records import read_records
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.lab.evaluation.records import read_records
 from cacheclip_rag.methods import Method
 
 QUESTION = "Describe in three sentences what these passages are about."

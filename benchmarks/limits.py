@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cacheclip_lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
+
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
 from cacheclip_rag.timing import QUESTION, make_texts, processor_name
 
 PARTS = ("decode", "floor", "ingest", "memory")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cacheclip_lab.evaluation.records import Record, read_records
+
 from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.lab.evaluation.records import Record, read_records
 
 Asked = TypeVar("Asked")
 

@@ -27,14 +27,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from cacheclip_lab.evaluation.questions import ask
+from cacheclip_lab.evaluation.records import Record
+from cacheclip_lab.evaluation.scores import METRICS
+from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.ingest import Embedder
-from cacheclip_rag.lab.evaluation.questions import ask
-from cacheclip_rag.lab.evaluation.records import Record
-from cacheclip_rag.lab.evaluation.scores import METRICS
-from cacheclip_rag.lab.evaluation.statistics import paired_ratio
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.timing import processor_name
 

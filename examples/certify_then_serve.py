@@ -3,10 +3,10 @@ answers with full prefill."""
 
 from __future__ import annotations
 
+from cacheclip_lab.evaluation.certify import certify
 from common import AUXILIARY, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine, CertificateError, EngineConfig, SamplingParams
-from cacheclip_rag.lab.evaluation.certify import certify
 
 config = EngineConfig(primary=PRIMARY, auxiliary=AUXILIARY, store=STORE)
 CHUNKS = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
-import json
 import logging
 import os
 import sys
@@ -16,10 +15,22 @@ from typing import Any
 import hypothesis
 import pytest
 
-from cacheclip_rag.testing.tiny import (
+from cacheclip_rag.testing.plugin import (  # noqa: F401
+    CACHECLIP,
+    CHUNKS,
+    QUESTION,
+    Folders,
+    engine,
+    own_engines,
+    primary,
+    rag_prompt,
+    tiny_models,
+)
+from cacheclip_rag.testing.tiny import (  # noqa: F401
     CHAT_TEMPLATE,
     SENTENCES,
     TINY_MODELS,
+    add_bos,
     build_auxiliary,
     build_model,
     make_tokenizer,
@@ -46,31 +57,9 @@ collect_ignore += [] if importlib.util.find_spec("llama_cpp") else ["llamacpp"]
 # The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
 gc.disable()
 
-CHUNKS = [
-    " ".join(SENTENCES[0:3]),
-    " ".join(SENTENCES[3:5]),
-    " ".join(SENTENCES[5:8]),
-    " ".join(SENTENCES[i] for i in (6, 1, 4, 0)),
-]
-QUESTION = "What is the magic number of the harbour master?"
-
 LLAMA = TINY_MODELS["llama"]
 DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]
 of = tiny_spec
-
-
-def add_bos(folder: Path) -> None:
-    """Change a saved tokenizer so that it puts ``<|endoftext|>``, id 0, before every text."""
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-    }
-    file.write_text(json.dumps(tokenizer))
 
 
 @pytest.fixture(autouse=True)
@@ -91,14 +80,6 @@ def models_stay_as_they_are() -> Iterator[None]:
             assert kept["eos_ids"] == runtime._find_eos_ids(), f"{runtime.name} was left with other ends of a turn"
             grammars = kept.get("_grammars")
             assert grammars is None or grammars._eos_ids == sorted(kept["eos_ids"]), f"grammars of {runtime.name}"
-
-
-@pytest.fixture(autouse=True)
-def own_engines() -> Iterator[None]:
-    """The engines that a process shares, with their stores and prefix caches, are a test's own ones."""
-    yield
-    if engine := sys.modules.get("cacheclip_rag.engine"):
-        engine._engines.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -176,39 +157,6 @@ def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for same in crossed for item in same]
 
 
-class Folders(dict[str, str]):
-    """Folders of models by name, each built when it is first asked for."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __missing__(self, name: str) -> str:
-        folder = self._root / name
-        self[name] = str(build_auxiliary(folder) if name == "auxiliary" else build_model(folder, TINY_MODELS[name]))
-        return self[name]
-
-
-@pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder of every model in the matrix, plus ``auxiliary`` with a tokenizer of its own."""
-    return Folders(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(params=list(TINY_MODELS))
-def primary(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
-    """Every model of the matrix in turn."""
-    return tiny_models[request.param]
-
-
-@pytest.fixture
-def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
-    """An engine on the tiny llama with a disk store of its own."""
-    from cacheclip_rag import CacheClipEngine
-
-    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    return CacheClipEngine(**models, **CACHECLIP, store=str(tmp_path / "store"))
-
-
 @pytest.fixture
 def chunks() -> list[str]:
     return list(CHUNKS)
@@ -217,15 +165,6 @@ def chunks() -> list[str]:
 @pytest.fixture
 def question() -> str:
     return QUESTION
-
-
-CACHECLIP = {"method": "cacheclip", "chunk_context": "prefix"}
-"""Settings of engines in most tests: both models take part, and a chunk right behind the prefix is exact."""
-
-
-def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
-    """Chunks first, then the question: as the command line writes it."""
-    return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, caches: Any, *texts: str) -> None:

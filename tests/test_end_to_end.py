@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_lab.evaluation import exactness
+from cacheclip_lab.evaluation.exactness import check_exactness
+from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.lab.evaluation import exactness
-from cacheclip_rag.lab.evaluation.exactness import check_exactness
-from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet

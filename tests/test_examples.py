@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.evaluation import certify, exactness
 
-from cacheclip_rag.lab.evaluation import certify, exactness
 from cacheclip_rag.store.shared.care import create
 from tests.conftest import build_model, of
 

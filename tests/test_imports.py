@@ -182,7 +182,7 @@ def lazy():
 
 
 class TestLaboratory:
-    """``cacheclip_rag.lab`` is a guest: it imports the core, and the core never imports it."""
+    """``cacheclip_lab`` is a guest: it imports the core, and the core never imports it."""
 
     def test_the_core_does_not_import_it(self) -> None:
         """Not even lazily, or for its types; the command line alone may, where a command needs it."""
@@ -196,13 +196,13 @@ class TestLaboratory:
 
     def test_an_engine_answers_without_it(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nor does anything by a name that is put together at run time."""
-        for name in {"cacheclip_rag.lab", *sys.modules}:
-            if name.startswith("cacheclip_rag.lab"):
+        for name in {"cacheclip_lab", *sys.modules}:
+            if name.startswith("cacheclip_lab"):
                 monkeypatch.setitem(sys.modules, name, None)  # whoever imports it now gets an ImportError
         engine.precompute(CHUNKS)
         assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits == len(CHUNKS)
         with pytest.raises(ImportError):
-            import cacheclip_rag.lab.evaluation  # noqa: F401
+            import cacheclip_lab.evaluation  # noqa: F401
 
 
 INSIDE_VLLM = {"vllm.capturing", "vllm.connector", "vllm.rows"}

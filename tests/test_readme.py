@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cacheclip_lab.variants import AGAIN, REORDERED, read_variants
 from typer.main import get_command
 
 from cacheclip_rag.cli.options import read_settings
-from cacheclip_rag.lab.variants import AGAIN, REORDERED, read_variants
 from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES
 from cacheclip_rag.methods.base import Method
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.lab.evaluation.records import Record, _record, read_records
+from cacheclip_lab.evaluation.records import Record, _record, read_records
 
 SPEC = importlib.util.spec_from_file_location("benchmark_ruler", Path(__file__).parents[1] / "benchmarks/ruler.py")
 assert SPEC is not None and SPEC.loader is not None

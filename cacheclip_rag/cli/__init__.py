@@ -15,9 +15,10 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..base.removed import OPTIONS, refuse_removed
-from . import ask, bench, certify, evaluate, explain, ingest, models, profile, serve, store, training
+from . import ask, explain, ingest, models, profile, serve, store
 from .common import guarded
 from .options import SettingsCommand
+from .plugins import CommandLine
 
 __all__ = ["app", "main"]
 
@@ -30,7 +31,7 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(
+app = CommandLine(
     name="cacheclip",
     cls=_Commands,
     help="Answers over your documents, with the first token several times sooner.",
@@ -60,12 +61,7 @@ app.add_typer(store.app, name="store")
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ingest": ingest.ingest,
     "ask": ask.ask,
-    "bench": bench.bench,
-    "certify": certify.certify,
-    "eval": evaluate.evaluate,
     "explain-miss": explain.explain_miss,
-    "finetune": training.finetune,
-    "calibrate": training.finetune,  # the name that scripts of earlier versions have
     "profile": profile.profile,
 }
 for _name, _command in _COMMANDS.items():
@@ -73,6 +69,7 @@ for _name, _command in _COMMANDS.items():
 app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )
+app.load_later()
 
 
 def main() -> None:

@@ -92,31 +92,9 @@ class ServeTable(Table):
                 check_whole_number(name, getattr(self, name), least=1)
 
 
-@dataclass(frozen=True, slots=True)
-class CertifyTable(Table):
-    """``[certify]``"""
-
-    answers: str | None = None
-    """Folder of ``cacheclip eval --out`` whose answers show what ``--max-differ`` asks; None: prompts of ours do."""
-
-
-@dataclass(frozen=True, slots=True)
-class FinetuneTable(Table):
-    """``[finetune]``"""
-
-    samples: int = 96
-    """Synthetic questions for training."""
-    targets: int = 36
-    """Training questions for which the primary computes targets."""
-    seed: int = 0
-    """Seed of the synthetic questions."""
-
-
 TABLES: dict[str, type[Table]] = {
     "ask": AskTable,
     "ingest": IngestTable,
     "serve": ServeTable,
-    "certify": CertifyTable,
-    "finetune": FinetuneTable,
 }
-"""By the name of their command."""
+"""By the name of their command. Commands of other distributions add theirs (:mod:`.plugins`)."""

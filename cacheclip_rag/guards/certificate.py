@@ -364,7 +364,7 @@ def _command(config: EngineConfig, method: Method, backend: str, max_differ: flo
     """What makes the missing certificate: a shell command, or Python if the method is not a preset."""
     if method.name not in PRESET_NAMES or type(method) is not type(preset(method.name)):
         run = "served.certify_vllm" if backend.startswith("vllm") else "certify.certify"
-        return f"cacheclip_rag.lab.evaluation.{run}(config, method={type(method).__name__}(...)).save()"
+        return f"cacheclip_lab.evaluation.{run}(config, method={type(method).__name__}(...)).save()"
     config = concrete(config)
     options: dict[str, Any] = {
         "backend": "vllm" if backend.startswith("vllm") else None,

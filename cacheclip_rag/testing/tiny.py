@@ -6,6 +6,7 @@ attention is nearly uniform, and a wrong position changes the logits so little t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,17 @@ def build_model(
 def build_auxiliary(folder: Path) -> Path:
     """Save the tiny auxiliary model under ``folder`` and return it."""
     return build_model(folder, AUXILIARY, vocab_size=300, seed=1)
+
+
+def add_bos(folder: Path) -> None:
+    """Change a saved tokenizer so that it puts ``<|endoftext|>``, id 0, before every text."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    bos = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [bos, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    file.write_text(json.dumps(tokenizer))

@@ -16,10 +16,10 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.runtime.transformers import prefix_cache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
+from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.throttled import ThrottledBackend
 from cacheclip_rag.timing.controller import Cost, Profile, Timing
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
-from tests.faketime import FakeTime
 
 Make = Callable[..., CacheClipEngine]
 

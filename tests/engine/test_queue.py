@@ -13,9 +13,9 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock
 from cacheclip_rag.fusion.answer import Answer
+from cacheclip_rag.testing.faketime import FakeTime
 from tests.answering.test_turns import WAIT_S, Threads, until
 from tests.conftest import rag_prompt
-from tests.faketime import FakeTime
 from tests.prompt.test_tools import SEARCH
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.evaluation.reference import Reference
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.sampler import confidence
-from cacheclip_rag.lab.evaluation.reference import Reference
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.variants import RANDOM
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece, runs_of
-from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import ChunkStore, DiskBackend, FrameError, StoreReader, TenantStore, codecs

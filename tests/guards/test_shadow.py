@@ -14,7 +14,6 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.guards import promise
 from cacheclip_rag.guards.fidelity import greedy, read_along
 from cacheclip_rag.guards.metrics import Metrics
@@ -23,6 +22,7 @@ from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store.tiers import TierStats
+from cacheclip_rag.testing.fake_stats import stats
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 from tests.guards.test_certificate import certificate_for
 
@@ -345,13 +345,6 @@ class TestPromise:
         assert alarms(2.5 * most, 20, round(60 / most)) == 1.0
         monkeypatch.setattr(promise, "FALSE_ALARM", 0.5)
         assert alarms(most, 100) > 0.1
-
-
-def stats(method: str, **given: Any) -> FusionStats:
-    """One of 1000 tokens, of which 100 are fresh, 50 are a prefix and 150 of the chunks' are recomputed."""
-    counts = {"prompt_tokens": 1000, "prefix_tokens": 50, "fresh_tokens": 100, "chunk_tokens": 850, "exact_tokens": 7}
-    rest = {"fallback": None, "recomputed_tokens": 150, "nominal_ratio": 0.2, "hits": 3, "misses": 2, "phases_s": {}}
-    return FusionStats(**{"method": method, **counts, **rest, "ttft_s": 0.25, **given})
 
 
 class TestMetrics:

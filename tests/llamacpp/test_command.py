@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.evaluation.exactness import DIRECT, check_exactness
+from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.fusion import in_order
-from cacheclip_rag.lab.evaluation.exactness import DIRECT, check_exactness
-from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_rag.runtime.llamacpp.model import PlacedKV
 from tests.cli.test_cli import cacheclip, embedding_models
 from tests.conftest import CHUNKS, QUESTION

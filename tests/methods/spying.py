@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.variants import read_variants
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.lab.variants import read_variants
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.settings import vary

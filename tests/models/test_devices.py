@@ -270,8 +270,8 @@ class TestAccelerator:
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_half_precision(self, make: Callable[..., CacheClipEngine], dtype: str) -> None:
-        from cacheclip_rag.lab.evaluation.exactness import check_exactness
-        from cacheclip_rag.lab.evaluation.prompts import EvaluationPrompt
+        from cacheclip_lab.evaluation.exactness import check_exactness
+        from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 
         engine = make(dtype=dtype, chunk_context="prefix")  # as the checks store chunks
         result: dict[str, Any] = check_exactness(engine, EvaluationPrompt(tuple(CHUNKS), "How tall?", None))

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.variants import RANDOM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError
-from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.models.load import load_planning

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.evaluation.bench import bench
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
-from cacheclip_rag.lab.evaluation.bench import bench
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.recompute import Recompute

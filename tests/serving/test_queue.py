@@ -27,8 +27,8 @@ from cacheclip_rag.serving import app
 from cacheclip_rag.serving.app import Limits
 from cacheclip_rag.serving.backend import ServedQuestion
 from cacheclip_rag.serving.server import Server
+from cacheclip_rag.testing.faketime import FakeTime
 from tests.engine.test_queue import NEVER, Gate, says
-from tests.faketime import FakeTime
 from tests.serving.conftest import Served, running
 
 PATH = "/v1/chat/completions"

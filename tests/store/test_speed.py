@@ -22,8 +22,8 @@ from cacheclip_rag.store import (
     measure_reads,
 )
 from cacheclip_rag.store.speed import _NAMESPACE
+from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.throttled import ThrottledBackend
-from tests.faketime import FakeTime
 from tests.store.samples import is_intact, put
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.variants import RANDOM
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.guards import certificate as certificates
-from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
 from cacheclip_rag.vllm.offline import FusedLLM, engine_options
 from cacheclip_rag.vllm.planner import Planner

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.variants import RANDOM
 
 from cacheclip_rag.fusion.wire import StoredPiece, runs_of
-from cacheclip_rag.lab.variants import RANDOM
 from cacheclip_rag.vllm.offline import FusedLLM
 from cacheclip_rag.vllm.parameters import request_parameters
 from tests.vllm.conftest import (

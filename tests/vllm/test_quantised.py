@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_lab.evaluation import certify as common
+from cacheclip_lab.evaluation.served import certify_vllm
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.lab.evaluation import certify as common
-from cacheclip_rag.lab.evaluation.served import certify_vllm
 from cacheclip_rag.methods import preset
 from cacheclip_rag.testing.tiny import build_model
 from cacheclip_rag.vllm.offline import FusedLLM

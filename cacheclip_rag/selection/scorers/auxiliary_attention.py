@@ -1,7 +1,7 @@
 """The setting of CacheClip's scores: which of the auxiliary model's heads score. :mod:`..auxiliary_pass` computes them.
 
 Source: CacheClip (arXiv:2510.10129v1), section 3.2. The paper fine-tunes the auxiliary model and does not say how. Here
-a head set chooses heads and weighs them (:mod:`cacheclip_rag.lab.training`); without one, the last layer scores.
+a head set chooses heads and weighs them (:mod:`cacheclip_lab.training`); without one, the last layer scores.
 Departures: scores are mapped to the primary's tokens before grouping, so that the ratio counts the primary's tokens;
 only the last 96 tokens of a long question score.
 """

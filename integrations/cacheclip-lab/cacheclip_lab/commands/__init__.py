@@ -1,0 +1,20 @@
+"""The laboratory's commands of ``cacheclip``: bench, eval, certify, finetune."""
+
+from __future__ import annotations
+
+from cacheclip_rag.cli.plugins import Commands
+
+from .bench import bench
+from .certify import certify
+from .evaluate import evaluate
+from .tables import CertifyTable, FinetuneTable
+from .training import finetune
+
+
+def register(commands: Commands) -> None:
+    """Called by the command line of the core, which found this function by its entry point."""
+    commands.add("bench", bench)
+    commands.add("eval", evaluate)
+    commands.add("certify", certify, CertifyTable)
+    commands.add("finetune", finetune, FinetuneTable)
+    commands.add("calibrate", finetune)  # the name that scripts of earlier versions have

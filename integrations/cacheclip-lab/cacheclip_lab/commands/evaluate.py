@@ -1,0 +1,126 @@
+"""``cacheclip eval``: compares methods' quality and speed on questions with known answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.cli.common import JsonOption, VariantsOption, print_json, print_tables
+from cacheclip_rag.cli.options import CommandSettings, engine_options
+
+if TYPE_CHECKING:
+    from cacheclip_rag.config import EngineConfig
+
+    from ..evaluation.lab import PlannedRun
+
+
+@engine_options("primary", "auxiliary", "dtype")
+def evaluate(
+    settings: CommandSettings,
+    dataset: Annotated[
+        list[str],
+        typer.Option(
+            help="Records as JSON lines, plain or gzip: question, answers, chunks. Give several files comma-separated "
+            "or by repeating the option."
+        ),
+    ],
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            show_default="full,full-again,full-reordered,direct,anchored,cacheclip; epic for anchored in llama.cpp",
+            help="Comma-separated names of presets and variants; 'all' for every preset except "
+            "block (for specially trained checkpoints) and, without an auxiliary model, presets that need one. "
+            "'full-again' is full prefill with its sums in another order (what rounding alone changes), "
+            "'full-reordered' with its chunks in another order.",
+        ),
+    ] = None,
+    variants: VariantsOption = None,
+    ratios: Annotated[str, typer.Option(help="Comma-separated recompute ratios, of variants too.")] = "0.2",
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="all", help="Most questions of each file."),
+    ] = None,
+    half: Annotated[
+        str | None,
+        typer.Option(help="Every second question of each file: dev (to choose settings) or test (to judge them)."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for answers and report; an interrupted run continues from it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare methods with full prefill on the same questions: scores, fidelity, time to the first token."""
+    from ..evaluation.journal import check_folder
+    from ..evaluation.lab import Lab
+    from ..evaluation.questions import INSTRUCTION
+    from ..evaluation.records import read_together
+    from ..evaluation.report import summarise, write_report
+    from ..evaluation.tables import console_tables, notes
+    from ..variants import read_variants
+
+    # check options before weights are loaded
+    if out is not None:
+        check_folder(out)
+    given = settings.engine.get("system_prompt", INSTRUCTION)
+    config = settings.measured(recompute_ratio=None, system_prompt=given)
+    runs = _runs(config, methods, ratios, read_variants(variants))
+    asked = read_together(_files(dataset), limit=limit, half=half)
+    name = f"{asked.name} ({half} half)" if half else asked.name
+    comparison = Lab(name=name, records=asked.records, config=config, runs=runs, folder=out).run()
+    comparison = replace(comparison, skipped=[*asked.skipped, *comparison.skipped])
+    summary = summarise(comparison)
+    if out is not None:
+        write_report(comparison, summary, out)
+    _tell_skipped(summary)
+    if as_json:
+        print_json(summary)
+    else:
+        from rich.markup import escape
+
+        tables = {escape(title): rows for title, rows in console_tables(summary).items()}
+        print_tables(tables, *map(escape, notes(summary)))
+
+
+def _runs(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
+    from cacheclip_rag.models.load import is_gguf
+
+    from ..evaluation.lab import every_method, planned_runs
+
+    without_scores = "epic" if is_gguf(config.primary) else "anchored"
+    names = _split(methods or f"full,full-again,full-reordered,direct,{without_scores},cacheclip")
+    if "all" in names and (without := every_method(config)[1]):
+        typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)
+    return planned_runs(names, [_ratio(value) for value in _split(ratios)], config, variants)
+
+
+def _tell_skipped(summary: dict[str, Any]) -> None:
+    """Print on stderr how many records were skipped, and the reasons for the first of them."""
+    from ..evaluation.tables import first_skipped
+
+    if not summary["skipped"]:
+        return
+    shown = first_skipped(summary)
+    more = summary["skipped"] - len(shown)
+    typer.echo(f"skipped {summary['skipped']} of {summary['n'] + summary['skipped']} records:", err=True)
+    for line in [*shown, *([f"and {more} more"] if more else [])]:
+        typer.echo(f"  {line}", err=True)
+
+
+def _files(given: list[str]) -> list[str]:
+    """Paths, split at commas. A path that itself contains a comma must exist."""
+    return [path for text in given for path in ([text] if Path(text).is_file() else _split(text))]
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _ratio(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigurationError(f"--ratios must be numbers from 0 to 1, comma-separated, got {text!r}.") from None

@@ -1,0 +1,576 @@
+"""Certification on tiny models: every check passes on a right implementation, and the right one fails on a wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cacheclip_lab.evaluation.certify as module
+import pytest
+import torch
+from cacheclip_lab.evaluation import exactness
+from cacheclip_lab.evaluation import guarantee as guarantees
+from cacheclip_lab.evaluation.certify import RATIOS, certify
+from cacheclip_lab.evaluation.conversations import questions_of
+from cacheclip_lab.evaluation.exactness import check_exactness, noise_floor, reference_logits
+from cacheclip_lab.evaluation.gating import CONFIDENCES
+from cacheclip_lab.evaluation.lab import Lab, planned_runs
+from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
+from cacheclip_lab.evaluation.records import Record, RecordChunk
+from typer.testing import CliRunner
+
+import cacheclip_rag.guards.certificate as certificates
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError
+from cacheclip_rag.cli import app
+from cacheclip_rag.guards.certificate import find_certificate
+from cacheclip_rag.guards.fidelity import kl_divergence
+from cacheclip_rag.guards.promise import Guarantee, PromisedGate
+from cacheclip_rag.methods import preset
+from cacheclip_rag.methods.settings import vary
+from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.base import weights_digest
+from cacheclip_rag.runtime.transformers import model as runtime_module
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION
+
+PROMPT = EvaluationPrompt(tuple(CHUNKS[:3]), QUESTION, None)
+
+
+def short_prompts(count: int) -> list[EvaluationPrompt]:
+    """Bundled prompts with a quarter of each chunk: the tiny models read three times as many tokens as real ones."""
+    bundled = bundled_prompts(count)
+    return [replace(each, chunks=tuple(text[:110] for text in each.chunks), question="Who?") for each in bundled]
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "bundled_prompts", short_prompts)
+    monkeypatch.setattr(module, "_QUICK_PROMPTS", 2)
+    monkeypatch.setattr(exactness, "_GREEDY_TOKENS", 16)
+    monkeypatch.setattr(module, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr(module, "RATIOS", (0.2,))
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str]) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], **CACHECLIP)
+
+
+def engine_for(folder: str, auxiliary: str, **options: Any) -> CacheClipEngine:
+    engine = CacheClipEngine(**{"primary": folder, "auxiliary": auxiliary, **CACHECLIP, **options})
+    engine.precompute(PROMPT.chunks)
+    return engine
+
+
+class TestExactness:
+    def test_passes_on_every_architecture(self, primary: str, tiny_models: dict[str, str]) -> None:
+        result = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)
+        failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
+        assert result["passed"] and not failed
+        assert set(result["checks"]) == {"full_prefill", "ratio_1", "ratio_0", "first_chunk", "no_future", "greedy"}
+        assert 0 < result["noise_floor"]["logits"] < 1e-3
+
+    @pytest.fixture
+    def leaky(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The mask of the published implementations, aligned to the bottom-right corner."""
+        import cacheclip_rag.runtime.transformers.model as runtime
+
+        def plan(rows: torch.Tensor, device: torch.device | None = None, *_: object) -> AttentionPattern:
+            visible = torch.arange(int(rows[-1]) + 1 - len(rows), int(rows[-1]) + 1)
+            return AttentionPattern([Block.of(slice(0, len(rows)), slice(0, int(rows[-1]) + 1), visible, device)])
+
+        monkeypatch.setattr(runtime, "causal_pattern", plan)
+
+    @pytest.mark.parametrize("primary", ["llama", "gemma3"], indirect=True)
+    def test_twin_mask_that_sees_the_future(self, primary: str, tiny_models: dict[str, str], leaky: None) -> None:
+        checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
+        assert not checks["no_future"]["passed"]
+
+    @pytest.mark.parametrize(
+        ("primary", "dtype"),
+        [("llama", "float32"), ("llama", "bfloat16"), ("qwen2-rope-yarn", "float32"), ("smollm3", "float32")],
+        indirect=["primary"],
+    )
+    def test_twin_keys_moved_to_wrong_positions(
+        self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
+    ) -> None:
+        original = ModelRuntime.filling
+        engine = engine_for(primary, tiny_models["auxiliary"], dtype=dtype)
+        num_prefix = engine.parts.caches_after_prefix.num_prefix
+
+        def filling(self: ModelRuntime, cache: Any, pieces: Any) -> Any:
+            tables_of = ModelRuntime.tables_of
+            with monkeypatch.context() as patch:
+                patch.setattr(
+                    ModelRuntime,
+                    "tables_of",
+                    lambda runtime, cache, slots: tables_of(runtime, cache, slots + 2 * (slots >= num_prefix)),
+                )
+                return original(self, cache, pieces)
+
+        monkeypatch.setattr(ModelRuntime, "filling", filling)
+        checks = check_exactness(engine, PROMPT)["checks"]
+        assert not checks["first_chunk"]["passed"]
+
+    @pytest.mark.parametrize("primary", ["gemma2"], indirect=True)
+    def test_twin_window_forgotten(
+        self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rule = runtime_module.AttentionRule
+        monkeypatch.setattr(runtime_module, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
+        checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
+        assert not checks["full_prefill"]["passed"] and not checks["ratio_1"]["passed"]
+
+    def test_does_not_disturb_other_engines(self, tiny_models: dict[str, str]) -> None:
+        """Checks borrow the loaded model for plain transformers' attention, while others answer with it."""
+        engine = engine_for(tiny_models["llama"], tiny_models["auxiliary"])
+        expected = engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids
+        checking = threading.Thread(target=lambda: [check_exactness(engine, PROMPT) for _ in range(3)])
+        checking.start()
+        answers = []
+        while checking.is_alive():
+            answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)
+        answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)  # after the last check
+        assert len(answers) > 1 and set(answers) == {expected}
+        assert engine.primary.model.config._attn_implementation == runtime_module.ATTENTION_NAME
+
+
+class TestHalfPrecision:
+    @pytest.mark.parametrize(
+        ("primary", "dtype"),
+        [("llama", "bfloat16"), ("qwen2-sliding", "bfloat16"), ("gemma3", "bfloat16"), ("llama", "float16")],
+        indirect=["primary"],
+    )
+    def test_within_twice_the_noise_floor(self, primary: str, tiny_models: dict[str, str], dtype: str) -> None:
+        """Ratio 1.0 against plain transformers; the floor is what two correct ways of plain transformers differ by.
+        (Models with experts are left out: where a router hesitates, rounding chooses another expert.)"""
+        result = check_exactness(engine_for(primary, tiny_models["auxiliary"], dtype=dtype), PROMPT)
+        failed = {name: check for name, check in result["checks"].items() if not check["passed"]}
+        assert not failed, result
+        assert result["noise_floor"]["logits"] > 1e-3  # not float32 in disguise
+
+    def test_the_floor_tells_precisions_apart(self, tiny_models: dict[str, str]) -> None:
+        floors = {}
+        for dtype in ("float32", "float16", "bfloat16"):
+            runtime = load_model(tiny_models["llama"], dtype=dtype)
+            ids = torch.tensor(runtime.tokenize(PROMPT.text).ids)
+            floors[dtype] = noise_floor(runtime, ids)["logits"]
+            assert reference_logits(runtime, ids).dtype == getattr(torch, dtype)
+        assert floors["float32"] < floors["float16"] / 10 < floors["bfloat16"]
+
+
+class TestCertify:
+    def test_what_it_holds(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "RATIOS", RATIOS)
+        monkeypatch.setattr(certificates, "_warned", set())
+        certificate = certify(config, quick=True)
+        assert "cacheclip certify" not in caplog.text, "that is what runs"
+        assert certificate.exactness["passed"]
+        assert [row.ratio for row in certificate.ratios] == [0.0, 0.05, 0.1, 0.2, 0.3, 0.5]
+        assert certificate.ratio == 0.2 and certificate.prompts == 2 and certificate.quick
+        assert certificate.verdict == next(row.verdict for row in certificate.ratios if row.ratio == 0.2)
+        for row in certificate.ratios:
+            assert row.effective_ratio == pytest.approx(row.ratio, abs=0.01)
+            assert row.charged_ratio == pytest.approx(row.effective_ratio)
+        # a model of random weights that never saw the chunks together: far from full prefill, and it is told
+        assert certificate.ratios[0].answer_kl["mean"] > certificate.thresholds["answer_kl"]
+        assert certificate.ratios[0].verdict == "not faithful"
+
+    def test_the_gate_is_what_an_engine_with_it_does(self, config: EngineConfig) -> None:
+        """Brute force: an engine with each confidence, on the same prompts."""
+        config = replace(config, recompute_ratio=0.3)  # among others
+        certificate = certify(config, quick=True)
+        prompts = short_prompts(2)
+        rows = {row.ratio: row.gate for row in certificate.ratios}
+        for ratio, figures in [*((0.3, each) for each in rows[0.3]), *((0.0, each) for each in rows[0.0])]:
+            own = replace(config, recompute_ratio=ratio, prefix_cache_bytes=0)
+            engine = CacheClipEngine(replace(own, min_confidence=figures.min_confidence))
+            method, agreeing, stats = engine.make_method(), [], []
+            for prompt in prompts:
+                engine.precompute(prompt.chunks)
+                full = engine.prefill(prompt.text, method=preset("full"))
+                found = engine.prefill(prompt.text, method=method, question=prompt.question)
+                agreeing.append(float(found.logits.argmax() == full.logits.argmax()))
+                stats.append(found.stats)
+            assert figures.first_token_agreement == pytest.approx(sum(agreeing) / 2)
+            assert figures.charged_ratio == pytest.approx(sum(each.charged_ratio for each in stats) / 2, abs=0.01)
+            assert figures.full_prefills == sum(each.method == "full" for each in stats) / 2
+        for gate in rows.values():
+            assert [each.min_confidence for each in gate] == list(CONFIDENCES)
+            assert gate[-1].full_prefills == 1.0 and gate[-1].first_token_agreement == 1.0
+            assert gate[-1].verdict == "exact", "every prompt is prefilled in full"
+        for row in certificate.ratios:
+            assert row.gate[0].verdict == row.verdict, "no gate"
+
+    def test_the_promise_is_that_of_the_prompts_answers(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same questions asked by hand. Few random answers are equal: it is told that nothing is promised."""
+        monkeypatch.setattr(guarantees, "bundled_prompts", lambda count: short_prompts(count // 20))
+        found = certify(config, quick=True, max_differ=0.1).guarantee
+        assert found and (found.most, found.n, found.gates, found.chunks) == (0.1, 5, (), (5, 5))
+        engine, lengths = CacheClipEngine(config), []
+        for each in short_prompts(5):
+            text = "\n\n".join(map(str.strip, each.chunks)) + f"\n\nQuestion: {each.question}\nAnswer:"
+            lengths.append(engine.plan(text, method="full").layout.num_tokens)
+        assert found.prompt_tokens == (min(lengths), max(lengths))
+
+    @pytest.mark.parametrize(("differing", "sure_of", "least"), [(0, 0.1, 0.9), (3, 0.6, 0.9), (20, 0.9, None)])
+    def test_answers_of_an_evaluation_make_the_promise(
+        self, config: EngineConfig, tmp_path: Path, differing: int, sure_of: float, least: float | None
+    ) -> None:
+        """Answers are planted in a real folder. Of 60, three that differ are one too many, below the gate they are
+        none. An engine takes what was found."""
+        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+        runs = planned_runs(["cacheclip"], [0.2], config)
+        Lab("planted", records, config, runs, tmp_path / "eval").run()
+        items = tmp_path / "eval" / "items.jsonl"
+        full, own = map(json.loads, items.read_text().splitlines())
+        full |= {"answer": "same"}
+        sure = {"confidence": 0.9, "later_confidence": 0.9, "confidence_to_difference": None}
+        unsure = {"answer": "other", **sure, "confidence": sure_of}
+        lines = [
+            {**item, "id": f"{number}"}
+            for number in range(60)
+            for item in (full, {**own, "answer": "same", **(unsure if number < differing else sure)})
+        ]
+        items.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        certificate = certify(config, quick=True, max_differ=0.1, answers=tmp_path / "eval")
+        assert certificate.guarantee and certificate.guarantee.n == 60
+        gates = [(e.ratio, e.min_confidence, e.differing, round(e.cost, 2)) for e in certificate.guarantee.gates]
+        # the strictest of those that cost the same
+        assert gates == ([] if least is None else [(0.2, least, 0, round(own["charged_ratio"] + differing / 60, 2))])
+        certificate.save()
+        engine = CacheClipEngine(replace(config, min_confidence="auto"))
+        if least is None:
+            with pytest.raises(CertificateError, match="60 prompts do not show"):
+                engine.make_method()
+        else:
+            assert engine.make_method() == replace(preset("cacheclip"), min_confidence=least)
+
+    @pytest.fixture
+    def kept(self, config: EngineConfig, tmp_path: Path) -> Callable[..., Path]:
+        """A folder of answers with these settings."""
+
+        def ask(config: EngineConfig = config, methods: str = "cacheclip", **changes: Any) -> Path:
+            records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+            runs = planned_runs([methods], [0.2], config, {"cacheclip": vary(preset("cacheclip"), changes)})
+            Lab("kept", records, config, runs, tmp_path / "kept").run()
+            return tmp_path / "kept"
+
+        return ask
+
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            *("device", "auxiliary_device", "torch", "transformers", "cacheclip_rag", "backend", "dtype", "codec"),
+            *("auxiliary_codec", "auxiliary_heads_sha256", "auxiliary_sha256", "primary_tokenizer_sha256"),
+            *("system_prompt", "prefix_cache_bytes"),
+        ],
+    )
+    def test_answers_of_other_settings_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], setting: str
+    ) -> None:
+        """Nor those that do not say. The error names what differs."""
+        folder = kept()
+        settings = json.loads((folder / "settings.json").read_text())
+        (folder / "settings.json").write_text(json.dumps(settings | {setting: "other"}))
+        with pytest.raises(ConfigurationError, match=f"and there {setting} is 'other'. Run cacheclip eval again"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        del settings[setting]
+        (folder / "settings.json").write_text(json.dumps(settings))
+        with pytest.raises(ConfigurationError, match=f"and there {setting} is not recorded. Run cacheclip eval again"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "named"),
+        [
+            ({"system_prompt": "Answer as a pirate."}, "system_prompt is 'Answer as a pirate.'"),
+            ({"prefix_cache_bytes": 0}, "prefix_cache_bytes is 0"),
+            ({"codec": "int8"}, "codec is 'int8'"),
+            ({"chunk_context": "passages"}, "chunk_context_sha256 is"),
+        ],
+    )
+    def test_answers_that_were_asked_otherwise_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
+    ) -> None:
+        folder = kept(replace(config, **changes))
+        with pytest.raises(ConfigurationError) as error:
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        assert named in str(error.value) and "Run cacheclip eval" in str(error.value)
+
+    def test_answers_with_other_heads_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = CacheClipEngine(config)
+        sha256 = weights_digest(engine.parts.auxiliary_caches.runtime.fingerprint)
+        other = HeadSet(sha256, ((0, 1), (1, 1)), torch.tensor([0.5, 0.5]))
+        with monkeypatch.context() as patched:
+            patched.setattr("cacheclip_rag.selection.engine_head_sets.find_head_set", lambda *_: other)
+            folder = kept()
+        with pytest.raises(ConfigurationError, match=f"and there auxiliary_heads_sha256 is '{other.digest()}'. Run"):
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "named"), [({"min_confidence": 0.9}, "min_confidence is 0.9"), ({"correction": 0.25}, "0.25")]
+    )
+    def test_answers_of_another_method_of_the_name_make_no_promise(
+        self, config: EngineConfig, kept: Callable[..., Path], changes: dict[str, Any], named: str
+    ) -> None:
+        """With a gate, answers are full prefill's where the method is unsure: they say nothing about weaker gates."""
+        folder = kept(**changes)
+        with pytest.raises(ConfigurationError) as error:
+            certify(config, quick=True, max_differ=0.1, answers=folder)
+        assert f"{named} in cacheclip@0.2)" in str(error.value)
+
+    def test_the_promise_of_answers_is_that_of_their_identity(
+        self, config: EngineConfig, kept: Callable[..., Path]
+    ) -> None:
+        """The very same settings are taken, whatever they are."""
+        config = replace(config, system_prompt="Answer as a pirate.")
+        assert certify(config, quick=True, max_differ=0.1, answers=kept(config)).guarantee
+
+    @pytest.mark.parametrize("planted", [False, True])
+    def test_turns_are_compared_with_full_prefill_of_the_same_history(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, planted: bool
+    ) -> None:
+        """Brute force, with an engine that nothing else was asked. Planted: no turn continues the one before."""
+        config = replace(config, recompute_ratio=0.3)
+        with monkeypatch.context() as patched:
+            if planted:
+                patched.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
+            turns = certify(config, quick=True, turns=5).turns
+        assert [each.turn for each in turns] == [1, 2, 3, 4, 5] and not turns[0].continued_tokens
+        engine = CacheClipEngine(config)
+        prompt, method = short_prompts(2)[1], engine.make_method()
+        engine.precompute(prompt.chunks)
+        messages, found = list[dict[str, str]](), list[tuple[float, int, int]]()
+        for turn in questions_of(prompt, 5, 0):
+            messages.append({"role": "user", "content": turn.question if messages else turn.text})
+            full = engine.prefill(messages, method=preset("full")).logits
+            own = engine.prefill(messages, method=method).logits
+            answer = engine.generate(messages, SamplingParams(max_tokens=6))
+            kl = float(kl_divergence(full, own))
+            found.append((kl, answer.stats.continued_tokens, answer.stats.prompt_tokens))
+            messages.append({"role": "assistant", "content": answer.text})
+        assert all(continued > 0 for _, continued, _ in found[1:])
+        expected = [(pytest.approx(kl, rel=1e-3, abs=1e-5), *sizes) for kl, *sizes in found]
+        seen = [(each.first_token_kl["mean"], each.continued_tokens, each.prompt_tokens) for each in turns]
+        assert (seen == expected) is not planted
+
+    def test_turns_at_ratio_1_are_exact_and_the_worst_turn_is_the_verdict(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True, turns=3)
+        assert [each.verdict for each in certificate.turns] == ["exact"] * 3 and certificate.verdict == "exact"
+        certificate.save()
+        bad = replace(certificate, turns=(*certificate.turns[:2], replace(certificate.turns[2], verdict="faithful")))
+        bad.save()
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+        replace(certificate, turns=()).save()  # as measured without conversations: those of before stay
+        assert find_certificate(bad.identity)[0] == replace(bad, verdict="faithful")
+
+    def test_questions_of_a_conversation(self) -> None:
+        for number, prompt in enumerate(each for each in bundled_prompts(24) if each.needle):
+            asked = questions_of(prompt, 5, number)
+            needles = {each.needle for each in asked} - {None}
+            assert len({each.question for each in asked}) == 5 and prompt.needle in needles and len(needles) == 3
+            assert all(prompt.text.count(needle) == 1 for needle in needles)
+
+    def test_answers_of_others_make_none(
+        self, config: EngineConfig, tmp_path: Path, tiny_models: dict[str, str]
+    ) -> None:
+        records = [Record("q", "", "Who?", ("she",), tuple(RecordChunk("", text) for text in CHUNKS[:3]), {})]
+        Lab("others", records, config, planned_runs(["cacheclip"], [0.3], config), tmp_path / "eval").run()
+        asked = {"max_differ": 0.1, "answers": tmp_path / "eval"}
+        with pytest.raises(
+            ConfigurationError, match=r"expected answers of method 'cacheclip'.*--methods full,cacheclip"
+        ):
+            certify(config, **asked)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=r"certified models.*dtype is 'float32'.*another folder"):
+            certify(replace(config, dtype="bfloat16"), **asked)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="expected the folder of a comparison.*--out"):
+            certify(config, max_differ=0.1, answers=tmp_path)
+        with pytest.raises(ConfigurationError, match="max_differ must be a share from 0.01 to 0.5, got 10"):
+            certify(config, max_differ=10)
+
+    def test_a_gate_of_the_engine_is_left_out(self, config: EngineConfig) -> None:
+        found = certify(replace(config, min_confidence=1.0), quick=True)
+        assert [row.effective_ratio for row in found.ratios] == pytest.approx([0.0, 0.2], abs=0.01)
+
+    def test_it_covers_the_same_method_with_a_gate(self, config: EngineConfig) -> None:
+        engine = CacheClipEngine(config)
+        plain, gated = (replace(engine.make_method(), min_confidence=least) for least in (0.0, 0.5))
+        assert engine.parts.certificates.identity(plain) == engine.parts.certificates.identity(gated)
+
+    def test_method_without_a_ratio(self, config: EngineConfig) -> None:
+        certificate = certify(replace(config, method="direct"), quick=True)
+        assert [row.ratio for row in certificate.ratios] == [0.0] and certificate.ratio == 0.0
+        assert certificate.auxiliary is None and certificate.identity.auxiliary_sha256 is None
+
+    def test_layers_that_only_choose_are_charged(self, config: EngineConfig) -> None:
+        row = certify(replace(config, method="cacheblend"), quick=True).ratios[0]
+        assert row.charged_ratio is not None and row.charged_ratio > row.effective_ratio + 0.2
+
+    def test_saved_it_covers_an_engine(self, config: EngineConfig, tmp_path: Path) -> None:
+        certify(replace(config, recompute_ratio=1.0), quick=True).save()
+        engine = CacheClipEngine(
+            replace(config, recompute_ratio=1.0, require_certificate=True, store=str(tmp_path / "store"))
+        )
+        engine.generate(PROMPT.text, SamplingParams(max_tokens=1))
+        assert find_certificate(engine.parts.certificates.identity(engine.make_method()))[0] is not None
+
+    def test_failed_checks_make_it_not_faithful(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        def failing(*args: Any) -> dict[str, Any]:
+            return {"passed": False, "noise_floor": {"logits": 0.0, "kl": 0.0}, "checks": {}, "prompt_tokens": 1}
+
+        monkeypatch.setattr(module, "check_exactness", failing)
+        certificate = certify(replace(config, recompute_ratio=1.0), quick=True)
+        assert certificate.verdict == "not faithful"
+        assert {row.verdict for row in certificate.ratios} == {"not faithful"}
+
+    def test_prompts_without_a_needle(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "bundled_prompts", lambda count: short_prompts(1))
+        with pytest.raises(ConfigurationError, match="none of the 1 prompts hides one.*at least one has a needle"):
+            certify(config)
+
+    def test_nothing_to_certify(self, config: EngineConfig) -> None:
+        with pytest.raises(ConfigurationError, match="reuses nothing"):
+            certify(replace(config, method="full"))
+        with pytest.raises(ConfigurationError, match="auxiliary"):
+            certify(replace(config, auxiliary=None))
+
+    def test_chunks_encoded_in_their_own_way(self, config: EngineConfig) -> None:
+        """The checks are of reuse as such; the method's figures are of the chunk caches it would use."""
+        certificate = certify(config, method=preset("block"), quick=True)
+        assert certificate.exactness["passed"] and certificate.identity.method == "block"
+        assert [(row.ratio, row.effective_ratio) for row in certificate.ratios] == [(0.0, 0.0)]
+
+    def test_prompts_that_were_not_reused_certify_nothing(
+        self, config: EngineConfig, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Longer than the rotary pin: plain prefill, which would pass every check."""
+        monkeypatch.setattr(module, "bundled_prompts", bundled_prompts)
+        with pytest.raises(ConfigurationError, match="not reused.*change above 512"):
+            certify(replace(config, primary=tiny_models["phi3-longrope"]), quick=True)
+
+    def test_a_method_of_ones_own(self, config: EngineConfig) -> None:
+        method = vary(preset("cacheclip"), {"budget": {"ratio": 1.0, "grouping": {"size": 4}}})
+        certificate = certify(config, method=method, quick=True)
+        assert (certificate.ratio, certificate.verdict) == (1.0, "exact")
+        assert certificate.ratios[-1].agreement == 1.0 and certificate.ratios[-1].answer_kl["max"] < 1e-6
+        assert certificate.identity.method_settings["budget"]["grouping"]["size"] == 4
+
+    def test_folder_that_cannot_be_written_is_noticed_before(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "file"))
+        with pytest.raises(CertificateError, match="cannot be written"):
+            certify(replace(config, primary="never-looked-for"))
+
+
+class TestCommand:
+    @pytest.fixture
+    def arguments(self, tiny_models: dict[str, str]) -> list[str]:
+        models = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"]]
+        return ["certify", *models, "--quick"]
+
+    def test_json(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "1.0", "--json"])
+        assert result.exit_code == 0, result.output
+        [line] = result.stdout.splitlines()
+        value = json.loads(line)
+        assert value["verdict"] == "exact" and Path(value["path"]).is_file()
+        assert value["thresholds"] and value["identity"]["transformers"] and value["identity"]["cacheclip_rag"]
+
+    def test_turns_are_measured_with_transformers_only(self, arguments: list[str]) -> None:
+        result = CliRunner().invoke(app, [*arguments, "--turns", "2", "--backend", "vllm"])
+        assert isinstance(result.exception, ConfigurationError) and "leave out --turns" in str(result.exception)
+
+    def test_found_wanting_is_exit_code_1(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "160")
+        result = CliRunner().invoke(app, [*arguments, "--ratio", "0.05", "--turns", "3"])
+        assert result.exit_code == 1
+        for word in (
+            "Turns of conversations at ratio 0.05",
+            "continued",
+            "Verdict at ratio 0.05: not faithful",
+            "nominal",
+            "charged",
+            "Noise floor",
+            "no_future",
+            "0.1 nats at the first token and 0.05 along",
+            "Certificate:",
+        ):
+            assert word in " ".join(result.stdout.split()), word
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--max-differ", "0.1"], "--quick"),
+            (["--max-differ", "0.1", "--backend", "vllm"], "--max-differ needs many prompts"),
+            (["--settings", "{answers}"], "for --max-differ, which is missing"),
+        ],
+    )
+    def test_a_promise_needs_many_prompts(
+        self, arguments: list[str], tmp_path: Path, options: list[str], message: str
+    ) -> None:
+        (tmp_path / "own.toml").write_text('[certify]\nanswers = "there"\n')
+        given = [each.format(answers=tmp_path / "own.toml") for each in options]
+        result = CliRunner().invoke(app, [*arguments, *given])
+        assert isinstance(result.exception, ConfigurationError) and message in str(result.exception)
+
+    def test_a_promise_is_printed(self, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Exit code 1 if no gate holds, whatever the verdict."""
+        monkeypatch.setattr(module, "_PROMPTS", 2)
+        gate = PromisedGate(0.05, 0.4, 3, 0.0912, 0.456)
+        for gates, code, said in (((gate,), 0, "takes the first row"), ((), 1, "No gate that costs less")):
+            made = Guarantee(0.1, 0.95, 100, gates, (900, 1200), (5, 5), (2, 32))
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "asked_answers", lambda *_: {})
+                patch.setattr(module, "guarantee_of", lambda *_, made=made: made)
+                result = CliRunner().invoke(app, [*arguments[:-1], "--ratio", "0.05", "--max-differ", "0.1"])
+            text = " ".join(result.stdout.split())
+            assert result.exit_code == code and said in text, result.output
+            assert "Shown by 100 prompts, and holds for such: prompts of 900-1,200 tokens, 5 chunks" in text
+            assert ("3 of 100" in text and "9.1%" in text and "0.46" in text) == bool(gates)
+
+
+class TestPrompts:
+    def test_more_are_other_prompts_with_the_same_questions(self) -> None:
+        many = bundled_prompts(200)
+        assert many[:24] == bundled_prompts(24) and len({prompt.text for prompt in many}) == 200
+        assert len({prompt.question for prompt in many}) == 24
+        assert all(
+            prompt.text.count(prompt.needle or "access number of") == (1 if prompt.needle else 0) for prompt in many
+        )
+
+    def test_are_the_same_every_time(self) -> None:
+        assert bundled_prompts(24) == bundled_prompts(24) and bundled_prompts(6) == bundled_prompts(24)[:6]
+        assert len({prompt.text for prompt in bundled_prompts(24)}) == 24
+
+    def test_needles_stand_once_and_never_in_the_first_chunk(self) -> None:
+        needles = [prompt for prompt in bundled_prompts(24) if prompt.needle]
+        assert len(needles) == 12
+        for prompt in needles:
+            assert prompt.text.count(prompt.needle or "") == 1
+            assert (prompt.needle or "") not in prompt.chunks[0]
+            assert prompt.text.count("access number of") == 4  # three places, and the question
+
+    def test_questions_are_answered_behind_the_first_chunk(self) -> None:
+        """The first chunk is exact by itself: a question about it would measure nothing."""
+        from cacheclip_lab.evaluation.prompts import _data
+
+        data = _data()
+        for number, prompt in enumerate(p for p in bundled_prompts(24) if not p.needle):
+            for index in data["questions"][number]["passages"]:
+                assert any(data["passages"][index]["text"] in chunk for chunk in prompt.chunks[1:])

@@ -1,0 +1,520 @@
+"""Reports: figures worked out by hand, and files that show what they were given and nothing that it smuggles in."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheclip_lab.evaluation.gating import CONFIDENCES
+from cacheclip_lab.evaluation.page import to_html
+from cacheclip_lab.evaluation.records import Record, SkippedRecord
+from cacheclip_lab.evaluation.report import FILES, summarise, write_report
+from cacheclip_lab.evaluation.results import Comparison, ItemResult, Run
+from cacheclip_lab.evaluation.scores import METRICS
+from cacheclip_lab.evaluation.statistics import paired_bootstrap, paired_ratio
+from cacheclip_lab.evaluation.tables import LENGTHS_TITLE, console_tables, gate_table, notes, table
+
+from cacheclip_rag.base.errors import ConfigurationError
+
+RUNS = [Run("full", "full", None), Run("direct", "direct", 0.0), Run("clip 0.2", "clip", 0.2), Run("clip 1", "clip", 1)]
+QUESTIONS = [Record(f"q{n}", "", f"Who keeps lamp {n}?", ("Ada", "Ada Thornbury"), (), {}) for n in range(1, 6)]
+
+
+def item(label: str, number: int, f1: float, ttft_s: float, kl: float | None = None) -> ItemResult:
+    fidelity = {"answer_kl": kl, "first_token_kl": 2 * kl, "agreement": 1 - kl} if kl is not None else {}
+    scores = {"f1": f1, "contains": float(f1 == 1)}
+    ratio = {"full": 1.0, "direct": 0.0, "clip 0.2": 0.25, "clip 1": 1.0}[label]
+    return ItemResult(
+        f"q{number}", label, "Ada", scores, fidelity, ratio, ratio, ratio, ttft_s, {"read": 0.25, "recompute": ttft_s}
+    )
+
+
+ITEMS = [
+    *(item("full", n, f1, ttft) for n, f1, ttft in [(1, 1.0, 4.0), (2, 0.5, 4.0), (3, 0.0, 8.0), (4, 1.0, 2.0)]),
+    # question 5, which full does not have, and not question 4
+    *(
+        item("direct", n, f1, ttft, kl)
+        for n, f1, ttft, kl in [(1, 0.5, 1.0, 0.5), (2, 0.5, 2.0, 0.25), (3, 0.25, 1.0, 0.0), (5, 1.0, 3.0, 0.25)]
+    ),
+    *(
+        item("clip 0.2", n, f1, ttft, kl)
+        for n, f1, ttft, kl in [(1, 1.0, 2.0, 0.0), (2, 0.5, 2.0, 0.25), (3, 0.0, 4.0, 0.0), (4, 0.5, 1.0, 0.25)]
+    ),
+    *(item("clip 1", n, f1, 4.0, 0.0) for n, f1 in [(1, 1.0), (2, 0.5), (3, 0.0), (4, 1.0)]),
+]
+SKIPPED = [
+    SkippedRecord("line 3", "no answers"),
+    SkippedRecord("question q8", "the prompt has 900 tokens, of 512"),
+    SkippedRecord("question q9", "the prompt has 901 tokens, of 512"),
+]
+
+
+@pytest.fixture
+def comparison() -> Comparison:
+    settings = {"seed": 0, "dtype": "float32"}
+    return Comparison("lamps", "tiny-primary", "tiny-auxiliary", RUNS, QUESTIONS, ITEMS, settings, SKIPPED)
+
+
+@pytest.fixture
+def summary(comparison: Comparison) -> dict[str, Any]:
+    return summarise(comparison)
+
+
+@pytest.fixture
+def unsure(comparison: Comparison) -> Comparison:
+    """With a confidence of each answer of ``clip 0.2``."""
+    sure = {"q1": 0.6, "q2": 0.04, "q3": 0.25, "q4": 0.15}
+    agreeing = {"q1": 1.0, "q2": 0.0, "q3": 1.0, "q4": 0.0}
+    items = [
+        replace(
+            one,
+            confidence=sure[one.id],
+            fidelity={"first_token_agreement": agreeing[one.id], "equal_answer": agreeing[one.id]},
+        )
+        if one.label == "clip 0.2"
+        else one
+        for one in comparison.items
+    ]
+    return replace(comparison, items=items)
+
+
+def only(comparison: Comparison, *labels: str) -> Comparison:
+    return replace(
+        comparison,
+        runs=[run for run in comparison.runs if run.label in labels],
+        items=[one for one in comparison.items if one.label in labels],
+    )
+
+
+class TestSummary:
+    def test_means_are_over_the_runs_own_items(self, summary: dict[str, Any]) -> None:
+        assert (summary["n"], summary["skipped"], summary["scores"]) == (5, 3, ["f1", "contains"])
+        direct, clip = summary["methods"]["direct"], summary["methods"]["clip 0.2"]
+        assert (direct["n"], direct["f1"], direct["contains"]) == (4, 0.5625, 0.25)
+        assert (direct["kl_to_full"], direct["kl_to_full_median"], direct["kl_to_full_trimmed"]) == (0.25, 0.25, 0.25)
+        assert (direct["first_token_kl"], direct["agreement_with_full"], direct["ttft_s"]) == (0.5, 0.75, 1.5)
+        assert direct["kl_interval"] == list(paired_bootstrap([0.5, 0.25, 0.0, 0.25]))
+        assert (clip["nominal_ratio"], clip["effective_ratio"], clip["charged_ratio"]) == (0.25, 0.25, 0.25)
+        assert clip["phases_s"] == {"read": 0.25, "recompute": 2.0}
+        assert direct["gold_logprob"] is None
+
+    def test_figures_against_full_are_paired(self, summary: dict[str, Any]) -> None:
+        direct, clip, full = (summary["methods"][label] for label in ("direct", "clip 0.2", "full"))
+        assert direct["n_paired"] == 3
+        assert direct["difference_to_full"]["f1"] == pytest.approx([-0.25 / 3, *paired_bootstrap([-0.5, 0.0, 0.25])])
+        assert direct["speedup_vs_full"] == 4.0  # of 4, 2 and 8; the ratio of the medians is 2.7
+        assert clip["difference_to_full"]["f1"][0] == -0.125
+        assert clip["speedup_vs_full"] == 2.0
+        assert (full["speedup_vs_full"], full["difference_to_full"], full["kl_to_full"]) == (1.0, {}, None)
+
+    def test_gold_scores_are_judged_in_pairs(self) -> None:
+        def row(lost: int, won: int, same: int) -> dict[str, Any]:
+            """Of a method that loses and wins so many questions against full prefill."""
+            full = [1.0] * lost + [0.0] * won + [0.5] * same
+            own = [0.0] * lost + [1.0] * won + [0.5] * same
+            words = [3, 4, 40]
+            items = [
+                replace(
+                    item(label, number, f1, 1.0),
+                    answer=" ".join([label if f1 != 0.5 else "same"] * words[number % 3]),
+                    scores={"f1": f1},
+                )
+                for label, scores in (("full", full), ("direct", own))
+                for number, f1 in enumerate(scores)
+            ]
+            questions = [Record(f"q{n}", "", "Who?", ("Ada",), (), {}) for n in range(len(full))]
+            runs = [Run("full", "full", None), Run("direct", "direct", None)]
+            summary = summarise(Comparison("d", "p", None, runs, questions, items, {}, []))
+            found, lengths = summary["methods"], console_tables(summary).get(LENGTHS_TITLE)
+            assert (found["full"]["no_worse"], found["full"]["flips"]) == ({}, None)
+            return {**found["direct"], "lengths": lengths}
+
+        found = row(lost=2, won=2, same=596)
+        assert found["no_worse"] == {"f1": True} and found["flips"] == {"lost": 2, "won": 2, "p": 1.0}
+        by_words = found["equal_answers_by_words"]
+        assert {name: each["n"] for name, each in by_words.items()} == {"1-3": 200, "4-8": 200, "17+": 200}
+        assert {name: each["equal_answers"] for name, each in by_words.items()} == {
+            "1-3": 0.99,
+            "4-8": 0.995,
+            "17+": 0.995,
+        }
+        titles, [cells] = found["lengths"]
+        assert titles == ["Method", "1-3 words", "4-8 words", "17+ words"]
+        assert cells == ["direct", "99.0% of 200", "99.5% of 200", "99.5% of 200"]
+        # the mean is 2 points below, the lower bound 6: not shown to be no worse
+        found = row(lost=6, won=4, same=90)
+        assert found["no_worse"] == {"f1": False} and found["difference_to_full"]["f1"][0] == pytest.approx(-0.02)
+        found = row(lost=10, won=1, same=9)
+        assert found["flips"]["p"] == pytest.approx(24 / 2048)
+
+    def test_answerable_is_where_full_is_right(self, summary: dict[str, Any]) -> None:
+        rows = summary["methods"]
+        same = {"first_token_agreement": None, "equal_answers": None}  # not recorded
+        nothing = {"kl_to_full": None, "agreement_with_full": None, **same}
+        assert rows["full"]["answerable"] == {"n": 2, "f1": 1.0, "contains": 1.0, **nothing}
+        found = {"kl_to_full": 0.125, "agreement_with_full": 0.875, **same}
+        assert rows["clip 0.2"]["answerable"] == {"n": 2, "f1": 0.75, "contains": 0.5, **found}
+        found = {"kl_to_full": 0.5, "agreement_with_full": 0.5, **same}
+        assert rows["direct"]["answerable"] == {"n": 1, "f1": 0.5, "contains": 0.0, **found}
+        assert rows["clip 0.2"]["answerable_intervals"]["kl_to_full"] == list(paired_bootstrap([0.0, 0.25]))
+
+    def test_same_answers_where_full_is_right(self, unsure: Comparison) -> None:
+        found = summarise(unsure)
+        clip = found["methods"]["clip 0.2"]  # full is right on questions 1 and 4
+        assert (clip["answerable"]["equal_answers"], clip["answerable"]["first_token_agreement"]) == (0.5, 0.5)
+        assert clip["answerable_intervals"]["equal_answers"] == list(paired_bootstrap([1.0, 0.0]))
+
+    @pytest.mark.parametrize(
+        ("scores", "right"),
+        [
+            ({"em": 1.0}, 1),
+            ({"em": 0.0, "contains": 1.0}, 1),
+            ({"string_match_all": 0.75}, 0),
+            ({"f1": 0.5, "string_match_all": 1.0}, 1),
+            ({"f1_zh": 1.0}, 1),
+            ({"f1": 0.9, "f1_zh": 1.0}, 0),
+        ],
+    )
+    def test_right_means_one_by_the_own_or_any_such_score(
+        self, comparison: Comparison, scores: dict[str, float], right: int
+    ) -> None:
+        alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
+        assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
+
+    @pytest.mark.parametrize(("answer", "right"), [("It is 1234567.", 0), ("1234567, 7654321, 1111111 and 2222222", 1)])
+    def test_where_all_must_be_named_one_of_them_is_not_right(
+        self, comparison: Comparison, answer: str, right: int
+    ) -> None:
+        wanted = ["1234567", "7654321", "1111111", "2222222"]
+        scores = {name: METRICS[name](answer, wanted) for name in ("string_match_all", "em", "contains")}
+        assert scores["contains"] == 1.0
+        alone = replace(only(comparison, "full"), items=[replace(ITEMS[0], scores=scores)])
+        assert summarise(alone)["methods"]["full"]["answerable"]["n"] == right
+
+    def test_gold_logprob_is_held_against_full(self, comparison: Comparison) -> None:
+        gold = {"full": [-1.0, -2.0, -3.0, -4.0], "clip 0.2": [-1.5, -2.0, -4.0, -3.0]}
+        items = [
+            replace(one, fidelity={**one.fidelity, "gold_logprob": gold[one.label][int(one.id[1:]) - 1]})
+            for one in ITEMS
+            if one.label in gold
+        ]
+        summary = summarise(replace(only(comparison, *gold), items=items))
+        differences = [-0.5, 0.0, -1.0, 1.0]
+        expected = [-0.125, *paired_bootstrap(differences)]
+        assert summary["methods"]["clip 0.2"]["gold_logprob_difference"] == expected
+        assert summary["methods"]["full"]["gold_logprob_difference"] is None
+
+    def test_all_ratios(self, comparison: Comparison) -> None:
+        items = [replace(one, nominal_ratio=0.2, charged_ratio=0.5, effective_ratio_of_stale=0.75) for one in ITEMS]
+        row = summarise(replace(comparison, items=items))["methods"]["clip 0.2"]
+        names = ("nominal_ratio", "effective_ratio", "effective_ratio_of_stale", "charged_ratio")
+        assert [row[name] for name in names] == [0.2, 0.25, 0.75, 0.5]
+        assert summarise(comparison)["methods"]["direct"]["effective_ratio_of_stale"] is None
+
+    def test_without_full_there_is_nothing_to_hold_against(self, comparison: Comparison) -> None:
+        row = summarise(only(comparison, "direct"))["methods"]["direct"]
+        assert (row["difference_to_full"], row["speedup_vs_full"], row["answerable"]) == ({}, None, None)
+        assert row["n_paired"] == 0
+
+    def test_runs_without_items_are_empty_rows(self, comparison: Comparison) -> None:
+        made = summarise(replace(comparison, items=ITEMS[:4]))
+        assert made["methods"]["direct"]["n"] == 0
+        assert made["methods"]["direct"]["ttft_s"] is made["methods"]["direct"]["f1"] is None
+
+    def test_a_figure_that_is_no_number_is_refused(self, comparison: Comparison) -> None:
+        """Leaving it out would flatter the method."""
+        items = [*ITEMS[:4], replace(ITEMS[4], fidelity={"answer_kl": float("nan")}), *ITEMS[5:]]
+        with pytest.raises(ConfigurationError, match="expected finite numbers, got nan"):
+            summarise(replace(comparison, items=items))
+
+
+class TestPairs:
+    def test_score_as_a_share_of_fulls(self, summary: dict[str, Any]) -> None:
+        found = summary["methods"]["clip 0.2"]["share_of_full"]
+        assert found["f1"] == list(paired_ratio([1.0, 0.5, 0.0, 0.5], [1.0, 0.5, 0.0, 1.0]) or ())
+        assert found["f1"][0] == 0.8 and summary["methods"]["full"]["share_of_full"] == {}
+
+    def test_intervals_beside_every_mean(self, summary: dict[str, Any]) -> None:
+        row = summary["methods"]["direct"]
+        assert row["agreement_interval"] == list(paired_bootstrap([0.5, 0.75, 1.0, 0.75]))
+        assert row["first_token_kl_interval"] == list(paired_bootstrap([1.0, 0.5, 0.0, 0.5]))
+        assert (row["first_token_kl_median"], row["first_token_kl_trimmed"]) == (0.5, 0.5)
+        clip = summary["methods"]["clip 0.2"]
+        assert clip["answerable_intervals"]["f1"] == list(paired_bootstrap([1.0, 0.5]))
+
+    def test_equal_answers_and_first_tokens(self, comparison: Comparison) -> None:
+        """Shares of what the items say; no figure where none says it."""
+        names = ("first_token_agreement", "equal_answer")
+        said = {"q1": (1.0, 1.0), "q2": (1.0, 0.0), "q3": (0.0, 0.0), "q5": (1.0, 1.0)}
+        items = [
+            replace(one, fidelity={**one.fidelity, **dict(zip(names, said[one.id], strict=True))})
+            if one.label == "direct"
+            else one
+            for one in comparison.items
+        ]
+        summary = summarise(replace(comparison, items=items))
+        row = summary["methods"]["direct"]
+        assert (row["first_token_agreement"], row["equal_answers"]) == (0.75, 0.5)
+        assert row["equal_answers_interval"] == list(paired_bootstrap([1.0, 0.0, 0.0, 1.0]))
+        assert row["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 1.0, 0.0, 1.0]))
+        assert summary["methods"]["full"]["equal_answers"] is None
+
+    def test_a_gate_takes_fulls_answer_where_the_method_is_unsure(self, unsure: Comparison) -> None:
+        found = summarise(unsure)
+        gate = {each["min_confidence"]: each for each in found["methods"]["clip 0.2"]["gate"]}
+        assert list(gate) == list(CONFIDENCES)
+        assert [each["full_prefills"] for each in gate.values()] == [0.0, 0.25, 0.25, 0.5, 0.75, 0.75, 1.0, 1.0]
+        assert gate[0.0]["first_token_agreement"] == 0.5 and gate[0.05]["first_token_agreement"] == 0.75
+        assert gate[0.2]["equal_answers"] == 1.0
+        assert gate[0.05]["equal_answers_interval"] == list(paired_bootstrap([1.0, 1.0, 1.0, 0.0]))
+        assert gate[0.0]["first_token_agreement_interval"] == list(paired_bootstrap([1.0, 0.0, 1.0, 0.0]))
+        # F1 by hand: 1, .5, 0, .5 without a gate; question 4 becomes full's 1.0 at 0.2
+        assert gate[0.0]["share_of_full"]["f1"][0] == pytest.approx(2.0 / 2.5)
+        assert gate[0.2]["share_of_full"]["f1"][0] == pytest.approx(1.0)
+        assert gate[0.0]["mean_ttft_s"] == (2 + 2 + 4 + 1) / 4 and gate[0.05]["mean_ttft_s"] == (2 + 6 + 4 + 1) / 4
+        assert gate[0.05]["speedup_of_means"] == pytest.approx(18 / 13)
+        assert gate[0.2]["charged_ratio"] == pytest.approx(0.25 + 0.5)
+        row = next(cells for cells in gate_table(found)[1] if cells[:2] == ["clip 0.2", "0.05"])
+        assert row[2:8] == ["25%", "0%", "3.250", "1.38x", "75.0% [25.0%, 100.0%]", "75.0% [25.0%, 100.0%]"]
+
+    def test_a_gate_completes_before_a_later_unsure_token(self, unsure: Comparison) -> None:
+        """Only what differs from full prefill no sooner than at the unsure token is full prefill's answer."""
+        later = {"q1": (0.15, 0.15), "q2": (None, None), "q3": (0.15, None), "q4": (0.15, 0.5)}
+        items = [
+            replace(one, later_confidence=later[one.id][0], confidence_to_difference=later[one.id][1])
+            if one.label == "clip 0.2"
+            else one
+            for one in unsure.items
+        ]
+        said = {one.id: one for one in items if one.label == "clip 0.2"}
+        gate = {
+            each["min_confidence"]: each
+            for each in summarise(replace(unsure, items=items))["methods"]["clip 0.2"]["gate"]
+        }
+        for least, each in gate.items():
+            first = {id_ for id_, one in said.items() if one.confidence is not None and one.confidence < least}
+            completed = {id_ for id_ in ("q1", "q3", "q4") if id_ not in first and least > 0.15}
+            rescued = {id_ for id_ in completed if later[id_][1] is not None and later[id_][1] < least}
+            equal = [id_ in first | rescued or one.fidelity["equal_answer"] == 1.0 for id_, one in said.items()]
+            assert each["completed_later"] == len(completed) / 4
+            assert each["equal_answers"] == sum(equal) / 4
+        assert gate[0.2]["completed_later"] > 0
+
+    def test_a_gate_does_not_look_at_answers_that_are_full_prefills(self, comparison: Comparison) -> None:
+        sure = {"q1": 0.6, "q2": None, "q3": 0.25, "q4": None}
+        items = [replace(one, confidence=sure[one.id]) if one.label == "clip 0.2" else one for one in comparison.items]
+        gate = summarise(replace(comparison, items=items))["methods"]["clip 0.2"]["gate"]
+        assert [each["full_prefills"] for each in gate] == [0.0, 0.0, 0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
+
+    def test_no_gate_without_confidences(self, summary: dict[str, Any]) -> None:
+        assert all(row["gate"] == [] for row in summary["methods"].values())
+        assert gate_table(summary)[1] == []
+
+
+class TestTasks:
+    @pytest.fixture
+    def mixed(self, comparison: Comparison) -> Comparison:
+        questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
+        return replace(comparison, questions=questions)
+
+    def test_figures_of_a_task_are_those_of_its_questions(self, mixed: Comparison) -> None:
+        tasks = summarise(mixed)["tasks"]
+        assert {name: found["n"] for name, found in tasks.items()} == {"far": 2, "near<b>": 3}
+        alone = replace(mixed, questions=mixed.questions[:2], items=[i for i in ITEMS if i.id in ("q1", "q2")])
+        assert tasks["far"]["methods"] == summarise(alone)["methods"]
+
+    def test_one_task_is_no_breakdown(self, summary: dict[str, Any]) -> None:
+        assert summary["tasks"] == {} and len(console_tables(summary)) == 1
+
+    @pytest.fixture
+    def several(self, mixed: Comparison) -> Comparison:
+        """Two questions are scored by another metric than the rest."""
+        items = [replace(one, scores={"f1_zh": one.scores["f1"]}) if one.id in ("q1", "q2") else one for one in ITEMS]
+        return replace(mixed, items=items)
+
+    def test_every_own_metric_has_figures_and_columns(self, several: Comparison) -> None:
+        summary = summarise(several)
+        assert summary["own_scores"] == ["f1_zh", "f1"]
+        assert summary["methods"]["direct"]["n_of_scores"] == {"f1_zh": 2, "f1": 2, "contains": 2}
+        titles = [column.title for column in table(summary)[0]]
+        assert {"F1", "F1 / full", "F1 (zh)", "F1 (zh) / full", "Contains"} <= {
+            *titles
+        } and "Contains / full" not in titles
+        assert [column.title for column in table(summary, "far", brief=True)[0]].count("F1") == 0
+
+    def test_a_question_is_lost_by_its_own_metric(self, several: Comparison) -> None:
+        text = to_html(several, summarise(several))
+        assert order(text) == (["q1", "q4"], ["q2", "q3", "q5"])
+        assert "<span>q1</span><span>F1 (zh) 0.50 to 1.00</span>" in text
+        assert "<span>q4</span><span>F1 0.50 to 1.00</span>" in text
+
+
+class TestSkipped:
+    def test_counts_by_reason_and_the_first(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        assert summary["skipped_by_reason"] == {"the prompt has N tokens, of N": 2, "no answers": 1}
+        assert summary["skipped_first"][0] == {"where": "line 3", "reason": "no answers"}
+        many = summarise(replace(comparison, skipped=[SkippedRecord(f"line {n}", "no answers") for n in range(1, 101)]))
+        assert (many["skipped"], many["skipped_by_reason"], len(many["skipped_first"])) == (100, {"no answers": 100}, 5)
+        none = summarise(replace(comparison, skipped=[]))
+        assert (none["skipped"], none["skipped_by_reason"], none["skipped_first"]) == (0, {}, [])
+
+
+class TestTables:
+    def test_cells(self, summary: dict[str, Any]) -> None:
+        columns, cells = table(summary)
+        titles = [column.title for column in columns]
+
+        def shown(label: str, title: str) -> str:
+            cell = cells[label][titles.index(title)]
+            return f"{cell.text} {cell.interval}".rstrip()
+
+        assert list(cells) == ["full", "direct", "clip 0.2", "clip 1"]
+        assert [shown(label, "F1") for label in cells] == ["0.625", "0.562", "0.500", "0.625"]
+        assert [shown(label, "TTFT (s)") for label in cells] == ["4.000", "1.500", "2.000", "4.000"]
+        assert [shown(label, "Speed-up") for label in cells] == ["1.00x", "4.00x", "2.00x", "1.00x"]
+        assert [shown(label, "Ratio") for label in cells] == ["-", "0", "0.2", "1"]
+        assert shown("clip 0.2", "KL to full") == "0.125 [0.00, 0.250]" and shown("full", "KL to full") == "-"
+        assert shown("clip 1", "F1 - full") == "+0.000 [+0.000, +0.000]"
+        assert shown("clip 0.2", "F1 where full is right") == "0.750 [0.500, 1.000]"
+        assert shown("clip 0.2", "F1 / full") == "80.0%", "no interval: some draws are of question 3 only"
+        assert shown("clip 0.2", "Agreement") == "0.875 [0.750, 1.000]"
+
+    def test_only_columns_with_figures(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        assert not any(column.title.startswith(("KL /", "Equal")) for column in table(summary)[0])
+        alone = summarise(only(comparison, "full"))
+        assert not any("KL" in column.title or column.title.endswith("- full") for column in table(alone)[0])
+
+    def test_console(self, unsure: Comparison) -> None:
+        questions = [replace(one, task="far" if n < 2 else "near") for n, one in enumerate(QUESTIONS)]
+        tables = console_tables(summarise(replace(unsure, questions=questions)))
+        first, far, near, gate, promised = tables
+        assert first == "lamps. Primary tiny-primary, auxiliary tiny-auxiliary. 5 questions, 3 skipped."
+        assert (far, near, gate) == ("far: 2 questions", "near: 3 questions", "With a confidence gate")
+        titles, rows = tables[first]
+        assert titles[:4] == ["Method", "n", "TTFT (s)", "Speed-up"] and [row[0] for row in rows][1:3] == [
+            "direct",
+            "clip 0.2",
+        ]
+        assert all(len(row) == len(titles) for titles, rows in tables.values() for row in rows)
+        assert "50.0% [0.0%, 100.0%]" in rows[2], "equal answers with their interval"
+
+    def test_notes(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        assert [note.partition(".")[0] for note in notes(summary)] == ["Not every method answered the same questions"]
+        assert notes(summarise(only(comparison, "full", "clip 0.2"))) == []
+        learning = replace(comparison, runs=[RUNS[0], replace(RUNS[1], learns=True), *RUNS[2:]])
+        assert notes(summarise(learning))[0].startswith("direct: measured after one earlier prompt")
+        wrong = replace(comparison, items=[replace(one, scores={"f1": 0.4}) for one in ITEMS])
+        assert notes(summarise(wrong))[0].startswith("Full prefill answers no question rightly")
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and a check that all of them are closed in order."""
+
+    VOID = ("meta", "input", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        tag = self.open[-1] if self.open else ""
+        self.text[tag] = self.text.get(tag, "") + data
+
+    def count(self, tag: str, **attributes: str | None) -> int:
+        return sum(name == tag and attributes.items() <= found.items() for name, found in self.tags)
+
+
+def order(text: str) -> tuple[list[str], list[str]]:
+    """Questions that a method loses, and the others."""
+    lost, _, others = text.rpartition("<h2>Other answers</h2>")
+    return tuple(re.findall(r'class="item"><summary><span>(\w+)</span>', part) for part in (lost, others))  # type: ignore[return-value]
+
+
+class TestPage:
+    def test_holds_tables_and_answers(self, unsure: Comparison) -> None:
+        questions = [replace(one, task="far" if n < 2 else "near<b>") for n, one in enumerate(QUESTIONS)]
+        comparison = replace(unsure, questions=questions)
+        summary = summarise(comparison)
+        text = to_html(comparison, summary)
+        page = Page(text)
+        assert page.count("details", **{"class": "item"}) == 5
+        assert page.count("table") == 1 + 2 + 2 + 5, (
+            "all questions, gates and promises, tasks, and each question's answers"
+        )
+        assert page.count("td", **{"class": "answer"}) == len(ITEMS)
+        assert "<h2>far: 2 questions</h2>" in text and "<h2>near&lt;b&gt;: 3 questions</h2>" in text
+        assert "<dt>Speed-up</dt>" in text and "Not every method answered the same questions" in text
+        assert "<summary>3 skipped, and why</summary>" in text and "<li>2: the prompt has N tokens, of N</li>" in text
+        # direct is worse on question 1, clip 0.2 on question 4
+        assert order(text) == (["q1", "q4"], ["q2", "q3", "q5"])
+
+    def test_needs_nothing_from_elsewhere(self, comparison: Comparison, summary: dict[str, Any]) -> None:
+        text = to_html(comparison, summary)
+        page = Page(text)
+        sources = [found for _, found in page.tags if {"src", "href", "srcset"} & found.keys()]
+        assert not sources
+        assert "http://" not in text and "https://" not in text and "url(" not in text and "@import" not in text
+        policy = next(found["content"] for tag, found in page.tags if tag == "meta" and "content" in found)
+        assert policy is not None and policy.startswith("default-src 'none'") and "script" not in policy
+
+    def test_escapes_everything(self) -> None:
+        bad = '<script>alert("1")</script><img src=x onerror=y>'
+        run = Run(bad, bad, 0.5)
+        hostile = Comparison(
+            bad,
+            bad,
+            bad,
+            [RUNS[0], run],
+            [Record("q1", bad, bad, (bad,), (), {})],
+            [
+                replace(ITEMS[0], scores={bad: 1.0}),
+                replace(ITEMS[4], label=bad, answer=bad, scores={bad: 0.5}, confidence=0.5),
+            ],
+            {bad: bad},
+            [SkippedRecord(bad, bad)],
+        )
+        text = to_html(hostile, summarise(hostile))
+        page = Page(text)
+        assert (page.count("script"), page.count("img")) == (0, 0)
+        assert "&lt;script&gt;alert(&quot;1&quot;)&lt;/script&gt;" in text and bad not in text
+        assert bad in page.text["td"]
+
+    def test_without_full_and_without_answers(self, comparison: Comparison) -> None:
+        alone = only(comparison, "direct")
+        assert order(to_html(alone, summarise(alone)))[0] == []
+        empty = replace(comparison, items=[])
+        assert Page(to_html(empty, summarise(empty))).count("img") == 0
+
+
+class TestFiles:
+    def test_writes_both_over_an_earlier_report(self, comparison: Comparison, tmp_path: Path) -> None:
+        folder = tmp_path / "new" / "report"
+        write_report(comparison, summarise(only(comparison, "full")), folder)
+        (folder / "notes.txt").write_text("mine")
+        written = write_report(comparison, summarise(comparison), folder)
+        assert written == {kind: folder / name for kind, name in FILES.items()}
+        assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES.values(), "notes.txt"])
+        assert json.loads(written["summary"].read_text(encoding="utf-8")) == summarise(comparison)
+        page = written["html"].read_text(encoding="utf-8")
+        assert page.startswith("<!DOCTYPE html>")
