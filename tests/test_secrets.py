@@ -25,7 +25,7 @@ from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.urls import shown_url, without_secrets
 from cacheclip_rag.cli import main
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.access import Access
+from cacheclip_serve.access import Access
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.store.shared.place import SharedPlace
 from cacheclip_rag.vllm.launch import command

@@ -19,7 +19,7 @@ from .options import existing_store
 
 
 def _checked_backend(name: str) -> str:
-    from ..serving.backend import check_backend
+    from cacheclip_serve.backend import check_backend
 
     check_backend(name)
     return name

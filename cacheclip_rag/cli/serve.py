@@ -77,7 +77,7 @@ def serve(
     """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
     running answers are finished. With --json, prints the address when it is ready. With --backend vllm, flags that are
     not listed here are passed on to vLLM; write -- before them."""
-    from ..serving.backend import check_backend
+    from cacheclip_serve.backend import check_backend
 
     # what can be refused without torch, which takes seconds to import
     refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
@@ -123,15 +123,15 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
 
 def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     """Serve with an engine in this process, until a signal comes."""
-    from ..serving.access import Access, read_tenants
+    from cacheclip_serve.access import Access, read_tenants
 
     table = settings.table(ServeTable)
     config = settings.store_config() if settings.engine.get("store") else _in_memory(settings.config())
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
-    from ..serving.app import Limits
-    from ..serving.server import Server, served_name
-    from ..serving.transformers import TransformersBackend
+    from cacheclip_serve.app import Limits
+    from cacheclip_serve.server import Server, served_name
+    from cacheclip_serve.transformers import TransformersBackend
 
     name = table.served_name or served_name(config.primary)
 
@@ -174,7 +174,7 @@ def _log_to_stderr() -> None:
     """Warnings, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("cacheclip_rag.serving", "cacheclip_rag.vllm"):
+    for name in ("cacheclip_serve", "cacheclip_rag.vllm"):
         logging.getLogger(name).setLevel(logging.INFO)
     for name in ("cacheclip_rag", "uvicorn"):
         logging.getLogger(name).addHandler(handler)

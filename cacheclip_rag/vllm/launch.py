@@ -22,9 +22,9 @@ from ..base.python import own_folder, python_command, python_environment
 from ..base.urls import shown_url
 from ..config import EngineConfig
 from ..models.load import choose_device, concrete, resolve
-from ..serving.access import check_origins
-from ..serving.server import address_of, check_reachable
-from ..serving.server import served_name as name_of
+from cacheclip_serve.access import check_origins
+from cacheclip_serve.server import address_of, check_reachable
+from cacheclip_serve.server import served_name as name_of
 from .internals import check_vllm, is_tried
 from .offline import engine_options, worker_of
 from .options import absolute_paths, check_flags, is_on, value_of

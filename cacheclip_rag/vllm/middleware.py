@@ -26,15 +26,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..fusion.answer import FusionStats
 from ..guards.tracing import record_spans
-from ..serving.access import Caller
-from ..serving.bodies import Bodies, check_host
-from ..serving.bounds import check_counts
-from ..serving.connections import KEEP_S, timed
-from ..serving.counters import Counters
-from ..serving.errors import RequestError, error_body
-from ..serving.queue import Queue
-from ..serving.replies import as_json
-from ..serving.schema import read_json
+from cacheclip_serve.access import Caller
+from cacheclip_serve.bodies import Bodies, check_host
+from cacheclip_serve.bounds import check_counts
+from cacheclip_serve.connections import KEEP_S, timed
+from cacheclip_serve.counters import Counters
+from cacheclip_serve.errors import RequestError, error_body
+from cacheclip_serve.queue import Queue
+from cacheclip_serve.replies import as_json
+from cacheclip_serve.schema import read_json
 from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route

@@ -22,11 +22,11 @@ from ..fusion.wire import FusionPlan
 from ..guards.metrics import Metrics
 from ..methods.base import Method
 from ..runtime.transformers.planning import PlanningRuntime
-from ..serving.counters import exposition
-from ..serving.errors import RequestError, error_of
-from ..serving.field import CacheClipField
-from ..serving.hidden import names_of, renamed
-from ..serving.queue import Queue, QueueFull
+from cacheclip_serve.counters import exposition
+from cacheclip_serve.errors import RequestError, error_of
+from cacheclip_serve.field import CacheClipField
+from cacheclip_serve.hidden import names_of, renamed
+from cacheclip_serve.queue import Queue, QueueFull
 from ..store import open_chunk_store
 from .once import WarnOnce
 from .planner import PlannedPrompt, Planner

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.clock import PHASES
 from ..fusion.answer import FusionStats
-from ..serving.replies import as_json, server_sent
+from cacheclip_serve.replies import as_json, server_sent
 from .parameters import EXACT, UNREADABLE
 from .planners import Route
 

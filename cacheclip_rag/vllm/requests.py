@@ -16,9 +16,9 @@ from ..frontend.neutral import is_neutral
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import as_object
 from ..runtime.base import Message
-from ..serving.errors import RequestError, unsupported
-from ..serving.field import CacheClipField
-from ..serving.schema import ChatBody, parse_field, without_nothing
+from cacheclip_serve.errors import RequestError, unsupported
+from cacheclip_serve.field import CacheClipField
+from cacheclip_serve.schema import ChatBody, parse_field, without_nothing
 
 
 class NotPlanned(Exception):
@@ -91,7 +91,7 @@ def take_field(body: dict[str, Any]) -> CacheClipField:
 
 
 def in_vllms_words(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    """A body with what the server of :mod:`cacheclip_rag.serving` takes and vLLM refuses said as vLLM takes it. What
+    """A body with what the server of :mod:`cacheclip_serve` takes and vLLM refuses said as vLLM takes it. What
     says nothing is left out. Raises RequestError: ``allowed_tools`` that there are not."""
     found = {  # a chat has all fields of a completion but its prompt
         name: value

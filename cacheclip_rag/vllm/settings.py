@@ -11,7 +11,7 @@ from typing import Any
 
 from ..base.errors import ConfigurationError
 from ..config import EngineConfig
-from ..serving.access import Access, read_tenants
+from cacheclip_serve.access import Access, read_tenants
 from .parameters import SEAL_VARIABLE
 from .served import Served
 
@@ -32,7 +32,7 @@ class ServerSettings:
     """``http://host:port``, for the message that the server is ready."""
     api_key: str | None = field(default=None, repr=False)
     tenants: Path | None = None
-    """File of tenants' keys (:func:`~cacheclip_rag.serving.access.read_tenants`)."""
+    """File of tenants' keys (:func:`~cacheclip_serve.access.read_tenants`)."""
     seal: str = field(default="", repr=False)
     """Key of the plans' seals, which the connector knows too."""
     body_bytes: int = 2**23

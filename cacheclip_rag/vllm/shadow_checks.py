@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Scope
 
 from ..fusion.answer import FusionStats
-from ..serving.replies import as_json
+from cacheclip_serve.replies import as_json
 from .planners import Planning
 from .replies import ReplyText, Result
 from .shadow import SHADOW_TOKENS, Shadow

@@ -25,7 +25,7 @@ from cacheclip_rag.fusion.answer import TokenLogprob
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
-from cacheclip_rag.serving.replies import ChatReply, CompletionReply
+from cacheclip_serve.replies import ChatReply, CompletionReply
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"

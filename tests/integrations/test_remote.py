@@ -24,7 +24,7 @@ from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import CallOptions, FusionStats, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ServerError
-from cacheclip_rag.serving.replies import server_sent
+from cacheclip_serve.replies import server_sent
 
 STATS = {each.name: "full" if each.type == "str" else 3 for each in fields(FusionStats) if each.default is MISSING}
 STATS |= {"phases_s": {}, "fallback": None}

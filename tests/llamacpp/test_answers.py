@@ -155,7 +155,7 @@ class TestFrameworks:
         assert not load._registry, "no weights are loaded"
 
     async def test_server(self, engine: CacheClipEngine) -> None:
-        from cacheclip_rag.serving.transformers import TransformersBackend
+        from cacheclip_serve.transformers import TransformersBackend
 
         backend = TransformersBackend(engine.config)
         card = backend.start()

@@ -12,9 +12,9 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.access import Access
-from cacheclip_rag.serving.server import Server
-from cacheclip_rag.serving.transformers import TransformersBackend
+from cacheclip_serve.access import Access
+from cacheclip_serve.server import Server
+from cacheclip_serve.transformers import TransformersBackend
 from tests.conftest import CACHECLIP
 
 NAME = "tiny"

@@ -12,9 +12,9 @@ import pytest
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.access import Access, read_tenants
-from cacheclip_rag.serving.errors import RequestError
-from cacheclip_rag.serving.server import Server
+from cacheclip_serve.access import Access, read_tenants
+from cacheclip_serve.errors import RequestError
+from cacheclip_serve.server import Server
 from tests.conftest import CHUNKS
 from tests.serving.conftest import Served, running
 
@@ -137,7 +137,7 @@ class TestKeys:
         """The first match does not end it, or the time would tell a key's place."""
         compared: list[bytes] = []
         monkeypatch.setattr(
-            "cacheclip_rag.serving.access.hmac.compare_digest", lambda a, b: compared.append(a) is None and a == b
+            "cacheclip_serve.access.hmac.compare_digest", lambda a, b: compared.append(a) is None and a == b
         )
         assert Access("default", OWN, TENANTS).identify(f"Bearer {OWN}").tenants == ("default",)
         assert len(compared) == 3

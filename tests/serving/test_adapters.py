@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.methods import preset
-from cacheclip_rag.serving.access import Access
+from cacheclip_serve.access import Access
 from tests.conftest import CHUNKS, rag_prompt
 from tests.serving.conftest import NAME, Served, running
 

@@ -9,7 +9,7 @@ import pytest
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.access import Access, check_origins
+from cacheclip_serve.access import Access, check_origins
 from tests.serving.conftest import Served, running
 
 PAGE = "https://chat.example.org"

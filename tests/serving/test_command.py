@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving.server import Server, served_name
-from cacheclip_rag.serving.transformers import TransformersBackend
+from cacheclip_serve.server import Server, served_name
+from cacheclip_serve.transformers import TransformersBackend
 
 
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_without_a_store_kv_stays_in_bounded_memory(
 
 
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("cacheclip_rag.serving")]:
+    for name in [name for name in sys.modules if name.startswith("cacheclip_serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
     done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store")])

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cacheclip_rag.guards import metrics
-from cacheclip_rag.serving.counters import Counters
+from cacheclip_serve.counters import Counters
 from cacheclip_rag.vllm import planners
 
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana.json"

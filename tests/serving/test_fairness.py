@@ -17,12 +17,12 @@ import pytest
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import Event
-from cacheclip_rag.serving import bodies, connections, server
-from cacheclip_rag.serving.backend import ServedQuestion
-from cacheclip_rag.serving.bodies import Bodies
-from cacheclip_rag.serving.errors import RequestError
-from cacheclip_rag.serving.queue import Queue, QueueFull
-from cacheclip_rag.serving.transformers import TransformersBackend
+from cacheclip_serve import bodies, connections, server
+from cacheclip_serve.backend import ServedQuestion
+from cacheclip_serve.bodies import Bodies
+from cacheclip_serve.errors import RequestError
+from cacheclip_serve.queue import Queue, QueueFull
+from cacheclip_serve.transformers import TransformersBackend
 from tests.serving.conftest import Served, running
 
 

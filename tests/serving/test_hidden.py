@@ -10,7 +10,7 @@ import pytest
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
-from cacheclip_rag.serving.hidden import SEEN, without_hits
+from cacheclip_serve.hidden import SEEN, without_hits
 from tests.conftest import CHUNKS, rag_prompt
 from tests.serving.conftest import Served, running
 
@@ -40,7 +40,7 @@ def test_all_is_hidden_but_what_is_listed() -> None:
 
 
 def test_the_twin_a_listed_statistic_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheclip_rag.serving.hidden.SEEN", (*SEEN, "confidence"))
+    monkeypatch.setattr("cacheclip_serve.hidden.SEEN", (*SEEN, "confidence"))
     assert shown(stats(100)) != shown(replace(stats(100), confidence=0.5))
 
 

@@ -17,8 +17,8 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
-from cacheclip_rag.serving.errors import RequestError
-from cacheclip_rag.serving.schema import ChatBody, CompletionBody, parse
+from cacheclip_serve.errors import RequestError
+from cacheclip_serve.schema import ChatBody, CompletionBody, parse
 from tests.conftest import CHUNKS
 from tests.integrations.fakes import fake_models, watched
 from tests.serving.applications import Unexpected, play

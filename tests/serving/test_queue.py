@@ -23,10 +23,10 @@ from cacheclip_rag.base import clock as base_clock
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.serving import app
-from cacheclip_rag.serving.app import Limits
-from cacheclip_rag.serving.backend import ServedQuestion
-from cacheclip_rag.serving.server import Server
+from cacheclip_serve import app
+from cacheclip_serve.app import Limits
+from cacheclip_serve.backend import ServedQuestion
+from cacheclip_serve.server import Server
 from cacheclip_rag.testing.faketime import FakeTime
 from tests.engine.test_queue import NEVER, Gate, says
 from tests.serving.conftest import Served, running
@@ -214,7 +214,7 @@ class TestMemory:
 class TestSilence:
     @pytest.fixture(autouse=True)
     def _soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cacheclip_rag.serving.app._PING_S", 0.1)
+        monkeypatch.setattr("cacheclip_serve.app._PING_S", 0.1)
 
     def test_a_stream_says_that_it_is_alive(self, narrow: Served) -> None:
         body = {"messages": [{"role": "user", "content": "What?"}], "stream": True, "max_tokens": 3, "temperature": 0}
@@ -259,7 +259,7 @@ class TestStopping:
             assert asked.result().status_code == 200
 
     def test_new_questions_are_refused(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level("INFO", logger="cacheclip_rag.serving")
+        caplog.set_level("INFO", logger="cacheclip_serve")
         with running(config) as served:
             served.server.app.is_stopping = True
             for response in (served.chat(), served.client.get("/health")):
@@ -276,7 +276,7 @@ def _refuses(served: Served) -> bool:
 
 class TestStarting:
     def test_health_while_it_loads(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.serving.transformers import TransformersBackend
+        from cacheclip_serve.transformers import TransformersBackend
 
         may_start, seen = threading.Event(), []
         start = TransformersBackend.start

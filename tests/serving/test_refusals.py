@@ -299,10 +299,10 @@ def test_an_internal_error_tells_nothing(
 
 
 def test_the_log_has_no_texts(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="cacheclip_rag.serving")
+    caplog.set_level("INFO", logger="cacheclip_serve")
     assert served.chat("Something private").status_code == 200
     assert served.chat("Something private", n=9).status_code == 400
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("cacheclip_rag.serving")]
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("cacheclip_serve")]
     assert any("/v1/chat/completions 200 in" in line and "prompt tokens" in line for line in lines)
     assert any("/v1/chat/completions 400 in" in line for line in lines)
     assert not any("private" in line for line in lines)

@@ -31,8 +31,8 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.serving import bodies, connections
-from cacheclip_rag.serving.connections import KEEP_S
+from cacheclip_serve import bodies, connections
+from cacheclip_serve.connections import KEEP_S
 from cacheclip_rag.vllm.middleware import CacheClip
 from cacheclip_rag.vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
 from cacheclip_rag.vllm.planner import Planner

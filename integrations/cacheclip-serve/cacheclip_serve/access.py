@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..base.checks import check_namespace
-from ..base.errors import ConfigurationError
+from cacheclip_rag.base.checks import check_namespace
+from cacheclip_rag.base.errors import ConfigurationError
 from .errors import RequestError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")

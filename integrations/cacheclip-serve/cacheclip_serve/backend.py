@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from ..answering.options import CallOptions
-from ..base.checks import check_choice
-from ..fusion.answer import Event
-from ..runtime.base import Message
+from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag.base.checks import check_choice
+from cacheclip_rag.fusion.answer import Event
+from cacheclip_rag.runtime.base import Message
 
 BACKENDS = ("transformers", "vllm")
 """Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_rag.vllm`)."""

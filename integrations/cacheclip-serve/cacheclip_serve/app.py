@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ..fusion.answer import Answer, Event
+from cacheclip_rag.fusion.answer import Answer, Event
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import Bodies, check_host
@@ -68,7 +68,7 @@ class App:
     any_host: bool = True
     """False: refuse requests whose ``Host`` is not this machine's, so that no web page can ask through a browser."""
     origins: tuple[str, ...] = ()
-    """Web pages that may ask through a browser, see :func:`~cacheclip_rag.serving.access.check_origins`."""
+    """Web pages that may ask through a browser, see :func:`~cacheclip_serve.access.check_origins`."""
     temperature: float = 1.0
     """Of requests that state none; 1 is OpenAI's."""
     max_tokens: int | None = None

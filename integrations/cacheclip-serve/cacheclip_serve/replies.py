@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any
 
-from ..frontend.usage import token_usage
-from ..fusion.answer import Answer, Event, TokenLogprob
+from cacheclip_rag.frontend.usage import token_usage
+from cacheclip_rag.fusion.answer import Answer, Event, TokenLogprob
 
 
 def as_json(value: Any) -> bytes:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.errors import MissingExtraError
-from ..base.late import late_names
+from cacheclip_rag.base.errors import MissingExtraError
+from cacheclip_rag.base.late import late_names
 
 if TYPE_CHECKING:
     from .access import Access
