@@ -250,7 +250,7 @@ def server(args: argparse.Namespace, folder: Path, *, reusing: bool) -> Iterator
     else:
         model = [str(resolve(args.primary)), "--dtype", args.dtype, "--host", "127.0.0.1"]
         flags.append("--enable-prompt-tokens-details")
-        command = ["-m", "cacheclip_rag.vllm.serve", "serve", *model, "--port", str(port), *flags]
+        command = ["-m", "cacheclip_vllm.serve", "serve", *model, "--port", str(port), *flags]
     logs = args.log or folder
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{'ours' if reusing else 'plain'}.log"

@@ -28,9 +28,9 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_serve.access import Access
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.store.shared.place import SharedPlace
-from cacheclip_rag.vllm.launch import command
-from cacheclip_rag.vllm.parameters import STORE_VARIABLE, Settings
-from cacheclip_rag.vllm.settings import ServerSettings
+from cacheclip_vllm.launch import command
+from cacheclip_vllm.parameters import STORE_VARIABLE, Settings
+from cacheclip_vllm.settings import ServerSettings
 from tests.conftest import CHUNKS, rag_prompt
 
 SECRET = "s3cr3t"

@@ -177,7 +177,7 @@ def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: di
 
     if backend == "transformers":
         return CacheClipEngine(config)
-    from ..vllm.encoding import vllm_engine
+    from cacheclip_vllm.encoding import vllm_engine
 
     return context.with_resource(vllm_engine(config, vllm=vllm))
 

@@ -102,8 +102,8 @@ def serve(
 
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
     """Become vLLM's server, which gets the flags."""
-    from ..vllm.launch import launch
-    from ..vllm.options import check_given
+    from cacheclip_vllm.launch import launch
+    from cacheclip_vllm.options import check_given
 
     table = settings.table(ServeTable)
     check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
@@ -174,7 +174,7 @@ def _log_to_stderr() -> None:
     """Warnings, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("cacheclip_serve", "cacheclip_rag.vllm"):
+    for name in ("cacheclip_serve", "cacheclip_vllm"):
         logging.getLogger(name).setLevel(logging.INFO)
     for name in ("cacheclip_rag", "uvicorn"):
         logging.getLogger(name).addHandler(handler)

@@ -17,7 +17,7 @@ from cacheclip_rag.base.errors import DownloadError
 from cacheclip_rag.base.python import python_command, python_environment
 from cacheclip_rag.models.packaged import pull
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
-from cacheclip_rag.vllm.options import absolute_paths
+from cacheclip_vllm.options import absolute_paths
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
@@ -58,7 +58,7 @@ def test_vllm(hostile: Path, tmp_path: Path, relative: str) -> None:
     program = (
         "import os\n"
         "from cacheclip_rag.base.python import python_command\n"
-        "from cacheclip_rag.vllm.launch import _VLLM, Command, _become\n"
+        "from cacheclip_vllm.launch import _VLLM, Command, _become\n"
         f"os.environ['PYTHONPATH'] = {f'{relative}:{tmp_path}/packages:'!r}\n"
         "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
     )

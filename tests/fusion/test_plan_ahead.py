@@ -17,9 +17,9 @@ from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece, runs_of
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import ChunkStore, DiskBackend, FrameError, StoreReader, TenantStore, codecs
-from cacheclip_rag.vllm.passes import passes
-from cacheclip_rag.vllm.planner import Planner
-from cacheclip_rag.vllm.stored import StoredInterval, check_fits
+from cacheclip_vllm.passes import passes
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.stored import StoredInterval, check_fits
 from tests.conftest import CHUNKS, rag_prompt
 
 OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}

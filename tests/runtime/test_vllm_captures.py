@@ -16,8 +16,8 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model, load_planning
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
-from cacheclip_rag.vllm import encoding
-from cacheclip_rag.vllm.captures import (
+from cacheclip_vllm import encoding
+from cacheclip_vllm.captures import (
     CAPTURE,
     Captor,
     Capture,
@@ -29,9 +29,9 @@ from cacheclip_rag.vllm.captures import (
     remove_context,
     write_context,
 )
-from cacheclip_rag.vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
-from cacheclip_rag.vllm.parameters import Settings
-from cacheclip_rag.vllm.served import Served
+from cacheclip_vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
+from cacheclip_vllm.parameters import Settings
+from cacheclip_vllm.served import Served
 from tests.conftest import CHUNKS, TINY_MODELS, build_model
 
 NAME, CONTEXT = "a" * 32, "b" * 32
@@ -146,7 +146,7 @@ class TestContext:
         (tmp_path / f"{NAME}.safetensors").write_bytes(b"no tensors")
         with pytest.raises(ValueError, match="cannot be read"), open_context(tmp_path, NAME):
             pass
-        monkeypatch.setattr("cacheclip_rag.vllm.captures.FORMAT_VERSION", 99)
+        monkeypatch.setattr("cacheclip_vllm.captures.FORMAT_VERSION", 99)
         name = write_context(tmp_path, kv_of(9), "model")
         monkeypatch.undo()
         with pytest.raises(ValueError, match="format is 99"), open_context(tmp_path, name):
@@ -446,7 +446,7 @@ class TestOptions:
 
     def test_of_an_engine_that_ingests(self, tmp_path: Path) -> None:
         transfer = encoding_options(tmp_path / "exchange", tmp_path)["kv_transfer_config"]
-        assert transfer["kv_connector_module_path"] == "cacheclip_rag.vllm.capturing"
+        assert transfer["kv_connector_module_path"] == "cacheclip_vllm.capturing"
         settings = Settings.of(transfer["kv_connector_extra_config"])
         assert (settings.store, settings.exchange) == (tmp_path, tmp_path / "exchange")
 

@@ -29,15 +29,15 @@ from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader, joined
 from cacheclip_rag.store.shared.care import create
-from cacheclip_rag.vllm import loading
-from cacheclip_rag.vllm.captures import write_context
-from cacheclip_rag.vllm.loading import Loader, local_heads
-from cacheclip_rag.vllm.parameters import Settings
-from cacheclip_rag.vllm.passes import passes
-from cacheclip_rag.vllm.planner import Planner
-from cacheclip_rag.vllm.scheduling import Load
-from cacheclip_rag.vllm.stored import StoredInterval, slots_of
-from cacheclip_rag.vllm.worker import _telling, model_runner
+from cacheclip_vllm import loading
+from cacheclip_vllm.captures import write_context
+from cacheclip_vllm.loading import Loader, local_heads
+from cacheclip_vllm.parameters import Settings
+from cacheclip_vllm.passes import passes
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.scheduling import Load
+from cacheclip_vllm.stored import StoredInterval, slots_of
+from cacheclip_vllm.worker import _telling, model_runner
 from tests.conftest import CHUNKS, rag_prompt
 from tests.object_storage import bucket, s3_address  # noqa: F401
 

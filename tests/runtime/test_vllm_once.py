@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cacheclip_rag.vllm import once
+from cacheclip_vllm import once
 
 
 def test_an_error_is_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:

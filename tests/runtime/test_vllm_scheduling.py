@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag.vllm.parameters import PARAMETER, UNREADABLE, Ready
-from cacheclip_rag.vllm.prefix_blocks import salt
-from cacheclip_rag.vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
+from cacheclip_vllm.parameters import PARAMETER, UNREADABLE, Ready
+from cacheclip_vllm.prefix_blocks import salt
+from cacheclip_vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost
 
 ENGINE = {
     "model_config": {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.store import StoreReader
-from cacheclip_rag.vllm.loading import Loaded
-from cacheclip_rag.vllm.passes import passes
-from cacheclip_rag.vllm.scheduling import Load
+from cacheclip_vllm.loading import Loaded
+from cacheclip_vllm.passes import passes
+from cacheclip_vllm.scheduling import Load
 from tests.runtime.test_vllm_loading import BLOCKS, Rows, Worker, Writer, made  # noqa: F401
 from tests.store.steps import Steps
 

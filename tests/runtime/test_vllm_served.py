@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from cacheclip_rag.vllm import internals
-from cacheclip_rag.vllm import served as module
-from cacheclip_rag.vllm.forcing import FORCED, processor
-from cacheclip_rag.vllm.served import Served, installed
+from cacheclip_vllm import internals
+from cacheclip_vllm import served as module
+from cacheclip_vllm.forcing import FORCED, processor
+from cacheclip_vllm.served import Served, installed
 
 EIGHT_BITS = {"num_bits": 8, "type": "float", "dynamic": False}
 MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
@@ -92,7 +92,7 @@ def test_installed(monkeypatch: pytest.MonkeyPatch, there: dict[str, str], found
         ("json:JSONEncoder.encode", "self o", []),
         ("collections:OrderedDict", "move_to_end pepper salt", ["pepper", "salt"]),
         ("cacheclip_rag.runtime.base:Runtime", "num_layers encode_many", []),
-        ("cacheclip_rag.vllm.once:WarnOnce", "_logger", []),
+        ("cacheclip_vllm.once:WarnOnce", "_logger", []),
         ("json:none", "", [""]),
         ("json:JSONEncoder.none", "obj", [""]),
         ("json.none:dumps", "obj", [""]),

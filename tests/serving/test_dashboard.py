@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cacheclip_rag.guards import metrics
 from cacheclip_serve.counters import Counters
-from cacheclip_rag.vllm import planners
+from cacheclip_vllm import planners
 
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana.json"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.vllm.planner import Planner
-from cacheclip_rag.vllm.settings import ServerSettings
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.settings import ServerSettings
 from tests.serving.test_vllm_middleware import BOTH, NORTH, OWN, PICTURE, PROMPT, SEAL, Served, config, running
 
 __all__ = ["config"]

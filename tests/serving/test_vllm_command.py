@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
-from cacheclip_rag.vllm import internals, launch, served
-from cacheclip_rag.vllm.parameters import NAMESPACES_VARIABLE
-from cacheclip_rag.vllm.settings import ServerSettings
+from cacheclip_vllm import internals, launch, served
+from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
+from cacheclip_vllm.settings import ServerSettings
 
 KEY = "server-key-1"
 
@@ -83,13 +83,13 @@ def test_what_is_started(
     done = run(*models, *ours, "--host", "0.0.0.0", *theirs, CACHECLIP_API_KEY=KEY)
     assert isinstance(done.exception, Replaced), done.output or done.exception
     arguments = started["arguments"]
-    assert arguments[:5] == [sys.executable, "-P", "-m", "cacheclip_rag.vllm.serve", "serve"]
+    assert arguments[:5] == [sys.executable, "-P", "-m", "cacheclip_vllm.serve", "serve"]
     assert arguments[-len(theirs) :] == theirs
     assert arguments[5] == tiny_models["llama"] and value(started, "--served-model-name") == "tiny"
     assert (value(started, "--host"), value(started, "--port")) == ("0.0.0.0", "81")
     assert value(started, "--dtype") == "bfloat16" and "--enable-prompt-tokens-details" in arguments
-    assert value(started, "--worker-cls") == "cacheclip_rag.vllm.worker.CPUWorker"
-    assert value(started, "--middleware") == "cacheclip_rag.vllm.middleware.CacheClip"
+    assert value(started, "--worker-cls") == "cacheclip_vllm.worker.CPUWorker"
+    assert value(started, "--middleware") == "cacheclip_vllm.middleware.CacheClip"
     assert value(started, "--shutdown-timeout") == "20" and value(started, "--api-server-count") == "1"
     extra = json.loads(value(started, "--kv-transfer-config"))["kv_connector_extra_config"]
     assert extra == {"store": str(tmp_path / "store"), "sealed": True}
@@ -308,7 +308,7 @@ def test_the_other_backend_passes_nothing_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_configured", [True, False])
 def test_warnings_go_where_vllms_log_goes(is_configured: bool) -> None:
     """Though a library that vLLM's server imports lets the root logger take errors only."""
-    lines = ["import logging, sys", "from cacheclip_rag.vllm.serve import show_warnings"]
+    lines = ["import logging, sys", "from cacheclip_vllm.serve import show_warnings"]
     if is_configured:
         lines += ["handler = logging.StreamHandler(sys.stdout)", "logging.getLogger('vllm').addHandler(handler)"]
     lines += ["logging.getLogger().setLevel(logging.ERROR)", "show_warnings()"]

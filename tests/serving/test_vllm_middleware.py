@@ -33,14 +33,14 @@ from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from cacheclip_serve import bodies, connections
 from cacheclip_serve.connections import KEEP_S
-from cacheclip_rag.vllm.middleware import CacheClip
-from cacheclip_rag.vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
-from cacheclip_rag.vllm.planner import Planner
-from cacheclip_rag.vllm.planners import Planning, Route
-from cacheclip_rag.vllm.replies import ReplyText, Result, StreamReply
-from cacheclip_rag.vllm.served import Served as HowServed
-from cacheclip_rag.vllm.settings import ServerSettings
-from cacheclip_rag.vllm.shadow import SHADOW_TOKENS
+from cacheclip_vllm.middleware import CacheClip
+from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.planners import Planning, Route
+from cacheclip_vllm.replies import ReplyText, Result, StreamReply
+from cacheclip_vllm.served import Served as HowServed
+from cacheclip_vllm.settings import ServerSettings
+from cacheclip_vllm.shadow import SHADOW_TOKENS
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
 from tests.serving.test_fairness import HALVES, until, wait_for_the_end
@@ -755,7 +755,7 @@ def test_the_server_closes_though_an_answer_does_not_end(
     settings: ServerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM closes its server when its engine is gone, and never ends what the engine left."""
-    monkeypatch.setattr("cacheclip_rag.vllm.middleware._CLOSING_S", 0.1)
+    monkeypatch.setattr("cacheclip_vllm.middleware._CLOSING_S", 0.1)
     with running(settings) as served:
         served.inner.gate.clear()
         body = {"messages": [{"role": "user", "content": PROMPT}], "stream": True}

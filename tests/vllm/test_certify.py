@@ -19,7 +19,7 @@ from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.guards import certificate as certificates
 from cacheclip_rag.methods import preset
-from cacheclip_rag.vllm.offline import FusedLLM
+from cacheclip_vllm.offline import FusedLLM
 from tests.vllm.conftest import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, started
 
 NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_token_total", "shadow_skipped_total")

@@ -19,9 +19,9 @@ from cacheclip_rag.ingest.job import ingest
 from cacheclip_rag.ingest.library import Library, LibrarySettings
 from cacheclip_rag.ingest.splitting import Splitter
 from cacheclip_rag.testing.tiny import SENTENCES
-from cacheclip_rag.vllm import captures
-from cacheclip_rag.vllm.encoding import encoding_options, encoding_primary
-from cacheclip_rag.vllm.offline import FusedLLM
+from cacheclip_vllm import captures
+from cacheclip_vllm.encoding import encoding_options, encoding_primary
+from cacheclip_vllm.offline import FusedLLM
 from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
 from tests.vllm.test_architectures import setting as architecture
 
@@ -219,8 +219,8 @@ class TestFailures:
 
     def test_a_version_that_was_never_tried(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
         """KV behind KV that was given back is compared before anything is stored."""
-        from cacheclip_rag.vllm import encoding
-        from cacheclip_rag.vllm.loading import Loader
+        from cacheclip_vllm import encoding
+        from cacheclip_vllm.loading import Loader
 
         monkeypatch.setattr(encoding, "is_tried", lambda: False)
         check(made, CHUNKS[:2])
@@ -245,7 +245,7 @@ class TestFailures:
         assert engine.precompute(CHUNKS[1:3]) == 2
 
     def test_a_context_that_cannot_be_loaded(self, made: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.vllm.loading import Loader
+        from cacheclip_vllm.loading import Loader
 
         engine = made.engine(None)
         engine.precompute(CHUNKS[:1])

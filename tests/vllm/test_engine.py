@@ -13,8 +13,8 @@ import torch
 from cacheclip_lab.variants import RANDOM
 
 from cacheclip_rag.fusion.wire import StoredPiece, runs_of
-from cacheclip_rag.vllm.offline import FusedLLM
-from cacheclip_rag.vllm.parameters import request_parameters
+from cacheclip_vllm.offline import FusedLLM
+from cacheclip_vllm.parameters import request_parameters
 from tests.vllm.conftest import (
     BLOCK,
     CHUNKS,
@@ -61,8 +61,8 @@ def plain(setting: Setting) -> list[tuple[int, ...]]:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of tokens of each load, in order."""
-    from cacheclip_rag.vllm.loading import Loader
-    from cacheclip_rag.vllm.scheduling import Load
+    from cacheclip_vllm.loading import Loader
+    from cacheclip_vllm.scheduling import Load
 
     load, found = Loader.load, list[int]()
 
@@ -110,8 +110,8 @@ class TestEqualAnswers:
     def test_several_prompts_in_one_pass(
         self, fused: FusedLLM, setting: Setting, method: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from cacheclip_rag.vllm.loading import Loader
-        from cacheclip_rag.vllm.rows import RowRunner
+        from cacheclip_vllm.loading import Loader
+        from cacheclip_vllm.rows import RowRunner
 
         work, run, together = Loader.work, RowRunner.run, list[int]()
 
@@ -262,7 +262,7 @@ class TestFailures:
         assert payload.exists()
 
     def test_the_pass_fails_halfway(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.vllm.rows import RowRunner
+        from cacheclip_vllm.rows import RowRunner
 
         def fails(*args: Any) -> None:
             raise RuntimeError("out of memory")
@@ -277,7 +277,7 @@ class TestFailures:
 
     def test_a_layer_bypasses_the_writer(self, fused: FusedLLM, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """As backends do that write the cache within another operation."""
-        from cacheclip_rag.vllm import loading
+        from cacheclip_vllm import loading
 
         wrapping = loading._Writing.wrapping
 

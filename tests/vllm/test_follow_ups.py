@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.vllm.offline import FusedLLM
-from cacheclip_rag.vllm.parameters import EXACT, UNREADABLE
-from cacheclip_rag.vllm.prefix_blocks import PrefixBlocks
+from cacheclip_vllm.offline import FusedLLM
+from cacheclip_vllm.parameters import EXACT, UNREADABLE
+from cacheclip_vllm.prefix_blocks import PrefixBlocks
 from tests.vllm.conftest import (
     BLOCK,
     CHUNKS,
@@ -64,8 +64,8 @@ class Rows:
     """Counts the rows that are computed of each prompt, and what plain prefill would compute at that moment."""
 
     def __init__(self, fused: FusedLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cacheclip_rag.vllm.connector import CacheClipConnector
-        from cacheclip_rag.vllm.loading import Loader
+        from cacheclip_vllm.connector import CacheClipConnector
+        from cacheclip_vllm.loading import Loader
 
         known, arrive, run = PrefixBlocks.known, CacheClipConnector.on_new_request, Loader._run
         self.loaded, self.plain, self.over = 0, 0, 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.vllm import internals
-from cacheclip_rag.vllm.internals import Internal, missing
-from cacheclip_rag.vllm.offline import FusedLLM
+from cacheclip_vllm import internals
+from cacheclip_vllm.internals import Internal, missing
+from cacheclip_vllm.offline import FusedLLM
 from tests.vllm.conftest import PROMPTS, ask, started
 
 
@@ -35,7 +35,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_version_that_was_never_tried(
     settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cacheclip_rag.vllm.rows import RowRunner
+    from cacheclip_vllm.rows import RowRunner
 
     setting = settings()
     monkeypatch.setattr(internals, "TRIED", ("0.31",))

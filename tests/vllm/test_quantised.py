@@ -17,8 +17,8 @@ from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.methods import preset
 from cacheclip_rag.testing.tiny import build_model
-from cacheclip_rag.vllm.offline import FusedLLM
-from cacheclip_rag.vllm.served import Served
+from cacheclip_vllm.offline import FusedLLM
+from cacheclip_vllm.served import Served
 from tests.vllm.conftest import CHUNKS, MODELS, PROMPTS, VLLM, Setting, clean_up, outcomes
 from tests.vllm.test_encoding import encoding
 from tests.vllm.test_engine import sampling

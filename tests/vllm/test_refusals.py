@@ -17,7 +17,7 @@ class TestEngine:
     def test_a_cache_that_keeps_not_all_blocks(self) -> None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-        from cacheclip_rag.vllm.scheduling import check_engine
+        from cacheclip_vllm.scheduling import check_engine
 
         about = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
         check_engine(*engine(spec=FullAttentionSpec(**about)), FullAttentionSpec)
@@ -25,7 +25,7 @@ class TestEngine:
             check_engine(*engine(spec=SlidingWindowSpec(**about, sliding_window=64)), FullAttentionSpec)
 
     def test_a_real_engine_says_why(self, settings: Any) -> None:
-        from cacheclip_rag.vllm.offline import engine_options
+        from cacheclip_vllm.offline import engine_options
 
         setting = settings()
         transfer = engine_options(setting.store)["kv_transfer_config"]
@@ -55,7 +55,7 @@ class TestEngine:
             pass
 
     def test_a_real_engine_with_several_connectors(self, settings: Any) -> None:
-        from cacheclip_rag.vllm.offline import engine_options
+        from cacheclip_vllm.offline import engine_options
 
         setting = settings()
         ours = engine_options(setting.store)["kv_transfer_config"]

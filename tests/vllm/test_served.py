@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.vllm.served import Served
+from cacheclip_vllm.served import Served
 from tests.runtime.test_vllm_served import CHECKPOINTS
 
 

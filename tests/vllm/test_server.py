@@ -25,7 +25,7 @@ from cacheclip_rag import CacheClipEngine, CallOptions, SamplingParams
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
-from cacheclip_rag.vllm.planner import Planner
+from cacheclip_vllm.planner import Planner
 from tests.serving.applications import play
 from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 

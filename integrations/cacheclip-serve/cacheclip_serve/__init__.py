@@ -3,7 +3,7 @@
 A request passes the files in this order: ``app.py`` (paths, time limit, streams), ``access.py`` (keys and tenants),
 ``schema.py`` with ``field.py`` (what a body may hold), ``queue.py``, a backend (``backend.py``; ``transformers.py``
 answers with this package's engine), ``replies.py`` (what goes back). ``server.py`` starts and stops it.
-:mod:`cacheclip_rag.vllm` has vLLM's own server answer instead.
+:mod:`cacheclip_vllm` has vLLM's own server answer instead.
 """
 
 from __future__ import annotations

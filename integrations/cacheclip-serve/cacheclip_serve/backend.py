@@ -13,7 +13,7 @@ from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.runtime.base import Message
 
 BACKENDS = ("transformers", "vllm")
-"""Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_rag.vllm`)."""
+"""Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_vllm`)."""
 
 
 def check_backend(name: str) -> None:

@@ -29,11 +29,11 @@ from cacheclip_rag.guards.fidelity import compare, kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import concrete
-from cacheclip_rag.vllm.encoding import encoding_options, encoding_primary, start_vllm
-from cacheclip_rag.vllm.offline import worker_of
-from cacheclip_rag.vllm.parameters import request_parameters
-from cacheclip_rag.vllm.planner import PlannedPrompt, Planner
-from cacheclip_rag.vllm.served import Served
+from cacheclip_vllm.encoding import encoding_options, encoding_primary, start_vllm
+from cacheclip_vllm.offline import worker_of
+from cacheclip_vllm.parameters import request_parameters
+from cacheclip_vllm.planner import PlannedPrompt, Planner
+from cacheclip_vllm.served import Served
 
 from . import certify as common
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens
@@ -49,7 +49,7 @@ NOT_MEASURED = (
 _GREEDY_TOKENS = 64
 _LIMIT = 1e-3
 """Largest difference of log-probabilities at the first token in float32; in half precision at least as much."""
-_PROCESSOR = "cacheclip_rag.vllm.forcing:ForcedTokens"
+_PROCESSOR = "cacheclip_vllm.forcing:ForcedTokens"
 _FORCED = "cacheclip_forced"
 
 

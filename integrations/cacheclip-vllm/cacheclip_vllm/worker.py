@@ -1,6 +1,6 @@
 """vLLM's workers, which tell the connector in their process where the model runner is.
 
-``--worker-cls cacheclip_rag.vllm.worker.CPUWorker``, or ``….GPUWorker``. Recompute runs vLLM's own model, and a
+``--worker-cls cacheclip_vllm.worker.CPUWorker``, or ``….GPUWorker``. Recompute runs vLLM's own model, and a
 connector is not told of it.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ..models.fingerprint import file_states
-from ..models.load import check_unchanged, resolve
+from cacheclip_rag.models.fingerprint import file_states
+from cacheclip_rag.models.load import check_unchanged, resolve
 
 _runners: list[tuple[weakref.ref[Any], tuple[object, ...]]] = []
 """The model runners of this process, once their weights are loaded, and the states of the files that they were loaded
@@ -38,7 +38,7 @@ def model_runner(vllm_config: Any, files: tuple[object, ...]) -> Any:
         return runner
     raise ValueError(
         "recompute inside vLLM needs a worker class of this package. Start vLLM with "
-        "worker_cls='cacheclip_rag.vllm.worker.CPUWorker', or GPUWorker on an accelerator."
+        "worker_cls='cacheclip_vllm.worker.CPUWorker', or GPUWorker on an accelerator."
     )
 
 

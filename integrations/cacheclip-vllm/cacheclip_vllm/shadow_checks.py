@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from ..fusion.answer import FusionStats
+from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_serve.replies import as_json
 from .planners import Planning
 from .replies import ReplyText, Result

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..base.errors import ConfigurationError
-from ..frontend.forced_tools import allowed_tools
-from ..frontend.neutral import is_neutral
-from ..prompt.messages import check_template_kwargs
-from ..prompt.tools import as_object
-from ..runtime.base import Message
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.frontend.forced_tools import allowed_tools
+from cacheclip_rag.frontend.neutral import is_neutral
+from cacheclip_rag.prompt.messages import check_template_kwargs
+from cacheclip_rag.prompt.tools import as_object
+from cacheclip_rag.runtime.base import Message
 from cacheclip_serve.errors import RequestError, unsupported
 from cacheclip_serve.field import CacheClipField
 from cacheclip_serve.schema import ChatBody, parse_field, without_nothing

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..fusion.wire import FusionPlan
-from ..plan.plan import ROWS_FOR_EXACT_KV
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.plan.plan import ROWS_FOR_EXACT_KV
 from .passes import computed_rows
 
 
@@ -88,7 +88,7 @@ class PrefixBlocks:
         if plain prefill computes less after the exact KV that the cache holds. Exact KV is worth a few rows.
 
         Args:
-            room: of a pass (:func:`~cacheclip_rag.vllm.passes.passes`).
+            room: of a pass (:func:`~cacheclip_vllm.passes.passes`).
         """
         exact = self.known(request)
         plain = len(plan.token_ids) - exact

@@ -3,7 +3,7 @@
 vLLM does not give the logits of answers that nobody asked them for, so that only tokens are compared: the second
 request is plain prefill, answers greedily, and its first tokens are counted up to the first one that differs. An
 answer that is sampled is not compared. This module does not import vLLM, and asks nobody: offline,
-:class:`~cacheclip_rag.vllm.offline.FusedLLM` asks after its answers; ``cacheclip serve --backend vllm`` asks
+:class:`~cacheclip_vllm.offline.FusedLLM` asks after its answers; ``cacheclip serve --backend vllm`` asks
 when the client has its answer (``vllm/shadow_checks.py``).
 
 >>> shadow = Shadow(rate=0.01, metrics=Metrics())
@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from ..guards.metrics import Metrics
+from cacheclip_rag.guards.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

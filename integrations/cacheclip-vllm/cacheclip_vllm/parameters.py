@@ -20,12 +20,12 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from ..base.checks import check_namespace
-from ..base.errors import ConfigurationError
-from ..base.paths import is_url
-from ..fusion.wire import FusionPlan
-from ..runtime.transformers.planning import PlanningRuntime
-from ..store import StoreReader
+from cacheclip_rag.base.checks import check_namespace
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.paths import is_url
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.store import StoreReader
 from .passes import passes
 
 PARAMETER = "cacheclip"
@@ -138,7 +138,7 @@ class Ready:
         max_rows: int,
     ) -> Ready:
         """Read what a request carries (the value under :data:`PARAMETER`) with a prompt as vLLM has it. ``max_runs``,
-        ``max_rows``: room of a pass (:func:`~cacheclip_rag.vllm.passes.passes`). Raises ConfigurationError, ValueError
+        ``max_rows``: room of a pass (:func:`~cacheclip_vllm.passes.passes`). Raises ConfigurationError, ValueError
         or OSError, which say why its KV cannot be made."""
         named = set(given) - {"seal"} if isinstance(given, Mapping) else set()
         if not isinstance(given, Mapping) or named != {"plan"}:

@@ -15,13 +15,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ..base.checks import check_choice
-from ..base.errors import CertificateError, ConfigurationError, PromptTooLongError
-from ..base.paths import is_url
-from ..fusion.wire import FusionPlan
-from ..guards.metrics import Metrics
-from ..methods.base import Method
-from ..prompt.messages import Documents, Prompt
+from cacheclip_rag.base.checks import check_choice
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.base.paths import is_url
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.prompt.messages import Documents, Prompt
 from .internals import PROBE_TOKENS, check_probe, check_vllm, is_tried, probe
 from .parameters import PARAMETER, UNREADABLE, request_parameters
 from .planner import Planner
@@ -50,7 +50,7 @@ def engine_options(
     Args:
         store: folder or URL of the chunk-cache store.
         namespace: tenant whose chunks requests may use, or several. Plans of several tenants should be sealed.
-            None: the environment names them (:data:`~cacheclip_rag.vllm.parameters.NAMESPACES_VARIABLE`).
+            None: the environment names them (:data:`~cacheclip_vllm.parameters.NAMESPACES_VARIABLE`).
         device: ``cpu`` or ``gpu``.
         sealed: whether plans need a seal (:mod:`.requests`), as those of ``cacheclip serve`` have.
     """
@@ -63,10 +63,10 @@ def engine_options(
     if store is not None:
         extra["store"] = str(store if is_url(store) else Path(store).absolute())
     return {
-        "worker_cls": f"cacheclip_rag.vllm.worker.{_WORKERS[device]}",
+        "worker_cls": f"cacheclip_vllm.worker.{_WORKERS[device]}",
         "kv_transfer_config": {
             "kv_connector": "CacheClipConnector",
-            "kv_connector_module_path": "cacheclip_rag.vllm.connector",
+            "kv_connector_module_path": "cacheclip_vllm.connector",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,

@@ -1,6 +1,6 @@
 """The KV connector: vLLM asks it for the KV of a prompt's first tokens.
 
-vLLM is not changed. It loads this class by its module path (:func:`~cacheclip_rag.vllm.offline.engine_options`
+vLLM is not changed. It loads this class by its module path (:func:`~cacheclip_vllm.offline.engine_options`
 gives the settings) and makes one in the scheduler and one in every worker. The scheduler's decides, before a token is
 scheduled, whether a request's KV can be made: a thread reads the plan, and the request waits for it. The workers' makes
 the KV, behind the forward passes of other requests' steps, a pass or two in each.
@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from ..models.load import load_planning
+from cacheclip_rag.models.load import load_planning
 from .loading import Loader
 from .once import WarnOnce
 from .parameters import EXACT, PARAMETER, UNREADABLE, Ready, Settings

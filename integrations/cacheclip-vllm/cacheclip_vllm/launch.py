@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ..base.errors import ConfigurationError
-from ..base.paths import expanded
-from ..base.python import own_folder, python_command, python_environment
-from ..base.urls import shown_url
-from ..config import EngineConfig
-from ..models.load import choose_device, concrete, resolve
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.base.paths import expanded
+from cacheclip_rag.base.python import own_folder, python_command, python_environment
+from cacheclip_rag.base.urls import shown_url
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.models.load import choose_device, concrete, resolve
 from cacheclip_serve.access import check_origins
 from cacheclip_serve.server import address_of, check_reachable
 from cacheclip_serve.server import served_name as name_of
@@ -33,8 +33,8 @@ from .planner import Planner
 from .served import Served
 from .settings import ServerSettings
 
-_VLLM = ("-m", "cacheclip_rag.vllm.serve", "serve")
-_MIDDLEWARE = "cacheclip_rag.vllm.middleware.CacheClip"
+_VLLM = ("-m", "cacheclip_vllm.serve", "serve")
+_MIDDLEWARE = "cacheclip_vllm.middleware.CacheClip"
 _SHUTDOWN_S = 20
 """Seconds that running answers have to end after SIGTERM; vLLM by itself cuts them off at once. Kubernetes kills a
 container after 30."""

@@ -13,29 +13,29 @@ from typing import Any, cast
 
 import torch
 
-from ..answering.options import CallOptions, Request
-from ..answering.parts import Parts
-from ..answering.pipeline import Answering
-from ..answering.prefill import stats_of
-from ..answering.writer import ChunkWriter
-from ..base.clock import PhaseClock
-from ..base.database import ANSWER_WAIT_S
-from ..base.errors import ConfigurationError
-from ..config import EngineConfig
-from ..fusion.answer import FusionStats
-from ..fusion.fuse import plan_ahead
-from ..fusion.wire import FusionPlan
-from ..guards.base import Observer
-from ..guards.certificate import CertificateGuard, check_certificate
-from ..guards.misses import MissWarning
-from ..methods.base import Method
-from ..models.load import concrete, load_planning
-from ..plan.plan import Plan
-from ..prompt.messages import Documents, Prompt
-from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
-from ..prompt.tools import check_tools
-from ..runtime.transformers.planning import PlanningRuntime
-from ..store import ChunkStore
+from cacheclip_rag.answering.options import CallOptions, Request
+from cacheclip_rag.answering.parts import Parts
+from cacheclip_rag.answering.pipeline import Answering
+from cacheclip_rag.answering.prefill import stats_of
+from cacheclip_rag.answering.writer import ChunkWriter
+from cacheclip_rag.base.clock import PhaseClock
+from cacheclip_rag.base.database import ANSWER_WAIT_S
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.fusion.fuse import plan_ahead
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.guards.base import Observer
+from cacheclip_rag.guards.certificate import CertificateGuard, check_certificate
+from cacheclip_rag.guards.misses import MissWarning
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.models.load import concrete, load_planning
+from cacheclip_rag.plan.plan import Plan
+from cacheclip_rag.prompt.messages import Documents, Prompt
+from cacheclip_rag.prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
+from cacheclip_rag.prompt.tools import check_tools
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.store import ChunkStore
 from .served import Served
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Planner:
 
         Args:
             served: what vLLM runs; default a CPU without quantisation. A
-                :class:`~cacheclip_rag.vllm.offline.FusedLLM` tells it by :meth:`serve`.
+                :class:`~cacheclip_vllm.offline.FusedLLM` tells it by :meth:`serve`.
 
         Raises:
             ConfigurationError: there is no store, or a setting has no effect on vLLM's answers.

@@ -17,9 +17,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ..base.errors import ConfigurationError, MissingExtraError
-from ..fusion.wire import FusionPlan, StoredPiece
-from ..runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from .served import installed
 
 logger = logging.getLogger(__name__)

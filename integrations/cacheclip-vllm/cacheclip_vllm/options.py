@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from ..base.errors import ConfigurationError
+from cacheclip_rag.base.errors import ConfigurationError
 
 _NO_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..fusion.wire import FusionPlan
-from ..runtime.transformers.planning import PlanningRuntime
-from ..store import KV
-from ..store.joined import COPIES_BESIDE
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.store import KV
+from cacheclip_rag.store.joined import COPIES_BESIDE
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
@@ -84,7 +84,7 @@ class Loader:
     ) -> None:
         """``layers``: vLLM's attention layers by number; ``row_runner`` makes what runs rows, once a plan computes
         some; ``group``: vLLM's tensor-parallel group. The others are those of
-        :class:`~cacheclip_rag.vllm.parameters.Ready`."""
+        :class:`~cacheclip_vllm.parameters.Ready`."""
         self._layers = dict(sorted(layers.items()))
         if sorted(self._layers) != list(range(runtime.num_layers)):
             raise ValueError(f"vLLM has attention layers {sorted(self._layers)}, the model {runtime.num_layers} layers")

@@ -1,4 +1,4 @@
-"""What stands before vLLM's server: ``--middleware cacheclip_rag.vllm.middleware.CacheClip``.
+"""What stands before vLLM's server: ``--middleware cacheclip_vllm.middleware.CacheClip``.
 
 vLLM calls it before everything of its own, its check of API keys included, which looks at some paths only. So keys are
 checked here, on every path but those for load balancers. vLLM itself needs none.
@@ -24,8 +24,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..fusion.answer import FusionStats
-from ..guards.tracing import record_spans
+from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag.guards.tracing import record_spans
 from cacheclip_serve.access import Caller
 from cacheclip_serve.bodies import Bodies, check_host
 from cacheclip_serve.bounds import check_counts

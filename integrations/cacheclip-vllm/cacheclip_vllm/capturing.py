@@ -1,5 +1,5 @@
 """The KV connector that also hands out the KV of chunks, for an engine that ingests
-(:func:`~cacheclip_rag.vllm.encoding.encoding_options` gives the settings).
+(:func:`~cacheclip_vllm.encoding.encoding_options` gives the settings).
 
 Keys and values are taken where vLLM's layers give them to their writer: after RoPE, before a layout, a dtype or scales
 of the paged cache. So the paged cache is not read, and nothing here knows an attention backend.
@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ..base.errors import CacheClipError, ConfigurationError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
 from .connector import CacheClipConnector, Loads
 from .loading import local_heads

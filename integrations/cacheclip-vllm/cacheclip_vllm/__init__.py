@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.late import late_names
+from cacheclip_rag.base.late import late_names
 
 if TYPE_CHECKING:
     from .encoding import vllm_engine

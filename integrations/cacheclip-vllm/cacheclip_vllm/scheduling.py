@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..fusion.wire import FusionPlan
-from ..runtime.base import DTYPES
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.runtime.base import DTYPES
 from .parameters import PARAMETER, UNREADABLE, Ready
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from ..base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError, ModelError
-from ..config import EngineConfig
-from ..engine import CacheClipEngine
-from ..models.load import concrete, load_planning
-from ..runtime.transformers.planning import PlanningRuntime
-from ..runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError, ModelError
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.models.load import concrete, load_planning
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
 from .internals import check_vllm, differs, is_tried, probe_ids
 from .offline import engine_options, worker_of
@@ -54,7 +54,7 @@ def encoding_options(
     device: str = "cpu",
 ) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that make it compute chunks; with a store it also answers fused prompts, as with
-    :func:`~cacheclip_rag.vllm.offline.engine_options`.
+    :func:`~cacheclip_vllm.offline.engine_options`.
 
     Args:
         folder: where KV goes between vLLM and this process; memory (``/dev/shm``) is best.
@@ -64,7 +64,7 @@ def encoding_options(
     options["kv_transfer_config"]["kv_connector_extra_config"]["exchange"] = str(Path(folder).absolute())
     options["kv_transfer_config"] |= {
         "kv_connector": "CapturingConnector",
-        "kv_connector_module_path": "cacheclip_rag.vllm.capturing",
+        "kv_connector_module_path": "cacheclip_vllm.capturing",
     }
     return options
 
@@ -238,7 +238,7 @@ def start_vllm(model: str, dtype: str, ours: Mapping[str, Any], options: Mapping
     check_vllm()
     from vllm import LLM
 
-    from ..models.load import resolve
+    from cacheclip_rag.models.load import resolve
 
     folder = str(resolve(model))
     try:
@@ -255,7 +255,7 @@ def vllm_engine(
 ) -> Iterator[CacheClipEngine]:
     """An engine that stores chunks, the primary's computed by vLLM. vLLM starts at the first chunk that is not stored,
     and ends with the block. Such an engine answers nothing: give the store to a
-    :class:`~cacheclip_rag.vllm.planner.Planner`, or to an engine with the weights.
+    :class:`~cacheclip_vllm.planner.Planner`, or to an engine with the weights.
 
     Args:
         vllm: arguments of ``vllm.LLM`` besides model, dtype and connector, such as ``tensor_parallel_size``.

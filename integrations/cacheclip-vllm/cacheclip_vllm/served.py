@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ..models.load import quantization_of, resolve
+from cacheclip_rag.models.load import quantization_of, resolve
 
 
 def installed() -> tuple[str, str]:

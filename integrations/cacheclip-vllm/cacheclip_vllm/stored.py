@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..fusion.wire import FusionPlan, Interval, StoredPiece
-from ..methods.correction import Chunks, Split, offsets
-from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.rotary import Tables, changed, rotate
-from ..store import KV, Joined, join, part_of
+from cacheclip_rag.fusion.wire import FusionPlan, Interval, StoredPiece
+from cacheclip_rag.methods.correction import Chunks, Split, offsets
+from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.runtime.transformers.rotary import Tables, changed, rotate
+from cacheclip_rag.store import KV, Joined, join, part_of
 
 _BLOCK_TOKENS = 256
 """Tokens that are put side by side in host memory, so that intermediate results stay in the processor's caches: one
