@@ -22,7 +22,7 @@ from typing import Any
 
 from store_attack import ray_cluster, storage, store_command, text_of
 
-from cacheclip_rag.ingest import LibrarySettings, shared
+from cacheclip_ingest import LibrarySettings, shared
 from cacheclip_rag.testing import build_model, tiny_spec
 from cacheclip_rag.timing import processor_name
 

@@ -34,7 +34,7 @@ from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.ingest import Embedder
+from cacheclip_ingest import Embedder
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.timing import processor_name
 

@@ -51,8 +51,8 @@ from cacheclip_rag.base.database import FormatError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.cli import main as main_of_cli
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.ingest import Library, LibrarySettings
-from cacheclip_rag.ingest import library as documents
+from cacheclip_ingest import Library, LibrarySettings
+from cacheclip_ingest import library as documents
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
@@ -1651,7 +1651,7 @@ class Job:
 
     def run(self) -> None:
         """In the process of the job: to its end, unless it is killed."""
-        from cacheclip_rag.ingest import shared
+        from cacheclip_ingest import shared
 
         together = shared._together
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from langchain_core.embeddings import Embeddings
 from llama_index.core.embeddings import BaseEmbedding
 
-from cacheclip_rag.ingest import Embedder
+from cacheclip_ingest import Embedder
 
 HERE = Path(__file__).resolve().parent
 CORPUS = Path(os.environ.get("CORPUS", HERE / "corpus"))

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, get_engine
-from cacheclip_rag.ingest import Embedder, Library, LibrarySettings, ingest
+from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest
 
 HERE = Path(__file__).resolve().parent
 MODELS = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from common import AUXILIARY, CORPUS, EMBEDDING, FILES, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.ingest import Embedder, Library, LibrarySettings, ingest, plan_ingestion
+from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest, plan_ingestion
 
 settings = LibrarySettings(primary=PRIMARY, auxiliary=AUXILIARY, embedding=EMBEDDING, chunk_tokens=256)
 FOLDER = f"{STORE}-job"

@@ -12,7 +12,7 @@ import ray.data
 from common import AUXILIARY, CORPUS, FILES, PRIMARY
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.ingest import Commit, Encode, LibrarySettings
+from cacheclip_ingest import Commit, Encode, LibrarySettings
 
 URL = os.environ.get("SHARED_STORE", "s3://my-bucket/prod")
 config = LibrarySettings(primary=PRIMARY, auxiliary=AUXILIARY).engine_config(URL, device="cpu")

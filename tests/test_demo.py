@@ -30,7 +30,7 @@ def test_each_prompt_is_compared_with_its_own_prefill(
 ) -> None:
     """Longer prompts are no spread, and a run that was disturbed shows."""
     for name in ("library.Library", "embedding.Embedder"):
-        monkeypatch.setattr(f"cacheclip_rag.ingest.{name}", lambda *_: None)
+        monkeypatch.setattr(f"cacheclip_ingest.{name}", lambda *_: None)
     monkeypatch.setenv("PRIMARY", f"packaged:{primary}")
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     assert spec is not None and spec.loader is not None

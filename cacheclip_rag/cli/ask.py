@@ -14,7 +14,7 @@ from .tables import AskTable
 
 if TYPE_CHECKING:
     from ..fusion.answer import Answer
-    from ..ingest.library import Passage
+    from cacheclip_ingest.library import Passage
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -43,8 +43,8 @@ def ask(
 
     from ..base.sampling import SamplingParams
     from ..engine import CacheClipEngine
-    from ..ingest.embedding import Embedder
-    from ..ingest.library import Library
+    from cacheclip_ingest.embedding import Embedder
+    from cacheclip_ingest.library import Library
 
     library = Library.open(store)
     documents = library.settings

@@ -33,7 +33,7 @@ def explain_miss(
     from ..engine import CacheClipEngine
     from ..frontend.explain import explain_miss as explain
     from ..frontend.explain import plausible
-    from ..ingest.library import Library
+    from cacheclip_ingest.library import Library
     from ..store import is_store
 
     folder = expanded(store)

@@ -20,9 +20,9 @@ from .tables import IngestTable
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..engine import CacheClipEngine
-    from ..ingest.job import IngestReport
-    from ..ingest.plan import IngestPlan
-    from ..ingest.shared import SharedReport
+    from cacheclip_ingest.job import IngestReport
+    from cacheclip_ingest.plan import IngestPlan
+    from cacheclip_ingest.shared import SharedReport
 
 
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
@@ -83,11 +83,11 @@ def ingest(
             "--engine, --workers and kv of [ingest] need a shared store, such as --store s3://bucket/prefix."
         )
 
-    from ..ingest.embedding import Embedder
-    from ..ingest.job import ingest as run
-    from ..ingest.job import plan_ingestion
-    from ..ingest.library import Library
-    from ..ingest.splitting import check_sizes
+    from cacheclip_ingest.embedding import Embedder
+    from cacheclip_ingest.job import ingest as run
+    from cacheclip_ingest.job import plan_ingestion
+    from cacheclip_ingest.library import Library
+    from cacheclip_ingest.splitting import check_sizes
     from .settings import merge_settings
 
     folder = expanded(store)
@@ -123,7 +123,7 @@ def _finish(
     store: str, found: IngestReport | SharedReport | IngestPlan, strict: bool, as_json: bool, limit: int | None = None
 ) -> None:
     """Print a report or a plan. Exit code 1 if it is found wanting."""
-    from ..ingest.plan import IngestPlan
+    from cacheclip_ingest.plan import IngestPlan
 
     is_plan = isinstance(found, IngestPlan)
     if as_json:
@@ -148,9 +148,9 @@ def _ingest_shared(
     confirmed: bool,
 ) -> SharedReport | IngestPlan:
     """Into object storage: KV and texts, no embeddings."""
-    from ..ingest.library import LibrarySettings
-    from ..ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
-    from ..ingest.splitting import check_sizes
+    from cacheclip_ingest.library import LibrarySettings
+    from cacheclip_ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
+    from cacheclip_ingest.splitting import check_sizes
     from ..models.load import concrete
     from .settings import given_settings
 

@@ -29,7 +29,7 @@ from ..config import EngineConfig
 from .tables import TABLES, Table
 
 if TYPE_CHECKING:
-    from ..ingest.library import Library
+    from cacheclip_ingest.library import Library
 
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
@@ -114,10 +114,10 @@ class CommandSettings:
 
     def store_config(self) -> EngineConfig:
         """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
-        from ..ingest.library import Library
+        from cacheclip_ingest.library import Library
 
         if is_url(self.store):
-            from ..ingest.shared import read_settings
+            from cacheclip_ingest.shared import read_settings
             from .settings import given_settings
 
             known = read_settings(self.store)

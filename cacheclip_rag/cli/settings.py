@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..base.paths import expanded
-from ..ingest.library import MODELS, Library, LibrarySettings
+from cacheclip_ingest.library import MODELS, Library, LibrarySettings
 from ..models.load import is_gguf
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))

@@ -93,7 +93,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
 
         _look_after(store, care.stats, as_json)
         return
-    from ..ingest.library import Library
+    from cacheclip_ingest.library import Library
     from ..store.care import open_store
 
     folder = expanded(store)
@@ -155,7 +155,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         if found["damaged"] or found["missing"]:
             raise typer.Exit(1)
         return
-    from ..ingest.library import check_library
+    from cacheclip_ingest.library import check_library
     from ..store.care import verify as run
 
     folder = expanded(store)
@@ -185,7 +185,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
 def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Delete what is damaged, and make catalog and files agree. What cannot be read stays; exit code 1 if there is any.
     Stop other users of the store before."""
-    from ..ingest.library import repair_library
+    from cacheclip_ingest.library import repair_library
     from ..store.care import repair as run
 
     folder = expanded(existing_folder(store))
@@ -254,7 +254,7 @@ def remove(
 ) -> None:
     """Take documents of ingest, and the chunk caches that only they need, out of a store. Ingesting a folder in which
     they still are brings them back."""
-    from ..ingest.removal import remove_documents
+    from cacheclip_ingest.removal import remove_documents
 
     removed = remove_documents(store, documents or [], under=under, namespace=namespace)
     if as_json:

@@ -21,7 +21,7 @@ from .base import langchain_errors, passed_on, unchanging
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_rag.ingest.plan import IngestPlan
+    from cacheclip_ingest.plan import IngestPlan
 
     from .base import LangChainFields
 
@@ -126,7 +126,7 @@ class CacheClipVectorStore(VectorStore):
         Raises:
             PromptTooLongError: a document is longer than the model's context.
         """
-        from cacheclip_rag.ingest.plan import IngestPlan, price
+        from cacheclip_ingest.plan import IngestPlan, price
 
         with langchain_errors():
             texts = [document.page_content for document in documents if document.page_content.strip()]

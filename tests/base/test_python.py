@@ -100,7 +100,7 @@ def test_ray(hostile: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed: pip install -e '.[ray]'")
     program = (
         "import os, ray\n"
-        "from cacheclip_rag.ingest.shared import _start\n"
+        "from cacheclip_ingest.shared import _start\n"
         "os.environ['PYTHONPATH'] = '.'\n"
         "_start(ray)\n"
         "@ray.remote\n"

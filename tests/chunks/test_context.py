@@ -8,7 +8,7 @@ import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.ingest import Library, LibrarySettings
+from cacheclip_ingest import Library, LibrarySettings
 from cacheclip_rag.store import chunk_key
 
 

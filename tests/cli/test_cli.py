@@ -25,7 +25,7 @@ from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
 from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.ingest.embedding import Embedder
+from cacheclip_ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
 from tests.store.samples import failing
 

@@ -20,7 +20,7 @@ import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.paths import cache_home
-from cacheclip_rag.ingest.library import Library, LibrarySettings
+from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store import Catalog, ChunkStore, StoreReader, TenantStore
 from cacheclip_rag.store.disk import DiskBackend

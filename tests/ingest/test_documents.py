@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import cacheclip_rag.ingest.documents as documents
+import cacheclip_ingest.documents as documents
 from cacheclip_rag.base.errors import DocumentError
-from cacheclip_rag.ingest.documents import find_files, read_document
+from cacheclip_ingest.documents import find_files, read_document
 from tests.ingest.pdf import pdf
 
 

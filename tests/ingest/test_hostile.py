@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag.ingest.documents import read_document
-from cacheclip_rag.ingest.html import html_text
-from cacheclip_rag.ingest.markup import tokens
-from cacheclip_rag.ingest.splitting import _RULE, Splitter, _records
-from cacheclip_rag.ingest.text import cleaned, without_comments
+from cacheclip_ingest.documents import read_document
+from cacheclip_ingest.html import html_text
+from cacheclip_ingest.markup import tokens
+from cacheclip_ingest.splitting import _RULE, Splitter, _records
+from cacheclip_ingest.text import cleaned, without_comments
 
 SIZE = 300_000
 

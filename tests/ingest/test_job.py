@@ -24,13 +24,13 @@ from cacheclip_rag.base.errors import (
     StoreError,
     UnknownModelError,
 )
-from cacheclip_rag.ingest import job, passages
-from cacheclip_rag.ingest.documents import find_files
-from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import IngestReport, ingest, plan_ingestion
-from cacheclip_rag.ingest.library import Library, LibrarySettings
-from cacheclip_rag.ingest.plan import IngestPlan
-from cacheclip_rag.ingest.splitting import Splitter
+from cacheclip_ingest import job, passages
+from cacheclip_ingest.documents import find_files
+from cacheclip_ingest.embedding import Embedder, Vectors
+from cacheclip_ingest.job import IngestReport, ingest, plan_ingestion
+from cacheclip_ingest.library import Library, LibrarySettings
+from cacheclip_ingest.plan import IngestPlan
+from cacheclip_ingest.splitting import Splitter
 from cacheclip_rag.models import load
 
 

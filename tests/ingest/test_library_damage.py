@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
-from cacheclip_rag.ingest.embedding import Vectors
-from cacheclip_rag.ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
+from cacheclip_ingest.embedding import Vectors
+from cacheclip_ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
 
 SETTINGS = LibrarySettings("primary", None, "letters", "float32", "default", 32, 0, "prefix")
 DIMENSIONS = 8

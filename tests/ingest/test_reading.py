@@ -24,11 +24,11 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-import cacheclip_rag.ingest.pdf as reading_pdf
+import cacheclip_ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
-from cacheclip_rag.ingest.documents import EmptyFileError, read_document
-from cacheclip_rag.ingest.html import _Page
-from cacheclip_rag.ingest.text import DocumentText, cleaned, notes_on_markdown
+from cacheclip_ingest.documents import EmptyFileError, read_document
+from cacheclip_ingest.html import _Page
+from cacheclip_ingest.text import DocumentText, cleaned, notes_on_markdown
 from tests.ingest.pdf import annotate, form, image, pdf, stream, with_parts
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"

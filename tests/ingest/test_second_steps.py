@@ -11,7 +11,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.ingest.library import Library
+from cacheclip_ingest.library import Library
 from cacheclip_rag.store import ChunkStore, TenantStore
 from tests.conftest import SENTENCES
 from tests.engine.test_second_steps import Broken, Fault, threads

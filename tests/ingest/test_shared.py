@@ -31,11 +31,11 @@ from tests.object_storage import bucket, s3_address, set_environment  # noqa: F4
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
 
-from cacheclip_rag.ingest import Commit, Encode, encode_table, shared  # noqa: E402
-from cacheclip_rag.ingest.job import ingest  # noqa: E402
-from cacheclip_rag.ingest.library import Library, LibrarySettings  # noqa: E402
-from cacheclip_rag.ingest.removal import remove_documents  # noqa: E402
-from cacheclip_rag.ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
+from cacheclip_ingest import Commit, Encode, encode_table, shared  # noqa: E402
+from cacheclip_ingest.job import ingest  # noqa: E402
+from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
+from cacheclip_ingest.removal import remove_documents  # noqa: E402
+from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
 from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402
@@ -604,7 +604,7 @@ def test_a_job_on_ray_survives_a_killed_worker(
     """Its batch runs again, and every text is there once."""
     for number in range(12):
         (documents / f"more {number}.txt").write_text(f"{number} is another number. {CHUNKS[number % 4]}")
-    monkeypatch.setattr("cacheclip_rag.ingest.shared.Encode", DyingEncode)
+    monkeypatch.setattr("cacheclip_ingest.shared.Encode", DyingEncode)
     report = ingest_shared([str(documents)], config, settings, engine="ray")
     assert (ray_cluster / "died").exists() and report.documents == 16 and report.failed == []
     assert {*texts_of(config)} == {str(path) for path in documents.iterdir()}
@@ -644,6 +644,6 @@ def test_what_is_wrong_with_documents_comes_back_from_ray(
 def test_what_a_worker_of_ray_raises_is_one_line(
     ray_cluster: Path, config: EngineConfig, settings: LibrarySettings, documents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheclip_rag.ingest.shared.Encode", FailingEncode)
+    monkeypatch.setattr("cacheclip_ingest.shared.Encode", FailingEncode)
     with pytest.raises(CacheClipError, match=r"^a worker of Ray failed: planted, over. What is committed stays"):
         ingest_shared([str(documents)], config, settings, engine="ray", workers=4)

@@ -16,12 +16,12 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
-from cacheclip_rag.ingest import survey
-from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import ingest, plan_ingestion
-from cacheclip_rag.ingest.library import Library, LibrarySettings
-from cacheclip_rag.ingest.removal import remove_documents
-from cacheclip_rag.ingest.survey import IngestCounts, is_in
+from cacheclip_ingest import survey
+from cacheclip_ingest.embedding import Embedder, Vectors
+from cacheclip_ingest.job import ingest, plan_ingestion
+from cacheclip_ingest.library import Library, LibrarySettings
+from cacheclip_ingest.removal import remove_documents
+from cacheclip_ingest.survey import IngestCounts, is_in
 from cacheclip_rag.store.shared.table import TextTable
 
 PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
@@ -97,7 +97,7 @@ class SharedDoor(Door):
         return url
 
     def run(self, *paths: Path | str, confirmed: bool = False, dry: bool = False, **changes: Any) -> IngestCounts:
-        from cacheclip_rag.ingest.shared import ingest_shared, plan_shared
+        from cacheclip_ingest.shared import ingest_shared, plan_shared
 
         settings = LibrarySettings(**{**vars_of(self.settings), **changes})
         run: Any = plan_shared if dry else ingest_shared
@@ -106,7 +106,7 @@ class SharedDoor(Door):
         return found
 
     def rows(self) -> list[tuple[str, str]]:
-        from cacheclip_rag.ingest import Commit
+        from cacheclip_ingest import Commit
 
         rows = Commit(self.store).table("default").rows(["document", "text"]).to_pylist()
         return [(row["document"], row["text"]) for row in rows]
@@ -426,7 +426,7 @@ class TestMostIsGone:
         for name in ("a.md", "sub/b.md"):
             (door.documents / name).rename(door.documents / name.replace(".", "2."))
         with pytest.MonkeyPatch.context() as patch:
-            read = "cacheclip_rag.ingest.passages.read_document"
+            read = "cacheclip_ingest.passages.read_document"
             patch.setattr(read, lambda path, digest: (_ for _ in ()).throw(DocumentError(f"{path} is gone")))
             report = door.run()
         assert len(report.failed) == len(report.unconfirmed) == 2 == len(door.texts())

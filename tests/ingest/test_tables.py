@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.ingest.splitting import Splitter
+from cacheclip_ingest.splitting import Splitter
 from cacheclip_rag.models.load import load_model
 
 HEADER = "| berth | tenant | euros owed |\n|---|---|---|\n"

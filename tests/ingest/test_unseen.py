@@ -19,12 +19,12 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-import cacheclip_rag.ingest.pdf_view as view
+import cacheclip_ingest.pdf_view as view
 from cacheclip_rag.base.errors import DocumentError
-from cacheclip_rag.ingest.documents import read_document
-from cacheclip_rag.ingest.html import html_text
-from cacheclip_rag.ingest.text import DocumentText
-from cacheclip_rag.ingest.unseen import Unseen
+from cacheclip_ingest.documents import read_document
+from cacheclip_ingest.html import html_text
+from cacheclip_ingest.text import DocumentText
+from cacheclip_ingest.unseen import Unseen
 from tests.ingest.pdf import annotate, draw, form, image, pdf, stream, with_parts
 
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "

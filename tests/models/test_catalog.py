@@ -7,8 +7,8 @@ import re
 import pytest
 
 from cacheclip_rag import EngineConfig
-from cacheclip_rag.ingest import LibrarySettings
-from cacheclip_rag.ingest.embedding import Embedder
+from cacheclip_ingest import LibrarySettings
+from cacheclip_ingest.embedding import Embedder
 from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.models.packaged.catalogue import (
     PACKAGED_MODELS,

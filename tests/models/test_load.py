@@ -24,7 +24,7 @@ from cacheclip_rag.base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from cacheclip_rag.ingest.embedding import Embedder
+from cacheclip_ingest.embedding import Embedder
 from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory

@@ -14,10 +14,10 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, EncodingError
-from cacheclip_rag.ingest.embedding import Embedder, Vectors
-from cacheclip_rag.ingest.job import ingest
-from cacheclip_rag.ingest.library import Library, LibrarySettings
-from cacheclip_rag.ingest.splitting import Splitter
+from cacheclip_ingest.embedding import Embedder, Vectors
+from cacheclip_ingest.job import ingest
+from cacheclip_ingest.library import Library, LibrarySettings
+from cacheclip_ingest.splitting import Splitter
 from cacheclip_rag.testing.tiny import SENTENCES
 from cacheclip_vllm import captures
 from cacheclip_vllm.encoding import encoding_options, encoding_primary
@@ -288,7 +288,7 @@ class TestCommand:
 
         from cacheclip_rag.cli import main
 
-        monkeypatch.setattr("cacheclip_rag.ingest.embedding.Embedder", LetterEmbedder)
+        monkeypatch.setattr("cacheclip_ingest.embedding.Embedder", LetterEmbedder)
         (tmp_path / "a.txt").write_text("\n\n".join(CHUNKS))
         given = ["ingest", str(tmp_path / "a.txt"), "--store", str(tmp_path / "store")]
         given += ["--primary", setting.model, "--auxiliary", setting.options["auxiliary"], "--json"]

@@ -1,7 +1,7 @@
 """One tenant's texts in a shared store: a Delta table, which Spark, Ray, DuckDB and others read too.
 
 A commit adds and removes rows at once, so that readers see a document's old version or its new one. Two commits at a
-time cost retries: let one process commit (:class:`cacheclip_rag.ingest.Commit`), many encode.
+time cost retries: let one process commit (:class:`cacheclip_ingest.Commit`), many encode.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from cacheclip_rag.chunks.caches import ChunkCaches
-    from cacheclip_rag.ingest.plan import IngestPlan
+    from cacheclip_ingest.plan import IngestPlan
 
     from .base import CacheClipLLM
 
@@ -109,7 +109,7 @@ class CacheClipTransform(EngineFields, TransformComponent):
 
         >>> CacheClipTransform.from_llm(llm).plan(SentenceSplitter()(documents)).seconds
         """
-        from cacheclip_rag.ingest.plan import IngestPlan, price
+        from cacheclip_ingest.plan import IngestPlan, price
 
         texts = [text for _, text in _read(nodes)]
         plan = IngestPlan(chunks=len(texts))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from ..base.errors import ConfigurationError, DocumentError
-from ..store.shared.objects import ObjectBackend
-from ..store.shared.place import SharedPlace
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError
+from cacheclip_rag.store.shared.objects import ObjectBackend
+from cacheclip_rag.store.shared.place import SharedPlace
 from .documents import document_text
 from .text import DocumentText
 
@@ -25,7 +25,7 @@ def find_objects(url: str) -> Iterator[tuple[str, str, int]]:
 
 
 def read_object(url: str) -> DocumentText:
-    """Text of an object, as of :func:`~cacheclip_rag.ingest.documents.read_document`."""
+    """Text of an object, as of :func:`~cacheclip_ingest.documents.read_document`."""
     bucket, name = _bucket(url)
     path = Path(url)
     try:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..base.errors import CacheClipError
-from ..base.progress import progress_bar
-from ..engine import CacheClipEngine
-from ..models.load import concrete
-from ..prompt.segments import chunk_texts
+from cacheclip_rag.base.errors import CacheClipError
+from cacheclip_rag.base.progress import progress_bar
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.models.load import concrete
+from cacheclip_rag.prompt.segments import chunk_texts
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .passages import PassageReader, read_each

@@ -9,12 +9,12 @@ from itertools import islice
 
 import torch
 
-from ..base.errors import CacheClipError
-from ..chunks.batches import in_batches
-from ..chunks.caches import ChunkCaches
-from ..engine import CacheClipEngine
-from ..prompt.segments import chunk_texts
-from ..store import text_digest
+from cacheclip_rag.base.errors import CacheClipError
+from cacheclip_rag.chunks.batches import in_batches
+from cacheclip_rag.chunks.caches import ChunkCaches
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.prompt.segments import chunk_texts
+from cacheclip_rag.store import text_digest
 from .survey import DocumentWork, IngestCounts, Survey
 
 _SAMPLED_CHUNKS = 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 
-from ..base.errors import DocumentError, MissingExtraError
-from ..base.paths import is_url
-from ..runtime.base import Runtime
+from cacheclip_rag.base.errors import DocumentError, MissingExtraError
+from cacheclip_rag.base.paths import is_url
+from cacheclip_rag.runtime.base import Runtime
 from .bucket import read_object
 from .documents import MARKDOWN_SUFFIXES, TABLE_SUFFIXES, EmptyFileError, printable, read_document
 from .splitting import Splitter
@@ -15,7 +15,7 @@ from .survey import DocumentWork
 from .text import HTML_SUFFIXES, DocumentText
 
 Told = Callable[[str, str, str], None]
-"""Is told what is wrong with a document, as :meth:`~cacheclip_rag.ingest.survey.Survey.tell`."""
+"""Is told what is wrong with a document, as :meth:`~cacheclip_ingest.survey.Survey.tell`."""
 
 
 class PassageReader:

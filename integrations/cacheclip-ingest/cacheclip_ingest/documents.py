@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from ..base.errors import DocumentError, MissingExtraError
-from ..base.paths import expanded
+from cacheclip_rag.base.errors import DocumentError, MissingExtraError
+from cacheclip_rag.base.paths import expanded
 from .html import html_text
 from .pdf import PYPDF, pdf_text
 from .text import (
@@ -234,7 +234,7 @@ def digest_file(path: Path) -> tuple[str, int]:
 def read_document(path: Path, digest: str | None = None) -> DocumentText:
     """Text of a file, with notes on what its readers see and the text lacks: UTF-8, UTF-16 or UTF-32, what a browser
     shows of an HTML page (in the encoding that the page names), or the text of a PDF file. What readers do not see
-    (:class:`~cacheclip_rag.ingest.unseen.Unseen`) is left out, with a note.
+    (:class:`~cacheclip_ingest.unseen.Unseen`) is left out, with a note.
 
     Args:
         digest: what :func:`digest_file` gave before.

@@ -20,21 +20,21 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..base.checks import check_choice
-from ..base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError
-from ..base.keys import text_digest
-from ..base.paths import cache_home
-from ..base.progress import progress_bar
-from ..base.python import own_folder
-from ..base.urls import shown_url
-from ..config import EngineConfig
-from ..engine import CacheClipEngine
-from ..prompt.segments import normalise_chunk
-from ..store.shared.care import room
-from ..store.shared.objects import ObjectBackend
-from ..store.shared.place import SharedPlace, need
-from ..store.shared.store import SharedStore, read_store_file
-from ..store.shared.table import Removal, SharedText, TextTable, rows_of, schema
+from cacheclip_rag.base.checks import check_choice
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError
+from cacheclip_rag.base.keys import text_digest
+from cacheclip_rag.base.paths import cache_home
+from cacheclip_rag.base.progress import progress_bar
+from cacheclip_rag.base.python import own_folder
+from cacheclip_rag.base.urls import shown_url
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.prompt.segments import normalise_chunk
+from cacheclip_rag.store.shared.care import room
+from cacheclip_rag.store.shared.objects import ObjectBackend
+from cacheclip_rag.store.shared.place import SharedPlace, need
+from cacheclip_rag.store.shared.store import SharedStore, read_store_file
+from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
 from .library import LibrarySettings, differences
 from .passages import PassageReader, read_each
 from .plan import IngestPlan, plan_documents
@@ -55,7 +55,7 @@ _PAUSES_S = (11.0, 60.0)
 _OWN_ERROR = re.compile(rf"^{re.escape(CacheClipError.__module__)}\.\w+: (.*)$", re.MULTILINE)
 """In the traces of the processes that an error of a worker came through."""
 _Told = tuple[str, str, str]
-"""What is wrong with a document, as :meth:`~cacheclip_rag.ingest.survey.Survey.tell` takes it."""
+"""What is wrong with a document, as :meth:`~cacheclip_ingest.survey.Survey.tell` takes it."""
 _COMMIT_ROWS, _COMMIT_S = 4096, 10.0
 """A commit has so many rows, or comes so long after the last one."""
 

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from ..base.checks import did_you_mean
-from ..base.errors import ConfigurationError, DocumentError, StoreError
-from ..base.paths import expanded, is_url
-from ..engine import CacheClipEngine
-from ..store.shared.place import SharedPlace
-from ..store.shared.table import Removal, TextTable, schema
+from cacheclip_rag.base.checks import did_you_mean
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
+from cacheclip_rag.base.paths import expanded, is_url
+from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.store.shared.place import SharedPlace
+from cacheclip_rag.store.shared.table import Removal, TextTable, schema
 from .documents import printable
 from .library import Library
 from .shared import documents_of, read_settings

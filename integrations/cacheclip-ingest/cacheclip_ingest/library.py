@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.database import Database, may_be_whole, set_aside
-from ..base.errors import ConfigurationError, MissingExtraError, StoreError
-from ..base.paths import expanded
-from ..config import EngineConfig
-from ..models.load import is_gguf
-from ..models.packaged.catalogue import packaged_name
+from cacheclip_rag.base.database import Database, may_be_whole, set_aside
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
+from cacheclip_rag.base.paths import expanded
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.models.load import is_gguf
+from cacheclip_rag.models.packaged.catalogue import packaged_name
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
 logger = logging.getLogger(__name__)

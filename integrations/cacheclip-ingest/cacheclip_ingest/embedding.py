@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import MissingExtraError, ModelError
-from ..models.load import DEVICE_MAPS, check_device, choose_device, resolve
-from ..models.memory import tensor_dtypes
-from ..runtime.transformers.text import quiet_transformers
-from ..runtime.transformers.weight_files import copy_mapped
+from cacheclip_rag.base.errors import MissingExtraError, ModelError
+from cacheclip_rag.models.load import DEVICE_MAPS, check_device, choose_device, resolve
+from cacheclip_rag.models.memory import tensor_dtypes
+from cacheclip_rag.runtime.transformers.text import quiet_transformers
+from cacheclip_rag.runtime.transformers.weight_files import copy_mapped
 
 DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 
@@ -83,7 +83,7 @@ class Embedder:
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """``(num_texts, dimensions)`` float32; each row has length 1, so that the inner product is the cosine."""
-        from ..runtime.transformers.text import check_process
+        from cacheclip_rag.runtime.transformers.text import check_process
 
         model = self._model
         check_process(self.name, self._process)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.errors import ConfigurationError, MissingExtraError
-from ..prompt.segments import normalise_chunk
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag.prompt.segments import normalise_chunk
 
 _RULE = re.compile(r"[ \t>]*+\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?[ \t]*+\n?")
 """The line below the header of a table of Markdown."""
