@@ -9,17 +9,17 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo demo-gguf test test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench clean
+.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench clean
 
 setup: $(VENV)/.installed
 
 # torch comes first and pinned: left to the resolver, pip would take whatever build is newest.
 # For the small CPU build where the default index serves CUDA: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml integrations/all.txt $(wildcard integrations/*/pyproject.toml)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --group test --group lint -e ".[all]" $(PIN)
+	$(BIN)/python -m pip install --quiet --group test --group lint -r integrations/all.txt $(PIN)
 	touch $@
 
 demo: setup
@@ -40,6 +40,14 @@ PARALLEL := -n 2 --dist loadgroup -m "not weights" --ignore tests/llamacpp
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
+# Of the core alone.
+test-core: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) tests
+
+# Of one distribution of integrations/: make -C integrations/NAME test.
+test-guest: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) integrations/$(GUEST)/tests
+
 # The same with every architecture in every test that can take one.
 test-all: export CACHECLIP_TEST_ALL = 1
 test-all: test
@@ -51,7 +59,7 @@ test-weights: setup
 # The oldest transformers that pyproject.toml allows, on the tests that touch it; an environment of its own.
 test-oldest:
 	$(MAKE) setup VENV=.venv-oldest PIN="transformers==5.0.0"
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/evaluation tests/engine
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PARALLEL) tests/models tests/runtime tests/fusion tests/methods tests/engine integrations/cacheclip-lab/tests/evaluation
 
 # Tests inside llama.cpp, on tiny GGUF files that they write.
 test-llamacpp: $(VENV)/.llamacpp
@@ -70,15 +78,17 @@ VLLM_TESTS ?= tests/vllm
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . -e ./integrations/cacheclip-serve \
+		-e ./integrations/cacheclip-vllm -e ./integrations/cacheclip-lab -e ./integrations/langchain-cacheclip $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \
 		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(VLLM_TESTS)
 
+GUESTS := $(subst $(eval ) ,:,$(wildcard integrations/*/))
 lint: setup
 	$(BIN)/ruff check cacheclip_rag integrations examples tests benchmarks docs
 	$(BIN)/mypy
-	MYPYPATH=integrations $(BIN)/mypy --namespace-packages --explicit-package-bases integrations
+	MYPYPATH=$(GUESTS) $(BIN)/mypy --namespace-packages --explicit-package-bases --exclude /tests/ integrations
 
 # The documentation site, in site/; a warning is an error.
 docs: setup

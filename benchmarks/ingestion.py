@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheclip_ingest import LibrarySettings, shared
 from store_attack import ray_cluster, storage, store_command, text_of
 
-from cacheclip_ingest import LibrarySettings, shared
 from cacheclip_rag.testing import build_model, tiny_spec
 from cacheclip_rag.timing import processor_name
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from cacheclip_ingest import Embedder
 from cacheclip_lab.evaluation.questions import ask
 from cacheclip_lab.evaluation.records import Record
 from cacheclip_lab.evaluation.scores import METRICS
@@ -34,7 +35,6 @@ from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_ingest import Embedder
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.timing import processor_name
 

@@ -44,6 +44,8 @@ from typing import Any
 import psutil
 import torch
 import xxhash
+from cacheclip_ingest import Library, LibrarySettings
+from cacheclip_ingest import library as documents
 from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
@@ -51,8 +53,6 @@ from cacheclip_rag.base.database import FormatError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.cli import main as main_of_cli
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_ingest import Library, LibrarySettings
-from cacheclip_ingest import library as documents
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (

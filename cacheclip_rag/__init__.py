@@ -13,6 +13,8 @@ from .base.late import late_names
 from .base.version import __version__
 
 if TYPE_CHECKING:
+    from cacheclip_rag.adapters.explain import explain_miss
+
     from .answering.options import CallOptions
     from .base.errors import (
         CacheClipError,
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
     from .base.sampling import SamplingParams
     from .config import EngineConfig
     from .engine import CacheClipEngine, WarmUp, get_engine
-    from .frontend.explain import explain_miss
     from .fusion.answer import Answer, Event, FusionStats, Trace
     from .plan.plan import Plan
     from .prompt.segments import Chunk, Fresh
@@ -109,7 +110,7 @@ _HOMES = {
     "UnsupportedModelError": "base.errors",
     "WarmUp": "engine",
     "call_schema": "prompt.tools",
-    "explain_miss": "frontend.explain",
+    "explain_miss": "adapters.explain",
     "get_engine": "engine",
 }
 __getattr__ = late_names(__name__, _HOMES)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from cacheclip_ingest import Embedder
 from langchain_core.embeddings import Embeddings
 from llama_index.core.embeddings import BaseEmbedding
-
-from cacheclip_ingest import Embedder
 
 HERE = Path(__file__).resolve().parent
 CORPUS = Path(os.environ.get("CORPUS", HERE / "corpus"))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest
 from langchain_cacheclip import ChatCacheClip
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.retrieval import create_retrieval_chain
@@ -31,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, get_engine
-from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest
 
 HERE = Path(__file__).resolve().parent
 MODELS = {

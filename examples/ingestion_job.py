@@ -3,10 +3,10 @@ again and continues. In the shell: ``cacheclip ingest examples/corpus --store â€
 
 from __future__ import annotations
 
+from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest, plan_ingestion
 from common import AUXILIARY, CORPUS, EMBEDDING, FILES, PRIMARY, STORE
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_ingest import Embedder, Library, LibrarySettings, ingest, plan_ingestion
 
 settings = LibrarySettings(primary=PRIMARY, auxiliary=AUXILIARY, embedding=EMBEDDING, chunk_tokens=256)
 FOLDER = f"{STORE}-job"

@@ -9,10 +9,10 @@ import os
 
 import ray
 import ray.data
+from cacheclip_ingest import Commit, Encode, LibrarySettings
 from common import AUXILIARY, CORPUS, FILES, PRIMARY
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_ingest import Commit, Encode, LibrarySettings
 
 URL = os.environ.get("SHARED_STORE", "s3://my-bucket/prod")
 config = LibrarySettings(primary=PRIMARY, auxiliary=AUXILIARY).engine_config(URL, device="cpu")

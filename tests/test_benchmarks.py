@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cacheclip_ingest import Embedder
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_ingest import Embedder
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

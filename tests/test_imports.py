@@ -39,14 +39,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("timing",),
     ("answering",),
     ("engine",),
-    ("frontend",),
+    ("adapters",),
     # the package itself: the names of its façade
     ("",),
-    ("ingest",),
     ("testing",),
-    ("serving",),
-    ("vllm",),
-    ("lab",),
     ("cli",),
 )
 """Rooms of the package from bottom to top: a module may import from its own room and from those below it."""

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_serve.access import Access
+from cacheclip_vllm.launch import command
+from cacheclip_vllm.parameters import STORE_VARIABLE, Settings
+from cacheclip_vllm.settings import ServerSettings
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.load import dumpd
@@ -25,12 +29,8 @@ from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.urls import shown_url, without_secrets
 from cacheclip_rag.cli import main
 from cacheclip_rag.config import EngineConfig
-from cacheclip_serve.access import Access
 from cacheclip_rag.store.shared.care import create
 from cacheclip_rag.store.shared.place import SharedPlace
-from cacheclip_vllm.launch import command
-from cacheclip_vllm.parameters import STORE_VARIABLE, Settings
-from cacheclip_vllm.settings import ServerSettings
 from tests.conftest import CHUNKS, rag_prompt
 
 SECRET = "s3cr3t"

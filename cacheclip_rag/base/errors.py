@@ -61,12 +61,26 @@ class ConfigurationError(CacheClipError):
     """A setting is unknown or out of range."""
 
 
+_FOLDERS = {
+    "ingest": "cacheclip-ingest",
+    "lab": "cacheclip-lab",
+    "langchain": "langchain-cacheclip",
+    "llama-index": "llama-index-llms-cacheclip",
+    "pdf": "cacheclip-ingest[pdf]",
+    "ray": "cacheclip-ingest[ray]",
+    "serve": "cacheclip-serve",
+    "vllm": "cacheclip-vllm[vllm]",
+}
+"""Distributions of the repository's ``integrations/``, by the extra that names them."""
+
+
 class MissingExtraError(CacheClipError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
+        here = f"-e './integrations/{_FOLDERS[extra]}'" if extra in _FOLDERS else f"-e '.[{extra}]'"
         super().__init__(
-            f"{what} is not installed. Install it in your clone of the repository: pip install -e '.[{extra}]'; once "
+            f"{what} is not installed. Install it in your clone of the repository: pip install {here}; once "
             f"the package is published: pip install 'cacheclip-rag[{extra}]'"
         )
 

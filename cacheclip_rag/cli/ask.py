@@ -13,8 +13,9 @@ from .options import CommandSettings, engine_options, existing_folder
 from .tables import AskTable
 
 if TYPE_CHECKING:
-    from ..fusion.answer import Answer
     from cacheclip_ingest.library import Passage
+
+    from ..fusion.answer import Answer
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -41,10 +42,11 @@ def ask(
         raise ConfigurationError("the question is empty.")
     store = existing_folder(settings.store)
 
-    from ..base.sampling import SamplingParams
-    from ..engine import CacheClipEngine
     from cacheclip_ingest.embedding import Embedder
     from cacheclip_ingest.library import Library
+
+    from ..base.sampling import SamplingParams
+    from ..engine import CacheClipEngine
 
     library = Library.open(store)
     documents = library.settings

@@ -30,10 +30,12 @@ def explain_miss(
     words with the prompt. Exit code 1 if a text is not reused."""
     store = existing_folder(settings.store)
 
-    from ..engine import CacheClipEngine
-    from ..frontend.explain import explain_miss as explain
-    from ..frontend.explain import plausible
     from cacheclip_ingest.library import Library
+
+    from cacheclip_rag.adapters.explain import explain_miss as explain
+    from cacheclip_rag.adapters.explain import plausible
+
+    from ..engine import CacheClipEngine
     from ..store import is_store
 
     folder = expanded(store)

@@ -18,11 +18,12 @@ from .options import CommandSettings, checked_model, engine_options
 from .tables import IngestTable
 
 if TYPE_CHECKING:
-    from ..config import EngineConfig
-    from ..engine import CacheClipEngine
     from cacheclip_ingest.job import IngestReport
     from cacheclip_ingest.plan import IngestPlan
     from cacheclip_ingest.shared import SharedReport
+
+    from ..config import EngineConfig
+    from ..engine import CacheClipEngine
 
 
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
@@ -88,6 +89,7 @@ def ingest(
     from cacheclip_ingest.job import plan_ingestion
     from cacheclip_ingest.library import Library
     from cacheclip_ingest.splitting import check_sizes
+
     from .settings import merge_settings
 
     folder = expanded(store)
@@ -151,6 +153,7 @@ def _ingest_shared(
     from cacheclip_ingest.library import LibrarySettings
     from cacheclip_ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
     from cacheclip_ingest.splitting import check_sizes
+
     from ..models.load import concrete
     from .settings import given_settings
 

@@ -118,6 +118,7 @@ class CommandSettings:
 
         if is_url(self.store):
             from cacheclip_ingest.shared import read_settings
+
             from .settings import given_settings
 
             known = read_settings(self.store)

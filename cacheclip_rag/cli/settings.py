@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from ..base.paths import expanded
 from cacheclip_ingest.library import MODELS, Library, LibrarySettings
+
+from ..base.paths import expanded
 from ..models.load import is_gguf
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))

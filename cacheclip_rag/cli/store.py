@@ -94,6 +94,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         _look_after(store, care.stats, as_json)
         return
     from cacheclip_ingest.library import Library
+
     from ..store.care import open_store
 
     folder = expanded(store)
@@ -156,6 +157,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
             raise typer.Exit(1)
         return
     from cacheclip_ingest.library import check_library
+
     from ..store.care import verify as run
 
     folder = expanded(store)
@@ -186,6 +188,7 @@ def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Delete what is damaged, and make catalog and files agree. What cannot be read stays; exit code 1 if there is any.
     Stop other users of the store before."""
     from cacheclip_ingest.library import repair_library
+
     from ..store.care import repair as run
 
     folder = expanded(existing_folder(store))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cacheclip_serve.replies import ChatReply, CompletionReply
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,7 +26,6 @@ from cacheclip_rag.fusion.answer import TokenLogprob
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
-from cacheclip_serve.replies import ChatReply, CompletionReply
 
 CPU = torch.device("cpu")
 TOWER = "Paris 🗼 東京 👩‍👩‍👧 é"

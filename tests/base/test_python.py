@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cacheclip_vllm.options import absolute_paths
 
 from cacheclip_rag.base.errors import DownloadError
 from cacheclip_rag.base.python import python_command, python_environment
 from cacheclip_rag.models.packaged import pull
 from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
-from cacheclip_vllm.options import absolute_paths
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

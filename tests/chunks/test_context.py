@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cacheclip_ingest import Library, LibrarySettings
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_ingest import Library, LibrarySettings
 from cacheclip_rag.store import chunk_key
 
 

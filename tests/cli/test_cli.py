@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+from cacheclip_ingest.embedding import Embedder
 
 from cacheclip_rag import CacheClipEngine, Event, __version__
 from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
@@ -25,7 +26,6 @@ from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
 from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.config import EngineConfig
-from cacheclip_ingest.embedding import Embedder
 from tests.ingest.pdf import pdf
 from tests.store.samples import failing
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_ingest.library import Library, LibrarySettings
 
 import cacheclip_rag
 from cacheclip_rag import CacheClipEngine, EngineConfig, get_engine
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.paths import cache_home
-from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store import Catalog, ChunkStore, StoreReader, TenantStore
 from cacheclip_rag.store.disk import DiskBackend
@@ -134,7 +134,7 @@ import cacheclip_rag
 heavy = {"torch", "transformers", "numpy", "langchain_core", "llama_index"}
 assert not heavy & set(sys.modules)
 from cacheclip_rag import CallOptions, EngineConfig
-import cacheclip_rag.answering.options, cacheclip_rag.frontend.aio
+import cacheclip_rag.answering.options, cacheclip_rag.adapters.aio
 EngineConfig(), EngineConfig(method="epic", recompute_ratio=0.1), CallOptions()
 assert "torch" not in sys.modules
 """

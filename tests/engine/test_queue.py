@@ -123,7 +123,7 @@ def test_an_observer_may_ask_itself(engine: CacheClipEngine, chunks: list[str]) 
 
 def test_asynchronous_questions(engine: CacheClipEngine, chunks: list[str]) -> None:
     """As both adapters ask: a thread for each answer. One of them is given up at its first token."""
-    from cacheclip_rag.frontend.aio import iterate_in_thread
+    from cacheclip_rag.adapters.aio import iterate_in_thread
 
     engine.precompute(chunks)
     order: list[int] = []
@@ -162,7 +162,7 @@ def test_who_leaves_while_it_waits_is_not_answered(
     engine: CacheClipEngine, chunks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled, as by a server whose client hung up. Its thread ends at once, and those behind it move up."""
-    from cacheclip_rag.frontend.aio import iterate_in_thread
+    from cacheclip_rag.adapters.aio import iterate_in_thread
 
     engine.precompute(chunks)
     fuse, fused = type(engine.primary).fuse, list[str]()

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import RANDOM
+from cacheclip_vllm.passes import passes
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.stored import StoredInterval, check_fits
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
@@ -17,9 +20,6 @@ from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece, runs_of
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.store import ChunkStore, DiskBackend, FrameError, StoreReader, TenantStore, codecs
-from cacheclip_vllm.passes import passes
-from cacheclip_vllm.planner import Planner
-from cacheclip_vllm.stored import StoredInterval, check_fits
 from tests.conftest import CHUNKS, rag_prompt
 
 OTHERS = {"random": RANDOM, "corrected": replace(preset("epic"), correction=0.5, name="corrected")}

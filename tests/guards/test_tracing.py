@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cacheclip_rag import CacheClipEngine, FusionStats, SamplingParams
-from cacheclip_rag.frontend.aio import iterate_in_thread
+from cacheclip_rag.adapters.aio import iterate_in_thread
 from cacheclip_rag.guards.tracing import record_spans
 from tests.conftest import CHUNKS, rag_prompt
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pypdf import PageObject, PdfWriter
-from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject
-
 from cacheclip_ingest.documents import read_document
 from cacheclip_ingest.pdf_lines import _as_read, _is_guess
 from cacheclip_ingest.text import DocumentText
+from pypdf import PageObject, PdfWriter
+from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject
+
 from tests.ingest.pdf import draw, form, image, pdf, stream, with_parts
 
 HEBREW = "\u05d4\u05de\u05d2\u05d3\u05dc\u05d5\u05e8 \u05e0\u05d1\u05e0\u05d4"

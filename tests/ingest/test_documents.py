@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 import cacheclip_ingest.documents as documents
-from cacheclip_rag.base.errors import DocumentError
+import pytest
 from cacheclip_ingest.documents import find_files, read_document
+
+from cacheclip_rag.base.errors import DocumentError
 from tests.ingest.pdf import pdf
 
 

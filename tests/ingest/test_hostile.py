@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from cacheclip_ingest.documents import read_document
 from cacheclip_ingest.html import html_text
 from cacheclip_ingest.markup import tokens

@@ -15,6 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cacheclip_ingest import job, passages
+from cacheclip_ingest.documents import find_files
+from cacheclip_ingest.embedding import Embedder, Vectors
+from cacheclip_ingest.job import IngestReport, ingest, plan_ingestion
+from cacheclip_ingest.library import Library, LibrarySettings
+from cacheclip_ingest.plan import IngestPlan
+from cacheclip_ingest.splitting import Splitter
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import (
@@ -24,13 +31,6 @@ from cacheclip_rag.base.errors import (
     StoreError,
     UnknownModelError,
 )
-from cacheclip_ingest import job, passages
-from cacheclip_ingest.documents import find_files
-from cacheclip_ingest.embedding import Embedder, Vectors
-from cacheclip_ingest.job import IngestReport, ingest, plan_ingestion
-from cacheclip_ingest.library import Library, LibrarySettings
-from cacheclip_ingest.plan import IngestPlan
-from cacheclip_ingest.splitting import Splitter
 from cacheclip_rag.models import load
 
 

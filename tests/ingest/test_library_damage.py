@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_ingest.embedding import Vectors
 from cacheclip_ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
+
+from cacheclip_rag.base.errors import ConfigurationError, StoreError
 
 SETTINGS = LibrarySettings("primary", None, "letters", "float32", "default", 32, 0, "prefix")
 DIMENSIONS = 8

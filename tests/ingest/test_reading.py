@@ -13,7 +13,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import cacheclip_ingest.pdf as reading_pdf
 import pytest
+from cacheclip_ingest.documents import EmptyFileError, read_document
+from cacheclip_ingest.html import _Page
+from cacheclip_ingest.text import DocumentText, cleaned, notes_on_markdown
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import (
     ArrayObject,
@@ -24,11 +28,7 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-import cacheclip_ingest.pdf as reading_pdf
 from cacheclip_rag.base.errors import DocumentError
-from cacheclip_ingest.documents import EmptyFileError, read_document
-from cacheclip_ingest.html import _Page
-from cacheclip_ingest.text import DocumentText, cleaned, notes_on_markdown
 from tests.ingest.pdf import annotate, form, image, pdf, stream, with_parts
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_ingest.library import Library
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_ingest.library import Library
 from cacheclip_rag.store import ChunkStore, TenantStore
 from tests.conftest import SENTENCES
 from tests.engine.test_second_steps import Broken, Fault, threads

@@ -36,6 +36,7 @@ from cacheclip_ingest.job import ingest  # noqa: E402
 from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
 from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
+
 from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402

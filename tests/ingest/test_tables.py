@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import pytest
-
 from cacheclip_ingest.splitting import Splitter
+
 from cacheclip_rag.models.load import load_model
 
 HEADER = "| berth | tenant | euros owed |\n|---|---|---|\n"

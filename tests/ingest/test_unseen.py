@@ -7,7 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cacheclip_ingest.pdf_view as view
 import pytest
+from cacheclip_ingest.documents import read_document
+from cacheclip_ingest.html import html_text
+from cacheclip_ingest.text import DocumentText
+from cacheclip_ingest.unseen import Unseen
 from pypdf import PdfWriter
 from pypdf.generic import (
     ArrayObject,
@@ -19,12 +24,7 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-import cacheclip_ingest.pdf_view as view
 from cacheclip_rag.base.errors import DocumentError
-from cacheclip_ingest.documents import read_document
-from cacheclip_ingest.html import html_text
-from cacheclip_ingest.text import DocumentText
-from cacheclip_ingest.unseen import Unseen
 from tests.ingest.pdf import annotate, draw, form, image, pdf, stream, with_parts
 
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "

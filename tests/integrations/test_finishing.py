@@ -11,9 +11,9 @@ from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import Event
+from cacheclip_rag.adapters.finishing import final_events
 from cacheclip_rag.answering import verification
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.models.load import load_model
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 

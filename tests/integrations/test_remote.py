@@ -12,8 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from cacheclip_adapters import remote
-from cacheclip_adapters.remote import RemoteEngine
+from cacheclip_serve.replies import server_sent
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.messages import AIMessage, HumanMessage, trim_messages
@@ -23,8 +22,9 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import CallOptions, FusionStats, SamplingParams
+from cacheclip_rag.adapters import remote
+from cacheclip_rag.adapters.remote import RemoteEngine
 from cacheclip_rag.base.errors import ConfigurationError, ServerError
-from cacheclip_serve.replies import server_sent
 
 STATS = {each.name: "full" if each.type == "str" else 3 for each in fields(FusionStats) if each.default is MISSING}
 STATS |= {"phases_s": {}, "fallback": None}

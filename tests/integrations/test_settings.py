@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_adapters import ALIASES, EngineFields, ModelFields
 from langchain_cacheclip import CacheClipLLM as LangChainLLM
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.adapters import ALIASES, EngineFields, ModelFields
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.guards.promise import Guarantee, PromisedGate
 from cacheclip_rag.methods import preset

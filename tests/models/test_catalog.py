@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-
-from cacheclip_rag import EngineConfig
 from cacheclip_ingest import LibrarySettings
 from cacheclip_ingest.embedding import Embedder
+
+from cacheclip_rag import EngineConfig
 from cacheclip_rag.models.context import knows_tools
 from cacheclip_rag.models.packaged.catalogue import (
     PACKAGED_MODELS,

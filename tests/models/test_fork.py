@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
+from cacheclip_ingest.embedding import Embedder
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_ingest.embedding import Embedder
 from tests.store.samples import run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_ingest.embedding import Embedder
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag.base.errors import (
@@ -24,7 +25,6 @@ from cacheclip_rag.base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from cacheclip_ingest.embedding import Embedder
 from cacheclip_rag.models import fingerprint as fingerprint_module
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models import memory

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag import Answer, CacheClipEngine, Event
+from cacheclip_rag.adapters.finishing import final_events
 from cacheclip_rag.answering.text import TextStream
-from cacheclip_rag.frontend.finishing import final_events
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
 from cacheclip_rag.runtime.base import REASONING_MARKERS, known_reasoning, markers_among

@@ -11,11 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
-from cacheclip_rag.models.load import load_model, load_planning
-from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from cacheclip_vllm import encoding
 from cacheclip_vllm.captures import (
     CAPTURE,
@@ -32,6 +27,11 @@ from cacheclip_vllm.captures import (
 from cacheclip_vllm.encoding import ChunkEncoder, encoding_options, encoding_primary, vllm_engine
 from cacheclip_vllm.parameters import Settings
 from cacheclip_vllm.served import Served
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, EncodingError, ModelError, UnsupportedModelError
+from cacheclip_rag.models.load import load_model, load_planning
+from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
 from tests.conftest import CHUNKS, TINY_MODELS, build_model
 
 NAME, CONTEXT = "a" * 32, "b" * 32

@@ -21,14 +21,6 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import RANDOM
-
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ModelError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.models.fingerprint import file_states
-from cacheclip_rag.models.load import load_planning
-from cacheclip_rag.store import StoreReader, joined
-from cacheclip_rag.store.shared.care import create
 from cacheclip_vllm import loading
 from cacheclip_vllm.captures import write_context
 from cacheclip_vllm.loading import Loader, local_heads
@@ -38,6 +30,14 @@ from cacheclip_vllm.planner import Planner
 from cacheclip_vllm.scheduling import Load
 from cacheclip_vllm.stored import StoredInterval, slots_of
 from cacheclip_vllm.worker import _telling, model_runner
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ModelError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models.fingerprint import file_states
+from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.store import StoreReader, joined
+from cacheclip_rag.store.shared.care import create
 from tests.conftest import CHUNKS, rag_prompt
 from tests.object_storage import bucket, s3_address  # noqa: F401
 

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, StoreError, UnknownModelError
 from cacheclip_vllm import offline
 from cacheclip_vllm.offline import FusedLLM
 from cacheclip_vllm.planner import Planner
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, StoreError, UnknownModelError
 from tests.prompt.test_tools import SEARCH
 
 TEXT = "The harbour was built in the year of the great storm, and its lighthouse was lit by hand until the war. " * 3

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_vllm.offline import engine_options
+from cacheclip_vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
+from cacheclip_vllm.passes import passes
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.served import Served
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
@@ -16,11 +21,6 @@ from cacheclip_rag.guards.certificate import THRESHOLDS, Certificate, Identity, 
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore
-from cacheclip_vllm.offline import engine_options
-from cacheclip_vllm.parameters import NAMESPACES_VARIABLE, PARAMETER, Ready, Settings, request_parameters
-from cacheclip_vllm.passes import passes
-from cacheclip_vllm.planner import Planner
-from cacheclip_vllm.served import Served
 from tests.conftest import CHUNKS, rag_prompt
 
 ROOM = {"max_runs": 99, "max_rows": 999}

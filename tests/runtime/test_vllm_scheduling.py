@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from cacheclip_vllm.parameters import PARAMETER, UNREADABLE, Ready
 from cacheclip_vllm.prefix_blocks import salt
 from cacheclip_vllm.scheduling import Load, RequestLoads, check_engine, check_request, untested, windows_cost

@@ -6,11 +6,11 @@ from itertools import count
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.store import StoreReader
 from cacheclip_vllm.loading import Loaded
 from cacheclip_vllm.passes import passes
 from cacheclip_vllm.scheduling import Load
+
+from cacheclip_rag.store import StoreReader
 from tests.runtime.test_vllm_loading import BLOCKS, Rows, Worker, Writer, made  # noqa: F401
 from tests.store.steps import Steps
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from cacheclip_vllm import internals
 from cacheclip_vllm import served as module
 from cacheclip_vllm.forcing import FORCED, processor

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cacheclip_vllm.shadow import SHADOW_TOKENS, Shadow
 
 from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_vllm.shadow import SHADOW_TOKENS, Shadow
 
 GREEDY = {
     "temperature": 0,

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.config import EngineConfig
 from cacheclip_serve.access import Access
 from cacheclip_serve.server import Server
 from cacheclip_serve.transformers import TransformersBackend
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.config import EngineConfig
 from tests.conftest import CACHECLIP
 
 NAME = "tiny"

@@ -9,12 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
 from cacheclip_serve.access import Access, read_tenants
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.server import Server
+
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS
 from tests.serving.conftest import Served, running
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cacheclip_serve.access import Access
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.documents import Document
@@ -23,7 +24,6 @@ from pydantic import BaseModel
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError, ServerError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.methods import preset
-from cacheclip_serve.access import Access
 from tests.conftest import CHUNKS, rag_prompt
 from tests.serving.conftest import NAME, Served, running
 
@@ -255,7 +255,7 @@ def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return httpx.Response(200, text=text)
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as client:
-        monkeypatch.setattr("cacheclip_adapters.remote._client", lambda: client)
+        monkeypatch.setattr("cacheclip_rag.adapters.remote._client", lambda: client)
         with pytest.raises(ServerError, match="another server"):
             TextModel(base_url="http://other/v1").invoke("What?")
         with pytest.raises(ServerError, match="what a cacheclip server does not send"):

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.answering.pipeline import Answering
-from cacheclip_rag.config import EngineConfig
 from cacheclip_serve import bounds
 from cacheclip_serve.bounds import check_counts, check_size, check_values
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.schema import ChatBody, parse, read_json
+
+from cacheclip_rag.answering.pipeline import Answering
+from cacheclip_rag.config import EngineConfig
 from tests.serving.conftest import Served
 
 CONTEXT = 32_768

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cacheclip_serve.access import Access, check_origins
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
-from cacheclip_serve.access import Access, check_origins
 from tests.serving.conftest import Served, running
 
 PAGE = "https://chat.example.org"

@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+from cacheclip_serve.server import Server, served_name
+from cacheclip_serve.transformers import TransformersBackend
 from typer.testing import CliRunner
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
-from cacheclip_serve.server import Server, served_name
-from cacheclip_serve.transformers import TransformersBackend
 
 
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:

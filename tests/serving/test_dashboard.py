@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 
-from cacheclip_rag.guards import metrics
 from cacheclip_serve.counters import Counters
 from cacheclip_vllm import planners
+
+from cacheclip_rag.guards import metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs/grafana.json"
 

@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import Event
 from cacheclip_serve import bodies, connections, server
 from cacheclip_serve.backend import ServedQuestion
 from cacheclip_serve.bodies import Bodies
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.queue import Queue, QueueFull
 from cacheclip_serve.transformers import TransformersBackend
+
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.fusion.answer import Event
 from tests.serving.conftest import Served, running
 
 

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from cacheclip_serve.hidden import SEEN, without_hits
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
-from cacheclip_serve.hidden import SEEN, without_hits
 from tests.conftest import CHUNKS, rag_prompt
 from tests.serving.conftest import Served, running
 

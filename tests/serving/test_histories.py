@@ -12,13 +12,13 @@ from typing import Any
 
 import openai
 import pytest
+from cacheclip_serve.errors import RequestError
+from cacheclip_serve.schema import ChatBody, CompletionBody, parse
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OfAChat
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OfACompletion
 
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
-from cacheclip_serve.errors import RequestError
-from cacheclip_serve.schema import ChatBody, CompletionBody, parse
 from tests.conftest import CHUNKS
 from tests.integrations.fakes import fake_models, watched
 from tests.serving.applications import Unexpected, play

@@ -14,6 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+from cacheclip_serve import app
+from cacheclip_serve.app import Limits
+from cacheclip_serve.backend import ServedQuestion
+from cacheclip_serve.server import Server
 from langchain_cacheclip import ChatCacheClip
 
 from cacheclip_rag.answering.options import CallOptions
@@ -23,10 +27,6 @@ from cacheclip_rag.base import clock as base_clock
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
-from cacheclip_serve import app
-from cacheclip_serve.app import Limits
-from cacheclip_serve.backend import ServedQuestion
-from cacheclip_serve.server import Server
 from cacheclip_rag.testing.faketime import FakeTime
 from tests.engine.test_queue import NEVER, Gate, says
 from tests.serving.conftest import Served, running

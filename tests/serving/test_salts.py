@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.config import EngineConfig
 from cacheclip_vllm.planner import Planner
 from cacheclip_vllm.settings import ServerSettings
+
+from cacheclip_rag.config import EngineConfig
 from tests.serving.test_vllm_middleware import BOTH, NORTH, OWN, PICTURE, PROMPT, SEAL, Served, config, running
 
 __all__ = ["config"]

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cacheclip_serve.app import Limits
+from cacheclip_serve.backend import ServedQuestion
+from cacheclip_serve.transformers import TransformersBackend
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import Event
-from cacheclip_serve.app import Limits
-from cacheclip_serve.backend import ServedQuestion
-from cacheclip_serve.transformers import TransformersBackend
 from tests.engine.test_second_steps import Broken, Fault
 from tests.serving.conftest import Served, running
 from tests.serving.test_fairness import until

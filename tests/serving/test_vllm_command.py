@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cacheclip_vllm import internals, launch, served
+from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
+from cacheclip_vllm.settings import ServerSettings
 from typer.testing import CliRunner
 
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError, MissingExtraError
 from cacheclip_rag.cli import app
-from cacheclip_vllm import internals, launch, served
-from cacheclip_vllm.parameters import NAMESPACES_VARIABLE
-from cacheclip_vllm.settings import ServerSettings
 
 KEY = "server-key-1"
 

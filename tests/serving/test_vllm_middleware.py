@@ -19,6 +19,16 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from cacheclip_serve import bodies, connections
+from cacheclip_serve.connections import KEEP_S
+from cacheclip_vllm.middleware import CacheClip
+from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
+from cacheclip_vllm.planner import Planner
+from cacheclip_vllm.planners import Planning, Route
+from cacheclip_vllm.replies import ReplyText, Result, StreamReply
+from cacheclip_vllm.served import Served as HowServed
+from cacheclip_vllm.settings import ServerSettings
+from cacheclip_vllm.shadow import SHADOW_TOKENS
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
@@ -31,16 +41,6 @@ from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
-from cacheclip_serve import bodies, connections
-from cacheclip_serve.connections import KEEP_S
-from cacheclip_vllm.middleware import CacheClip
-from cacheclip_vllm.parameters import PARAMETER, SEAL_VARIABLE, UNREADABLE, Ready, Settings
-from cacheclip_vllm.planner import Planner
-from cacheclip_vllm.planners import Planning, Route
-from cacheclip_vllm.replies import ReplyText, Result, StreamReply
-from cacheclip_vllm.served import Served as HowServed
-from cacheclip_vllm.settings import ServerSettings
-from cacheclip_vllm.shadow import SHADOW_TOKENS
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
 from tests.serving.test_fairness import HALVES, until, wait_for_the_end

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_ingest.library import Library
 from typing_extensions import Buffer
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.common_parts import TextMatch
-from cacheclip_ingest.library import Library
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.store.eviction import make_room

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_ingest.library import Library, check_library, repair_library
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.folder import open_folder
-from cacheclip_ingest.library import Library, check_library, repair_library
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_ingest.library import Library, LibrarySettings, repair_library
 
 from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
-from cacheclip_ingest.library import Library, LibrarySettings, repair_library
 from cacheclip_rag.store import ChunkStore, TenantStore, codecs
 from cacheclip_rag.store.care import collect_garbage, repair, verify
 from tests.conftest import some_of

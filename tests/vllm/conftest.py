@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.variants import RANDOM
+from cacheclip_vllm.offline import FusedLLM, engine_options
+from cacheclip_vllm.planner import Planner
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.guards import certificate as certificates
 from cacheclip_rag.testing.tiny import SENTENCES, build_auxiliary, build_model, tiny_spec
-from cacheclip_vllm.offline import FusedLLM, engine_options
-from cacheclip_vllm.planner import Planner
 from tests.conftest import TOOLS_TEMPLATE
 
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"

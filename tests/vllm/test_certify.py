@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from cacheclip_lab.evaluation import certify as common
 from cacheclip_lab.evaluation.served import NOT_MEASURED, certify_vllm
+from cacheclip_vllm.offline import FusedLLM
 
 from cacheclip_rag.base.errors import CertificateError, ConfigurationError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.guards import certificate as certificates
 from cacheclip_rag.methods import preset
-from cacheclip_vllm.offline import FusedLLM
 from tests.vllm.conftest import CORRECTED, PROMPTS, VLLM, Setting, outcomes, outputs, started
 
 NAMES = ("shadow_checks_total", "shadow_agreement_sum", "shadow_other_first_token_total", "shadow_skipped_total")

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, EncodingError
 from cacheclip_ingest.embedding import Embedder, Vectors
 from cacheclip_ingest.job import ingest
 from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.splitting import Splitter
-from cacheclip_rag.testing.tiny import SENTENCES
 from cacheclip_vllm import captures
 from cacheclip_vllm.encoding import encoding_options, encoding_primary
 from cacheclip_vllm.offline import FusedLLM
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import ConfigurationError, EncodingError
+from cacheclip_rag.testing.tiny import SENTENCES
 from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, Setting, ask, outcomes, outputs, started
 from tests.vllm.test_architectures import setting as architecture
 

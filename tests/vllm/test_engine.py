@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import RANDOM
-
-from cacheclip_rag.fusion.wire import StoredPiece, runs_of
 from cacheclip_vllm.offline import FusedLLM
 from cacheclip_vllm.parameters import request_parameters
+
+from cacheclip_rag.fusion.wire import StoredPiece, runs_of
 from tests.vllm.conftest import (
     BLOCK,
     CHUNKS,

@@ -8,10 +8,10 @@ from concurrent.futures import wait
 from typing import Any
 
 import pytest
-
 from cacheclip_vllm.offline import FusedLLM
 from cacheclip_vllm.parameters import EXACT, UNREADABLE
 from cacheclip_vllm.prefix_blocks import PrefixBlocks
+
 from tests.vllm.conftest import (
     BLOCK,
     CHUNKS,

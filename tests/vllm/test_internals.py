@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_vllm import internals
 from cacheclip_vllm.internals import Internal, missing
 from cacheclip_vllm.offline import FusedLLM
+
+from cacheclip_rag.base.errors import ConfigurationError
 from tests.vllm.conftest import PROMPTS, ask, started
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from cacheclip_lab.evaluation import certify as common
 from cacheclip_lab.evaluation.served import certify_vllm
+from cacheclip_vllm.offline import FusedLLM
+from cacheclip_vllm.served import Served
 from safetensors.torch import load_file, save_file
 
 from cacheclip_rag import CacheClipEngine
@@ -17,8 +19,6 @@ from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.methods import preset
 from cacheclip_rag.testing.tiny import build_model
-from cacheclip_vllm.offline import FusedLLM
-from cacheclip_vllm.served import Served
 from tests.vllm.conftest import CHUNKS, MODELS, PROMPTS, VLLM, Setting, clean_up, outcomes
 from tests.vllm.test_encoding import encoding
 from tests.vllm.test_engine import sampling

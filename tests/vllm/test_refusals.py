@@ -15,9 +15,8 @@ from tests.vllm.conftest import started
 
 class TestEngine:
     def test_a_cache_that_keeps_not_all_blocks(self) -> None:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
         from cacheclip_vllm.scheduling import check_engine
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
         about = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
         check_engine(*engine(spec=FullAttentionSpec(**about)), FullAttentionSpec)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cacheclip_vllm.served import Served
 
 from cacheclip_rag.models.load import load_planning
-from cacheclip_vllm.served import Served
 from tests.runtime.test_vllm_served import CHECKPOINTS
 
 

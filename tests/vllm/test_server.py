@@ -18,14 +18,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from cacheclip_adapters.remote import RemoteEngine
+from cacheclip_vllm.planner import Planner
 from openai import AuthenticationError, BadRequestError, OpenAI
 
 from cacheclip_rag import CacheClipEngine, CallOptions, SamplingParams
+from cacheclip_rag.adapters.remote import RemoteEngine
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
-from cacheclip_vllm.planner import Planner
 from tests.serving.applications import play
 from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError
 from cacheclip_rag.store.shared.objects import ObjectBackend
 from cacheclip_rag.store.shared.place import SharedPlace
+
 from .documents import document_text
 from .text import DocumentText
 

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from cacheclip_rag.base.errors import DocumentError, MissingExtraError
 from cacheclip_rag.base.paths import expanded
+
 from .html import html_text
 from .pdf import PYPDF, pdf_text
 from .text import (

@@ -16,6 +16,7 @@ from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.models.load import concrete
 from cacheclip_rag.prompt.segments import chunk_texts
+
 from .embedding import Embedder
 from .library import Library, LibrarySettings
 from .passages import PassageReader, read_each

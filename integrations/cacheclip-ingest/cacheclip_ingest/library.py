@@ -26,6 +26,7 @@ from cacheclip_rag.base.paths import expanded
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.models.load import is_gguf
 from cacheclip_rag.models.packaged.catalogue import packaged_name
+
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
 logger = logging.getLogger(__name__)

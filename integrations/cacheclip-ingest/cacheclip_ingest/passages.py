@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from cacheclip_rag.base.errors import DocumentError, MissingExtraError
 from cacheclip_rag.base.paths import is_url
 from cacheclip_rag.runtime.base import Runtime
+
 from .bucket import read_object
 from .documents import MARKDOWN_SUFFIXES, TABLE_SUFFIXES, EmptyFileError, printable, read_document
 from .splitting import Splitter

@@ -15,6 +15,7 @@ from cacheclip_rag.chunks.caches import ChunkCaches
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.prompt.segments import chunk_texts
 from cacheclip_rag.store import text_digest
+
 from .survey import DocumentWork, IngestCounts, Survey
 
 _SAMPLED_CHUNKS = 64

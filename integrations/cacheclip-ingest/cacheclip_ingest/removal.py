@@ -13,6 +13,7 @@ from cacheclip_rag.base.paths import expanded, is_url
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.store.shared.place import SharedPlace
 from cacheclip_rag.store.shared.table import Removal, TextTable, schema
+
 from .documents import printable
 from .library import Library
 from .shared import documents_of, read_settings

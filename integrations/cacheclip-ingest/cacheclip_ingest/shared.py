@@ -35,6 +35,7 @@ from cacheclip_rag.store.shared.objects import ObjectBackend
 from cacheclip_rag.store.shared.place import SharedPlace, need
 from cacheclip_rag.store.shared.store import SharedStore, read_store_file
 from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
+
 from .library import LibrarySettings, differences
 from .passages import PassageReader, read_each
 from .plan import IngestPlan, plan_documents

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from cacheclip_rag.base.errors import DocumentError
 from cacheclip_rag.base.paths import expanded, is_url
+
 from .bucket import find_objects
 from .documents import (
     SUFFIXES,

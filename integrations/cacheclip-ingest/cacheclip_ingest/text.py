@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cacheclip_rag.base.errors import DocumentError
+
 from .unseen import Unseen, note_on_unseen
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cacheclip_rag.base.checks import check_namespace
 from cacheclip_rag.base.errors import ConfigurationError
+
 from .errors import RequestError
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*]+")

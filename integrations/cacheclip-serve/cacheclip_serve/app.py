@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cacheclip_rag.fusion.answer import Answer, Event
+
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .bodies import Bodies, check_host

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any
 
-from cacheclip_rag.frontend.usage import token_usage
+from cacheclip_rag.adapters.usage import token_usage
 from cacheclip_rag.fusion.answer import Answer, Event, TokenLogprob
 
 

@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from cacheclip_rag.adapters.forced_tools import SCHEMA_OF_CALLS, allowed_tools, forced_tool, with_tool_choice
+from cacheclip_rag.adapters.neutral import IGNORED, NEUTRAL, changes_nothing, says_nothing
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.sampling import LEAST_PENALTY
-from cacheclip_rag.frontend.forced_tools import SCHEMA_OF_CALLS, allowed_tools, forced_tool, with_tool_choice
-from cacheclip_rag.frontend.neutral import IGNORED, NEUTRAL, changes_nothing, says_nothing
 from cacheclip_rag.prompt.messages import check_template_kwargs
 from cacheclip_rag.prompt.tools import as_name, check_tools, past_calls, with_whole_characters
 from cacheclip_rag.runtime.base import Message
+
 from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
 from .errors import RequestError, error_of, unsupported
 from .field import CacheClipField

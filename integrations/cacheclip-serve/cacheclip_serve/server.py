@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.paths import expanded
+
 from .access import Access, check_origins
 from .app import App, Limits
 from .backend import ServingBackend

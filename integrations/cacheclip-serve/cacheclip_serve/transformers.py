@@ -9,20 +9,21 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 
+from cacheclip_rag.adapters.aio import iterate_in_thread
+from cacheclip_rag.adapters.finishing import final_events
+from cacheclip_rag.adapters.forced_tools import can_constrain, uses_tools
 from cacheclip_rag.answering.options import CallOptions
 from cacheclip_rag.answering.sampler import room_for
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.frontend.aio import iterate_in_thread
-from cacheclip_rag.frontend.finishing import final_events
-from cacheclip_rag.frontend.forced_tools import can_constrain, uses_tools
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.metrics import Metrics
 from cacheclip_rag.models.memory import free_bytes
 from cacheclip_rag.prompt.segments import Segment, given_texts
 from cacheclip_rag.runtime.base import Message
 from cacheclip_rag.store import open_chunk_store
+
 from .backend import ModelCard, ServedQuestion, ServingBackend
 from .hidden import names_of, without_hits, without_paths
 

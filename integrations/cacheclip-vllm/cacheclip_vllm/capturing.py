@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
+
 from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
 from .connector import CacheClipConnector, Loads
 from .loading import local_heads

@@ -29,6 +29,7 @@ from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.models.load import concrete, load_planning
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
 from .internals import check_vllm, differs, is_tried, probe_ids
 from .offline import engine_options, worker_of

@@ -20,6 +20,7 @@ from typing import Any
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+
 from .served import installed
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
+from cacheclip_serve.access import check_origins
+from cacheclip_serve.server import address_of, check_reachable
+from cacheclip_serve.server import served_name as name_of
+
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.paths import expanded
 from cacheclip_rag.base.python import own_folder, python_command, python_environment
 from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.models.load import choose_device, concrete, resolve
-from cacheclip_serve.access import check_origins
-from cacheclip_serve.server import address_of, check_reachable
-from cacheclip_serve.server import served_name as name_of
+
 from .internals import check_vllm, is_tried
 from .offline import engine_options, worker_of
 from .options import absolute_paths, check_flags, is_on, value_of

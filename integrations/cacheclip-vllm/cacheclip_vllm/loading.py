@@ -22,6 +22,7 @@ from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_rag.store import KV
 from cacheclip_rag.store.joined import COPIES_BESIDE
+
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes

@@ -22,6 +22,7 @@ from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.guards.metrics import Metrics
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.prompt.messages import Documents, Prompt
+
 from .internals import PROBE_TOKENS, check_probe, check_vllm, is_tried, probe
 from .parameters import PARAMETER, UNREADABLE, request_parameters
 from .planner import Planner

@@ -26,6 +26,7 @@ from cacheclip_rag.base.paths import is_url
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_rag.store import StoreReader
+
 from .passes import passes
 
 PARAMETER = "cacheclip"

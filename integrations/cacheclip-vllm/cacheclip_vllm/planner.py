@@ -36,6 +36,7 @@ from cacheclip_rag.prompt.segments import PromptReader, Segment, given_texts, to
 from cacheclip_rag.prompt.tools import check_tools
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_rag.store import ChunkStore
+
 from .served import Served
 
 logger = logging.getLogger(__name__)

@@ -14,20 +14,22 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheclip_rag.answering.turns import CallerLeft, Waiter
-from cacheclip_rag.base.database import ANSWER_WAIT_S, waiting_at_most
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError, PromptTooLongError
-from cacheclip_rag.frontend.forced_tools import uses_tools
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_serve.counters import exposition
 from cacheclip_serve.errors import RequestError, error_of
 from cacheclip_serve.field import CacheClipField
 from cacheclip_serve.hidden import names_of, renamed
 from cacheclip_serve.queue import Queue, QueueFull
+
+from cacheclip_rag.adapters.forced_tools import uses_tools
+from cacheclip_rag.answering.turns import CallerLeft, Waiter
+from cacheclip_rag.base.database import ANSWER_WAIT_S, waiting_at_most
+from cacheclip_rag.base.errors import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.fusion.wire import FusionPlan
+from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.methods.base import Method
+from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
 from cacheclip_rag.store import open_chunk_store
+
 from .once import WarnOnce
 from .planner import PlannedPrompt, Planner
 from .requests import NotPlanned, PlannablePrompt

@@ -23,6 +23,7 @@ from typing import Any
 
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.plan.plan import ROWS_FOR_EXACT_KV
+
 from .passes import computed_rows
 
 

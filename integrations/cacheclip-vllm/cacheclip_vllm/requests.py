@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.frontend.forced_tools import allowed_tools
-from cacheclip_rag.frontend.neutral import is_neutral
-from cacheclip_rag.prompt.messages import check_template_kwargs
-from cacheclip_rag.prompt.tools import as_object
-from cacheclip_rag.runtime.base import Message
 from cacheclip_serve.errors import RequestError, unsupported
 from cacheclip_serve.field import CacheClipField
 from cacheclip_serve.schema import ChatBody, parse_field, without_nothing
+
+from cacheclip_rag.adapters.forced_tools import allowed_tools
+from cacheclip_rag.adapters.neutral import is_neutral
+from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.prompt.messages import check_template_kwargs
+from cacheclip_rag.prompt.tools import as_object
+from cacheclip_rag.runtime.base import Message
 
 
 class NotPlanned(Exception):

@@ -19,6 +19,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cacheclip_rag.fusion.wire import Interval
+
 from .stored import slots_of
 
 

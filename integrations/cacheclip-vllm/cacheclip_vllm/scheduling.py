@@ -11,6 +11,7 @@ from typing import Any
 
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.runtime.base import DTYPES
+
 from .parameters import PARAMETER, UNREADABLE, Ready
 
 _DRAFTERS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from cacheclip_serve.replies import as_json
 from starlette.types import ASGIApp, Message, Scope
 
 from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_serve.replies import as_json
+
 from .planners import Planning
 from .replies import ReplyText, Result
 from .shadow import SHADOW_TOKENS, Shadow

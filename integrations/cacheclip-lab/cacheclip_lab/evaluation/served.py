@@ -18,6 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from cacheclip_vllm.encoding import encoding_options, encoding_primary, start_vllm
+from cacheclip_vllm.offline import worker_of
+from cacheclip_vllm.parameters import request_parameters
+from cacheclip_vllm.planner import PlannedPrompt, Planner
+from cacheclip_vllm.served import Served
 
 from cacheclip_rag.answering.sampler import confidence
 from cacheclip_rag.base.errors import ConfigurationError
@@ -29,11 +34,6 @@ from cacheclip_rag.guards.fidelity import compare, kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import concrete
-from cacheclip_vllm.encoding import encoding_options, encoding_primary, start_vllm
-from cacheclip_vllm.offline import worker_of
-from cacheclip_vllm.parameters import request_parameters
-from cacheclip_vllm.planner import PlannedPrompt, Planner
-from cacheclip_vllm.served import Served
 
 from . import certify as common
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens

@@ -1,1 +1,0 @@
-"""What front ends share: the adapters for LlamaIndex and LangChain, and the server."""

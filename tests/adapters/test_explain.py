@@ -1,0 +1,275 @@
+"""Why a text was not reused: each reason, met on purpose."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import textwrap
+import unicodedata
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
+from cacheclip_rag.adapters.explain import MissReport, explain_miss, plausible
+from cacheclip_rag.cli import app
+from tests.conftest import SENTENCES
+
+TEXT = "The keeper of Brindle Point logged <three> ships & a storm on the night of the 4th of May, 1871, before dawn."
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, str], tmp_path: Path) -> EngineConfig:
+    return EngineConfig(primary=tiny_models["llama"], auxiliary=tiny_models["auxiliary"], store=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def engine(config: EngineConfig) -> CacheClipEngine:
+    engine = CacheClipEngine(config)
+    engine.precompute([TEXT], source="node-1")
+    return engine
+
+
+def asked(text: str) -> str:
+    return f"Use the context.\n\n{text}\n\nWhat was logged?"
+
+
+def why(engine: CacheClipEngine, written: str, text: str = TEXT) -> MissReport:
+    found = explain_miss(engine, asked(written), text)
+    hits = [segment.text for segment in engine.segment(asked(written)) if type(segment).__name__ == "Chunk"]
+    assert found.is_hit <= (text.strip() in hits), "a hit is what the engine sees too"
+    return found
+
+
+class TestReasons:
+    def test_a_hit(self, engine: CacheClipEngine) -> None:
+        assert why(engine, TEXT).reason == "hit" and why(engine, TEXT, f"  {TEXT}\n").is_hit
+        messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": "What was logged?"}]
+        assert explain_miss(engine, messages, TEXT).is_hit
+
+    def test_html_escaped_on_the_way(self, engine: CacheClipEngine) -> None:
+        text = "At <Brindle> & <Cove>, two <ships> & a <storm> were <logged> & <noted>."
+        engine.precompute([text])
+        found = why(engine, html.escape(text), text)
+        assert found.reason == "not_in_prompt" and not found.is_hit and "escaped" in found.explanation
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda text: text.replace(" ", "-"), "written otherwise"),
+            (lambda text: "  ".join(text.split()), "written otherwise"),
+            (str.upper, "other letter case"),
+            (lambda text: text[:40], "first 40 of 109 characters and is cut off there"),
+            (lambda text: text[:40] + "and nothing else.", "continues differently: .*, got 'and nothing else."),
+            (lambda text: "Something else altogether.", "neither the text nor its beginning"),
+        ],
+    )
+    def test_changed_on_the_way(self, engine: CacheClipEngine, change: Any, said: str) -> None:
+        found = why(engine, change(TEXT))
+        assert found.reason == "not_in_prompt" and not found.is_hit and re.search(said, found.explanation)
+
+    def test_too_short(self, engine: CacheClipEngine) -> None:
+        assert why(engine, TEXT, "The keeper").reason == "too_short"
+
+    def test_never_precomputed(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        other = "Another text that nobody has precomputed so far, of some length."
+        found = why(engine, other, other)
+        assert found.reason == "not_precomputed" and "namespace 'default'" in found.explanation
+        assert why(CacheClipEngine(replace(config, namespace="tenant")), TEXT).reason == "not_precomputed"
+
+    def test_another_encoding(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        found = why(CacheClipEngine(replace(config, chunk_context="prefix")), TEXT)
+        assert found.reason == "other_settings" and "precomputed with chunk_context='passages'" in found.explanation
+
+    def test_another_system_prompt(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        found = why(CacheClipEngine(replace(config, system_prompt="Another system prompt.")), TEXT)
+        assert found.reason == "other_settings" and "another model, system prompt, dtype" in found.explanation
+
+    def test_without_the_auxiliary(self, config: EngineConfig) -> None:
+        CacheClipEngine(replace(config, auxiliary=None)).precompute([TEXT], method="direct")
+        engine = CacheClipEngine(config, method="cacheclip")
+        found = why(engine, TEXT)
+        assert found.reason == "no_auxiliary" and f"auxiliary model {engine.auxiliary.name!r}" in found.explanation  # type: ignore[union-attr]
+        answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.unusable) == (0, 1, 1)
+        assert "1 are stored for the primary model, but not for the auxiliary" in str(answer.stats.fallback)
+        assert "another model" not in str(answer.stats.fallback)
+
+    def test_deleted_caches(self, engine: CacheClipEngine) -> None:
+        assert engine.store.delete(engine.store.keys()) > 0
+        found = why(engine, TEXT)
+        assert found.reason == "evicted" and "no KV of it is stored" in found.explanation and not found.is_hit
+
+    def test_inside_a_longer_one(self, engine: CacheClipEngine) -> None:
+        whole = f"Log book. {TEXT} Signed."
+        engine.precompute([whole])
+        assert why(engine, whole).reason == "inside_another"
+
+    def test_beside_calls_of_tools(self, engine: CacheClipEngine) -> None:
+        call = {"id": "abc123def", "function": {"name": "read", "arguments": {}}}
+        messages = [
+            {"role": "user", "content": "What was logged?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abc123def", "content": TEXT},
+        ]
+        assert explain_miss(engine, messages, TEXT).reason == "hit"
+
+    @pytest.mark.parametrize(
+        ("method", "said"),
+        [
+            ("full", "method 'full' reuses no chunk"),
+            ("prefix", "method 'prefix' reuses no chunk"),
+        ],
+    )
+    def test_methods_that_reuse_nothing_of_it(
+        self, engine: CacheClipEngine, config: EngineConfig, method: str, said: str
+    ) -> None:
+        other = CacheClipEngine(replace(config, method=method))
+        other.precompute([TEXT])
+        found = why(other, TEXT)
+        assert found.reason == "cannot_reuse" and said in found.explanation and not found.is_hit
+        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.hits == 0
+
+
+class TestParts:
+    LONG = " ".join(SENTENCES[:6])
+    HEADER = "file_name: log book.md\npage: 7"
+
+    def test_which_part_is_reused(self, engine: CacheClipEngine) -> None:
+        engine.precompute([self.LONG])
+        found = explain_miss(engine, asked(self.LONG[:300]), self.LONG)
+        assert found.reason == "part" and found.is_hit and 0.4 < found.share < 0.7
+        assert re.search(r"\d\d% of the text's tokens .* The rest, such as '", found.explanation)
+        shown = found.explanation.split("such as '")[1].split("'...")[0]
+        assert shown in self.LONG[290:340]
+
+    @pytest.mark.parametrize("form", [json.dumps, partial(unicodedata.normalize, "NFD")])
+    def test_a_text_in_another_form(self, engine: CacheClipEngine, form: Callable[[str], str]) -> None:
+        rest = " ".join(["R\u00e9p\u00e9t\u00e9e \u00e0 l\u2019\u00e9t\u00e9, d\u00e9j\u00e0."] * 6)
+        for text, reason in ((rest, "not_in_prompt"), (f"{self.LONG} {rest}", "part")):
+            engine.precompute([text])
+            found = explain_miss(engine, asked(form(text)), text)
+            assert found.reason == reason and "written otherwise" in found.explanation
+
+    def test_a_header_that_the_prompt_lacks(self, engine: CacheClipEngine) -> None:
+        text = f"{self.HEADER}\n\n{self.LONG}"
+        engine.precompute([text])
+        found = explain_miss(engine, asked(self.LONG[:500]), text)
+        assert found.reason == "part" and "metadata header is not in the prompt: 'file_name" in found.explanation
+
+    def test_texts_that_share_a_header_are_not_all_explained(self) -> None:
+        texts = [f"{self.HEADER}\n\n{sentence}" for sentence in SENTENCES]
+        assert plausible(texts, asked(texts[3])) == [texts[3]]
+        assert plausible(texts, asked(SENTENCES[4])) == [texts[4]]
+        assert plausible(texts, asked(self.HEADER)) == []
+        assert plausible([], asked("x")) == [] and plausible(["", "?!"], asked("x")) == []
+
+
+class TestStatistics:
+    def test_stored_for_other_settings(self, engine: CacheClipEngine, config: EngineConfig) -> None:
+        other = CacheClipEngine(replace(config, system_prompt="Another system prompt."))
+        answer = other.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.unusable) == (0, 1, 1)
+        assert "for another model, dtype, system prompt" in str(answer.stats.fallback)
+        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.unusable == 0, "it was stored meanwhile"
+
+    def test_given_and_not_in_the_prompt(self, engine: CacheClipEngine) -> None:
+        given = [TEXT, "A text that this prompt does not hold, of some length.", " "]
+        answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1), documents=given)
+        assert (answer.stats.hits, answer.stats.misses, answer.stats.not_found) == (1, 0, 1)
+
+    def test_given_and_a_part_of_a_stored_text(self, engine: CacheClipEngine) -> None:
+        engine.precompute([TestParts.LONG])
+        for given, absent in ((" ".join(SENTENCES[2:4]), 0), (SENTENCES[4], 0), (SENTENCES[7], 1)):
+            assert engine.plan(asked(TestParts.LONG), documents=[given]).not_found == absent
+        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(TestParts.LONG[:300], 100))
+        assert engine.plan(asked(quoted), documents=[SENTENCES[1]]).not_found == 0
+        assert engine.plan(asked(quoted), documents=[SENTENCES[5]]).not_found == 1
+
+    def test_partial_hits(self, engine: CacheClipEngine) -> None:
+        engine.precompute([TestParts.LONG])
+        stats = engine.generate(asked(TestParts.LONG[:300]), SamplingParams(max_tokens=1)).stats
+        assert (stats.hits, stats.partial_hits) == (1, 1) and 0.4 < (stats.partial_share or 0) < 0.7
+        stats = engine.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats
+        assert (stats.hits, stats.partial_hits, stats.partial_share) == (1, 0, None)
+
+    def test_a_store_of_no_use_is_said_once(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        for _ in range(2):
+            engine.generate("What was logged?", SamplingParams(max_tokens=1), documents=["Something else altogether."])
+        assert caplog.text.count("reuses nothing of this store") == 1
+        assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
+
+    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
+        """Nor does it use up the one warning."""
+        said = "reuses nothing of this store"
+        engine.generate("Hello", SamplingParams(max_tokens=1))
+        assert said not in caplog.text
+        engine.generate("Something else altogether, which is new. " * 40, SamplingParams(max_tokens=1))
+        assert caplog.text.count(said) == 1
+
+    def test_what_is_stored_for_other_settings_is(self, engine: CacheClipEngine, caplog: Any) -> None:
+        other = CacheClipEngine(replace(engine.config, system_prompt="Another system prompt."))
+        other.generate("Hello", SamplingParams(max_tokens=1))
+        other.generate(asked(TEXT), SamplingParams(max_tokens=1))
+        assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
+
+    def test_an_empty_store_names_what_fills_it(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+        long = "Something else altogether, which is new. " * 40
+        for method, said in (("full", 0), ("direct", 1)):
+            engine = CacheClipEngine(config, method=method)
+            for prompt in ("What was logged?", long, long):
+                engine.generate(prompt, SamplingParams(max_tokens=1))
+            assert caplog.text.count("nothing is precomputed") == said, method
+        for hook in ("CacheClipTransform.from_llm(llm)", "CacheClipVectorStore(store, llm)", "cacheclip ingest"):
+            assert hook in caplog.text
+
+    def test_an_empty_store_that_the_answer_fills_is_not(self, config: EngineConfig, caplog: Any) -> None:
+        engine = CacheClipEngine(config, method="direct")
+        engine.generate(asked(TestParts.LONG), SamplingParams(max_tokens=1), documents=[TestParts.LONG])
+        assert "nothing is precomputed" not in caplog.text
+
+
+class TestCommand:
+    def run(self, engine: CacheClipEngine, tmp_path: Path, prompt: str, *more: str) -> Any:
+        file = tmp_path / "prompt.txt"
+        file.write_text(prompt)
+        settings = tmp_path / "settings.toml"
+        settings.write_text(f"primary = '{engine.config.primary}'\nauxiliary = '{engine.config.auxiliary}'")
+        given = ["--store", str(engine.config.store), "--settings", str(settings)]
+        return CliRunner().invoke(app, ["explain-miss", str(file), *given, *more])
+
+    def test_the_texts_that_the_store_knows(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        good = self.run(engine, tmp_path, asked(TEXT), "--json")
+        assert good.exit_code == 0, good.output
+        assert [each["reason"] for each in json.loads(good.stdout)["texts"]] == ["hit"]
+        cut = self.run(engine, tmp_path, asked(TEXT[:54]))
+        assert cut.exit_code == 1 and "miss" in cut.output and "Parts of 32" in cut.output
+        none = self.run(engine, tmp_path, "Nothing of it.")
+        assert none.exit_code == 1 and "--text FILE" in none.output
+
+    def test_a_text_without_a_source(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        engine.precompute([TestParts.LONG, "A text of few words, in the catalog."])
+        found = self.run(engine, tmp_path, asked(TestParts.LONG[:300]), "--json")
+        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["part"]
+        found = self.run(engine, tmp_path, asked("A text of few words, in the catalog."), "--json")
+        assert [each["reason"] for each in json.loads(found.stdout)["texts"]] == ["hit"]
+        assert "in other letter case" in self.run(engine, tmp_path, asked(TestParts.LONG.upper())).output
+
+    def test_a_text_of_ones_own(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        (tmp_path / "text.txt").write_text("Some other text that was expected here, of some length.")
+        result = self.run(engine, tmp_path, asked(TEXT), "--text", str(tmp_path / "text.txt"), "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["texts"][0]["reason"] == "not_in_prompt"
+
+    def test_no_store(self, engine: CacheClipEngine, tmp_path: Path) -> None:
+        (tmp_path / "prompt.txt").write_text("x")
+        result = CliRunner().invoke(
+            app, ["explain-miss", str(tmp_path / "prompt.txt"), "--store", str(tmp_path / "none")]
+        )
+        assert "there is no store" in str(result.exception) and not (tmp_path / "none").exists()
