@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
+from ..base.errors import MissingExtraError
 from ..base.removed import OPTIONS, refuse_removed
 from . import ask, explain, ingest, models, profile, serve, store
 from .common import guarded
@@ -23,11 +24,21 @@ from .plugins import CommandLine
 __all__ = ["app", "main"]
 
 
+_BROUGHT = {
+    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate"), "lab"),
+    **dict.fromkeys(("ingest", "ask"), "ingest"),
+    "serve": "serve",
+}
+"""Commands of distributions of this repository, and the extra that installs each."""
+
+
 class _Commands(TyperGroup):
-    """Commands of which what is gone is refused with what to use instead."""
+    """Commands of which what is gone, or not installed, is refused with what to do instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         refuse_removed(args[:1], OPTIONS)
+        if args and args[0] in _BROUGHT and self.get_command(ctx, args[0]) is None:
+            raise MissingExtraError(f"cacheclip {args[0]}", _BROUGHT[args[0]])
         return super().resolve_command(ctx, args)
 
 
@@ -69,7 +80,7 @@ for _name, _command in _COMMANDS.items():
 app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
 )
-app.load_later()
+app.load_later({"models": models.app, "store": store.app})
 
 
 def main() -> None:
