@@ -1,9 +1,10 @@
-"""Who imports whom: imports point downwards, in no circle, and the core runs without the laboratory."""
+"""Who imports whom: imports point downwards, in no circle, and the core runs without its guests."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -166,7 +167,7 @@ try:
 except ImportError:
     from ..base import errors
 def lazy():
-    from ..lab import evaluation
+    from ..engine import evaluation
 """
     names = [name for node in at_import_time(ast.parse(text).body) for name in imported("store.catalog", node)]
     assert names == ["methods.base", "base.errors"]
@@ -177,46 +178,32 @@ def lazy():
         test_no_circle()
 
 
-class TestLaboratory:
-    """``cacheclip_lab`` is a guest: it imports the core, and the core never imports it."""
+def guest_packages() -> list[str]:
+    """Packages of the distributions in ``integrations/``, as they are imported."""
+    folders = (path.parent for path in (ROOT.parent / "integrations").glob("*/pyproject.toml"))
+    return sorted(each.name for folder in folders for each in folder.iterdir() if (each / "py.typed").is_file())
 
-    def test_the_core_does_not_import_it(self) -> None:
-        """Not even lazily, or for its types; the command line alone may, where a command needs it."""
-        for module in sorted(name for name in MODULES if name.split(".")[0] != "lab"):
-            if module.split(".")[0] == "cli":
-                statements = list(at_import_time(tree(module).body))
-            else:
-                statements = [node for node in ast.walk(tree(module)) if isinstance(node, ast.Import | ast.ImportFrom)]
-            found = {name for node in statements for name in imported(module, node)}
-            assert not {name for name in found if name.split(".")[0] == "lab"}, module
 
-    def test_an_engine_answers_without_it(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+class TestGuests:
+    """Distributions in ``integrations/`` are guests: they import the core, and the core never imports them."""
+
+    def test_the_core_does_not_import_them(self) -> None:
+        """Not even lazily, or for its types."""
+        guests = guest_packages()
+        assert {"cacheclip_lab", "cacheclip_serve", "langchain_cacheclip"} <= {*guests}
+        for module in sorted(MODULES):
+            names = re.findall(r"^\s*(?:from|import) (\w+)", MODULES[module].read_text(encoding="utf-8"), re.MULTILINE)
+            assert not {*names} & {*guests}, module
+
+    def test_an_engine_answers_without_them(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Nor does anything by a name that is put together at run time."""
-        for name in {"cacheclip_lab", *sys.modules}:
-            if name.startswith("cacheclip_lab"):
+        for name in {*guest_packages(), *sys.modules}:
+            if name.split(".")[0] in guest_packages():
                 monkeypatch.setitem(sys.modules, name, None)  # whoever imports it now gets an ImportError
         engine.precompute(CHUNKS)
         assert engine.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=2)).stats.hits == len(CHUNKS)
         with pytest.raises(ImportError):
             import cacheclip_lab.evaluation  # noqa: F401
-
-
-INSIDE_VLLM = {"vllm.capturing", "vllm.connector", "vllm.rows"}
-"""Modules that vLLM loads."""
-
-
-def test_only_what_vllm_loads_imports_vllm() -> None:
-    """At import time. What else is for vLLM works, and is tested, without it."""
-    statements = {module: list(at_import_time(tree(module).body)) for module in MODULES}
-    imports_it = {
-        module
-        for module, nodes in statements.items()
-        for node in nodes
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
-        if name.split(".")[0] == "vllm" and not getattr(node, "level", 0)
-    }
-    assert imports_it == INSIDE_VLLM
-    assert {module for module in MODULES if imports_of(module) & INSIDE_VLLM} <= INSIDE_VLLM
 
 
 class TestSpinning:

@@ -32,7 +32,7 @@ _BROUGHT = {
 """Commands of distributions of this repository, and the extra that installs each."""
 
 
-class _Commands(TyperGroup):
+class _CommandGroup(TyperGroup):
     """Commands of which what is gone, or not installed, is refused with what to do instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -44,7 +44,7 @@ class _Commands(TyperGroup):
 
 app = CommandLine(
     name="cacheclip",
-    cls=_Commands,
+    cls=_CommandGroup,
     help="Answers over your documents, with the first token several times sooner.",
     no_args_is_help=True,
     add_completion=False,

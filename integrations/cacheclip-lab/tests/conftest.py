@@ -1,6 +1,3 @@
-"""Tests of the laboratory, with the core's tiny models."""
+"""The core's tiny models and engine."""
 
-import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest_plugins = ["cacheclip_rag.testing.plugin"]

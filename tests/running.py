@@ -1,0 +1,87 @@
+"""How the tests of this repository run, its core's and its guests': a plug-in of pytest that pyproject.toml names."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from cacheclip_rag.testing.tiny import TINY_MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# References compute on the processor: make test-gpu.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Property tests try the same examples in every `make test`, and others in every `make test-all`.
+hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("random", derandomize=False, print_blob=True)
+hypothesis.settings.load_profile("random" if os.environ.get("CACHECLIP_TEST_ALL") else "same")
+
+# The libraries' objects stay until the end: to search them for garbage takes a third of the collection of tests.
+gc.disable()
+
+
+FEW_ARCHITECTURES = ("llama", "qwen2-sliding", "gemma3", "gpt-oss")
+"""Those that tests of all architectures run on, unless they prove exactness: one attention, windows in all layers,
+windows in some with two rotary tables, and sinks."""
+EXACTNESS = ("test_exactness.py", "test_matrix.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fingerprints of throw-away models must not fill the user's cache; packaged weights stay where they are."""
+    if "CACHECLIP_HOME" not in os.environ:
+        home = ROOT / ".venv" / "cacheclip-home"
+        os.environ["CACHECLIP_HOME"] = str(home)
+
+
+def pytest_collection_finish() -> None:
+    """From here on, garbage is collected as always, but not searched for in what was imported for the tests. Torch's
+    loggers pass on what they say: pytest adds its handlers to every one that does not, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """All architectures in the tests of exactness only, few elsewhere, and no long tests; ``CACHECLIP_TEST_ALL=1`` runs
+    all.
+
+    Tests with real weights run in one process: loaded once, and never downloaded by two. Tests of whole programs come
+    first, so that no process ends with one while the other has nothing left to do.
+    """
+    if not os.environ.get("CACHECLIP_TEST_ALL"):
+        left_out = {item for item in of_all_architectures(items) if architectures_of(item) - {*FEW_ARCHITECTURES}}
+        left_out |= {item for item in items if item.get_closest_marker("long") is not None}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.parent != ROOT / "tests")
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("weights"))
+
+
+def architectures_of(item: pytest.Item) -> set[str]:
+    """Tiny models that a test's parameters name."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {each for each in parameters.values() if isinstance(each, str)} & {*TINY_MODELS}
+
+
+def of_all_architectures(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that run on every tiny model, without those of exactness."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name not in EXACTNESS:
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    crossed = [same for same in found.values() if set().union(*map(architectures_of, same)) >= {*TINY_MODELS}]
+    return [item for same in crossed for item in same]
