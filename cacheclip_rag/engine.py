@@ -27,7 +27,7 @@ from .chunks.context import ChunkContext
 from .chunks.texts import ChunkTexts
 from .config import EngineConfig
 from .fusion.answer import Answer, Event
-from .guards.base import Observer
+from .guards.base import Observer, brought_observers
 from .guards.certificate import CertificateGuard
 from .guards.metrics import Metrics
 from .guards.misses import MissWarning
@@ -96,6 +96,7 @@ class CacheClipEngine:
             self.metrics,
             *([Tracing(self.config.primary)] if is_traced() else []),
             ShadowChecker(lambda: self.primary, self.metrics, watch, rate=self.config.shadow_rate),
+            *brought_observers(self.config),
         ]
         """Observers of every plan and every answer. Append your own."""
         self._writer = ChunkWriter(self.parts)

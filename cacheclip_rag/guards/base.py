@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..base.errors import ConfigurationError
+from ..base.guests import guests, load_guest
+
 if TYPE_CHECKING:
     from ..base.sampling import SamplingParams
+    from ..config import EngineConfig
     from ..fusion.answer import Answer
     from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
@@ -61,3 +65,21 @@ class Observer:
 
     def close(self) -> None:
         """Stop background work."""
+
+
+GROUP = "cacheclip.observers"
+
+
+def brought_observers(config: EngineConfig) -> list[Observer]:
+    """Observers that other distributions bring for an engine with these settings, in the order of their names.
+
+    Raises:
+        ConfigurationError: one cannot be imported, or is no observer.
+    """
+    observers = []
+    for name in guests(GROUP):
+        observer = load_guest(GROUP, name)(config)
+        if observer is not None and not isinstance(observer, Observer):
+            raise ConfigurationError(f"expected an Observer or None of {name!r} ({GROUP}), got {observer!r}.")
+        observers.append(observer)
+    return [observer for observer in observers if observer is not None]

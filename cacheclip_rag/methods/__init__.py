@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..base.checks import did_you_mean
 from ..base.errors import ConfigurationError
+from ..base.guests import guests, load_guest
 from ..base.late import late_names
 from ..base.removed import METHODS, refuse_removed
 
@@ -53,6 +54,8 @@ PRESET_NAMES = (
     "anchored",
 )
 
+_GROUP = "cacheclip.methods"
+"""Entry points of methods that other distributions bring, by name."""
 DEFAULT_METHOD = "auto"
 """The engine chooses: ``cacheclip`` if its auxiliary model has a head set, else ``anchored``, or ``epic`` in llama.cpp
 and vLLM (:meth:`~cacheclip_rag.engine.CacheClipEngine.make_method`)."""
@@ -67,20 +70,27 @@ def preset(name: str) -> Method:
     check_method(name)
     if name == DEFAULT_METHOD:
         raise ConfigurationError(f"only an engine can resolve {name!r}. Name a preset here: {', '.join(PRESET_NAMES)}.")
-    from .presets import PRESETS
+    if name in PRESET_NAMES:
+        from .presets import PRESETS
 
-    return PRESETS[name]
+        return PRESETS[name]
+    from .base import Method
+
+    method = load_guest(_GROUP, name)
+    if not isinstance(method, Method) or method.name != name:
+        raise ConfigurationError(f"expected a Method with the name {name!r} as {_GROUP}, got {method!r}.")
+    return method
 
 
 def check_method(method: object) -> None:
     """Raise ConfigurationError, listing the presets, unless ``method`` is ``auto``, a preset's name or a Method."""
     if isinstance(method, str):
-        if method == DEFAULT_METHOD or method in PRESET_NAMES:
+        if method == DEFAULT_METHOD or method in PRESET_NAMES or method in guests(_GROUP):
             return
         refuse_removed([method], METHODS)
         raise ConfigurationError(
-            f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join(PRESET_NAMES)}, got {method!r}."
-            f"{did_you_mean(method, PRESET_NAMES)}"
+            f"method must be {DEFAULT_METHOD}, a Method or one of {', '.join((*PRESET_NAMES, *guests(_GROUP)))}, got "
+            f"{method!r}.{did_you_mean(method, PRESET_NAMES)}"
         )
     from .base import Method  # a Method instance means that torch is loaded already
 
