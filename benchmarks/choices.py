@@ -35,8 +35,8 @@ from llama_index.core.prompts.default_prompts import DEFAULT_CHOICE_SELECT_PROMP
 from resumed import ask_each, spread
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.methods import Method, preset
-from cacheclip_rag.timing import processor_name
 
 MOST = 9
 """Passages whose number is one token."""

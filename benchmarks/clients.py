@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.timing import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
 
 _START_S = 300.0
 

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.measuring import QUESTION, Controller, fit_media, make_texts, processor_name
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, ReadAhead, Tiers, measure_reads
 from cacheclip_rag.testing import ThrottledBackend
-from cacheclip_rag.timing import QUESTION, Controller, fit_media, make_texts, processor_name
 
 ALL_LAYERS = 1_000_000
 WAYS = ("warm", "overlapped", "in turn")

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.timing import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
+from cacheclip_rag.plugins import progress_bar
 
 FULL = "full"
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(i * i for i in range(100_000))\n"

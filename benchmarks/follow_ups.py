@@ -32,8 +32,8 @@ from cacheclip_lab.evaluation.statistics import paired_ratio
 from resumed import ask_each
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.methods import preset
-from cacheclip_rag.timing import processor_name
 
 INSTRUCTION = (
     "Answer the question based on the given passages. Only give me the answer and do not output any other words."

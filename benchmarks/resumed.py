@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from cacheclip_lab.evaluation.records import Record, read_records
 
-from cacheclip_rag.base.progress import progress_bar
+from cacheclip_rag.plugins import progress_bar
 
 Asked = TypeVar("Asked")
 

@@ -55,8 +55,8 @@ import psutil
 import torch
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError
+from cacheclip_rag.measuring import QUESTION, processor_name
 from cacheclip_rag.store import ChunkStore
-from cacheclip_rag.timing import QUESTION, processor_name
 
 PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
 FULL = "full"
@@ -187,7 +187,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
         "from cacheclip_rag.methods import preset\n"
-        "from cacheclip_rag.timing import make_texts\n"
+        "from cacheclip_rag.measuring import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"

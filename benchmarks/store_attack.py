@@ -53,6 +53,7 @@ from cacheclip_rag.base.database import FormatError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.cli import main as main_of_cli
 from cacheclip_rag.finding.texts import text_row
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
@@ -70,7 +71,6 @@ from cacheclip_rag.store import (
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, s3_server, tiny_spec
-from cacheclip_rag.timing import processor_name
 
 SHAPE = (24, 2, 2, 512, 64)
 """KV of 512 tokens of Qwen2.5-Coder-0.5B."""

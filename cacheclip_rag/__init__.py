@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .engine import CacheClipEngine, WarmUp, get_engine
     from .fusion.answer import Answer, Event, FusionStats, Trace
     from .plan.plan import Plan
-    from .prompt.segments import Chunk, Fresh
+    from .prompt.segments import Chunk, Fresh, Segment
     from .prompt.tools import ToolCall, call_schema
 
 
@@ -68,6 +68,7 @@ __all__ = [
     "Plan",
     "PromptTooLongError",
     "SamplingParams",
+    "Segment",
     "ServerError",
     "StoreError",
     "ToolCall",
@@ -102,6 +103,7 @@ _HOMES = {
     "Plan": "plan.plan",
     "PromptTooLongError": "base.errors",
     "SamplingParams": "base.sampling",
+    "Segment": "prompt.segments",
     "ServerError": "base.errors",
     "StoreError": "base.errors",
     "ToolCall": "prompt.tools",

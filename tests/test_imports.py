@@ -43,8 +43,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("adapters",),
     # the package itself: the names of its façade
     ("",),
+    ("measuring",),
     ("testing",),
     ("cli",),
+    ("plugins",),
 )
 """Rooms of the package from bottom to top: a module may import from its own room and from those below it."""
 

@@ -8,13 +8,36 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .base import ObservedAnswer, Observer
+    from .certificate import THRESHOLDS, Certificate, GateFigures, RatioFigures, TurnFigures, check_writable, verdict_at
+    from .promise import Guarantee, PromisedGate
 
-__all__ = ["ObservedAnswer", "Observer"]
+__all__ = [
+    "THRESHOLDS",
+    "Certificate",
+    "GateFigures",
+    "Guarantee",
+    "ObservedAnswer",
+    "Observer",
+    "PromisedGate",
+    "RatioFigures",
+    "TurnFigures",
+    "check_writable",
+    "verdict_at",
+]
 
 __getattr__ = late_names(
     __name__,
     {
+        "THRESHOLDS": "certificate",
+        "Certificate": "certificate",
+        "GateFigures": "certificate",
+        "Guarantee": "promise",
         "ObservedAnswer": "base",
         "Observer": "base",
+        "PromisedGate": "promise",
+        "RatioFigures": "certificate",
+        "TurnFigures": "certificate",
+        "check_writable": "certificate",
+        "verdict_at": "certificate",
     },
 )

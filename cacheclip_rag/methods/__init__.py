@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .cacheblend import CacheBlend
     from .presets import PRESET_NOTES, PRESETS
     from .recompute import Recompute
+    from .settings import vary
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -37,6 +38,8 @@ __all__ = [
     "check_method",
     "check_reads",
     "preset",
+    "reads_kv",
+    "vary",
 ]
 
 PRESET_NAMES = (
@@ -137,5 +140,6 @@ __getattr__ = late_names(
         "CacheBlend": "cacheblend",
         "Method": "base",
         "Recompute": "recompute",
+        "vary": "settings",
     },
 )

@@ -9,6 +9,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .budget import Budget, FixedStarts
     from .grouping import AlignedWindows, Tokens, Windows
+    from .heads import HeadSet, head_set_path, load_named
     from .scorers import (
         AuxiliaryAttention,
         CacheScorer,
@@ -19,15 +20,17 @@ if TYPE_CHECKING:
         Random,
         RankMix,
     )
-    from .views import PromptView
+    from .views import CacheView, PromptView
 
 __all__ = [
     "AlignedWindows",
     "AuxiliaryAttention",
     "Budget",
     "CacheScorer",
+    "CacheView",
     "ChunkStart",
     "FixedStarts",
+    "HeadSet",
     "Oracle",
     "PromptScorer",
     "PromptView",
@@ -36,6 +39,8 @@ __all__ = [
     "RankMix",
     "Tokens",
     "Windows",
+    "head_set_path",
+    "load_named",
 ]
 
 __getattr__ = late_names(
@@ -45,8 +50,10 @@ __getattr__ = late_names(
         "AuxiliaryAttention": "scorers",
         "Budget": "budget",
         "CacheScorer": "scorers",
+        "CacheView": "views",
         "ChunkStart": "scorers",
         "FixedStarts": "budget",
+        "HeadSet": "heads",
         "Oracle": "scorers",
         "PromptScorer": "scorers",
         "PromptView": "views",
@@ -55,5 +62,7 @@ __getattr__ = late_names(
         "RankMix": "scorers",
         "Tokens": "grouping",
         "Windows": "grouping",
+        "head_set_path": "heads",
+        "load_named": "heads",
     },
 )

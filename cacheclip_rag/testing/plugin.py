@@ -22,7 +22,7 @@ CHUNKS = [
 ]
 QUESTION = "What is the magic number of the harbour master?"
 
-CACHECLIP = {"method": "cacheclip", "chunk_context": "prefix"}
+CACHECLIP: dict[str, Any] = {"method": "cacheclip", "chunk_context": "prefix"}
 """Settings of engines in most tests: both models take part, and a chunk right behind the prefix is exact."""
 
 
@@ -54,7 +54,7 @@ def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
     """An engine on the tiny llama with a disk store of its own."""
     from ..engine import CacheClipEngine
 
-    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    models: dict[str, Any] = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
     return CacheClipEngine(**models, **CACHECLIP, store=str(tmp_path / "store"))
 
 

@@ -25,12 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.selection.scorers import Random
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.methods import DEFAULT_METHOD, PRESET_NAMES, Method, Recompute, preset, vary
+from cacheclip_rag.selection import Random
 
 AGAIN = "full-again"
 """Full prefill in two pieces: the noise floor, because only the order of its sums differs."""

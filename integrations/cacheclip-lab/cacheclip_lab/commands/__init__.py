@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheclip_rag.cli.plugins import Commands
+from cacheclip_rag.plugins import Commands
 
 from .bench import bench
 from .certify import certify

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cacheclip_rag.cli.common import JsonOption, VariantsOption, print_json, print_tables
-from cacheclip_rag.cli.options import CommandSettings, engine_options
 from cacheclip_rag.methods import DEFAULT_METHOD
+from cacheclip_rag.plugins import CommandSettings, JsonOption, VariantsOption, engine_options, print_json, print_tables
 
 
 @engine_options("primary", "auxiliary", "recompute_ratio", "dtype", "device")

@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import expanded
-from cacheclip_rag.cli.common import BackendOption, JsonOption, Rows, VariantsOption, print_json, print_tables
-from cacheclip_rag.cli.options import CommandSettings, engine_options
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.cli.common import BackendOption
 from cacheclip_rag.methods import DEFAULT_METHOD
+from cacheclip_rag.plugins import (
+    CommandSettings,
+    JsonOption,
+    Rows,
+    VariantsOption,
+    engine_options,
+    expanded,
+    print_json,
+    print_tables,
+)
 
 from .tables import CertifyTable
 
 if TYPE_CHECKING:
-    from cacheclip_rag.guards.certificate import Certificate
-    from cacheclip_rag.guards.promise import Guarantee
+    from cacheclip_rag.guards import Certificate, Guarantee
 
 
 @engine_options("primary", "auxiliary", "method", "recompute_ratio", "dtype", "device")

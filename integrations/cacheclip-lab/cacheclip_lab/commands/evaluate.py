@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.cli.common import JsonOption, VariantsOption, print_json, print_tables
-from cacheclip_rag.cli.options import CommandSettings, engine_options
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import CommandSettings, JsonOption, VariantsOption, engine_options, print_json, print_tables
 
 if TYPE_CHECKING:
-    from cacheclip_rag.config import EngineConfig
+    from cacheclip_rag import EngineConfig
 
     from ..evaluation.lab import PlannedRun
 

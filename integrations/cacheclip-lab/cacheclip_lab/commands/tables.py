@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheclip_rag.cli.tables import Table
+from cacheclip_rag.plugins import Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.cli.common import JsonOption, print_json
-from cacheclip_rag.cli.options import CommandSettings, engine_options
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
 
 from .tables import FinetuneTable
 
 if TYPE_CHECKING:
-    from cacheclip_rag.config import EngineConfig
+    from cacheclip_rag import EngineConfig
 
 
 @engine_options("primary", "auxiliary", "dtype", "device")
@@ -51,8 +50,8 @@ def finetune(
 
 def _target(config: EngineConfig, out: Path | None) -> Path:
     """Path of the new head set: ``out``, or the path where engines with these models look."""
-    from cacheclip_rag.runtime.base import weights_digest
-    from cacheclip_rag.selection.heads import head_set_path
+    from cacheclip_rag.models import weights_digest
+    from cacheclip_rag.selection import head_set_path
 
     from ..models import auxiliary_caches
     from ..training.finetune import open_engine

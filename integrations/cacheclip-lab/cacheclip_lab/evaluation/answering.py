@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 import transformers
 
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.base.errors import (
+from cacheclip_rag import (
+    CacheClipEngine,
     CacheClipError,
     ConfigurationError,
+    FusionStats,
     MissingExtraError,
     ModelError,
     PromptTooLongError,
     StoreError,
 )
-from cacheclip_rag.base.machine import unit_name
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag.measuring import Prefilled, extending_model
+from cacheclip_rag.methods import Method
+from cacheclip_rag.plugins import unit_name
 
-from ..models import extending_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison
 from .results import ItemResult

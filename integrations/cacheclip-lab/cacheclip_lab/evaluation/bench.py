@@ -14,19 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.base.sampling import SamplingParams
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.models.load import concrete
-from cacheclip_rag.selection.budget import Budget
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats, SamplingParams
+from cacheclip_rag.measuring import PHASES, QUESTION, SECOND_QUESTION, make_texts
+from cacheclip_rag.methods import DEFAULT_METHOD, Method
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import progress_bar
+from cacheclip_rag.selection import Budget
 from cacheclip_rag.store import CAN_DROP_PAGE_CACHE
-from cacheclip_rag.timing.texts import QUESTION, SECOND_QUESTION, make_texts
 
 
 def bench(

@@ -15,11 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.guards.certificate import (
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag.guards import (
     THRESHOLDS,
     Certificate,
     GateFigures,
@@ -28,11 +25,10 @@ from cacheclip_rag.guards.certificate import (
     check_writable,
     verdict_at,
 )
-from cacheclip_rag.guards.fidelity import Fidelity
-from cacheclip_rag.guards.identity import Identity
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.models.load import concrete
+from cacheclip_rag.measuring import Fidelity, Identity, identity_of
+from cacheclip_rag.methods import Method, preset
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import progress_bar
 
 from .conversations import TurnOutcome, converse, questions_of
 from .exactness import DIRECT, check_exactness, check_reuse
@@ -102,7 +98,7 @@ def certify(
     engine.observers.clear()  # they would warn that there is no certificate
     prompts = prompts_of(quick)
     methods = at_ratios(given)
-    identity = engine.parts.certificates.identity(methods[max(methods)])
+    identity = identity_of(engine, methods[max(methods)])
     kept = None if answers is None else kept_answers(answers, config, identity, methods)
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []

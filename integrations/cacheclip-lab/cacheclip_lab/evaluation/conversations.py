@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
 
-from cacheclip_rag.base.sampling import SamplingParams
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.guards.fidelity import Fidelity
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag import CacheClipEngine, FusionStats, SamplingParams
+from cacheclip_rag.measuring import Fidelity
+from cacheclip_rag.methods import Method, preset
 
 from .prompts import EvaluationPrompt
 from .reference import Reference

@@ -6,26 +6,31 @@ differ; the limit is twice their difference, measured on the same model and prom
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.answering.turns import turns_of
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.fusion.fuse import choose_rows
-from cacheclip_rag.guards.fidelity import greedy, kl_divergence, read_along
+from cacheclip_rag import CacheClipEngine, ConfigurationError
+from cacheclip_rag.measuring import (
+    FusedCache,
+    ModelRuntime,
+    Prefilled,
+    cache_argument,
+    choose_rows,
+    extending_model,
+    greedy,
+    kl_divergence,
+    prefix_caches,
+    read_along,
+    stock_attention,
+    transformers_model,
+)
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.base import Runtime
-from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument
-from cacheclip_rag.runtime.transformers.model import ModelRuntime
+from cacheclip_rag.runtime import Runtime
 
-from ..models import extending_model, transformers_model
 from .prompts import EvaluationPrompt
 
 _GREEDY_TOKENS = 64
@@ -150,19 +155,6 @@ def check_reuse(prefilled: Prefilled) -> Prefilled:
     return prefilled
 
 
-@contextmanager
-def _stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
-    """The model with one of transformers' own attention functions, while it has the turn of a prompt."""
-    model = runtime.model
-    with turns_of(runtime).prompt():
-        ours = model.config._attn_implementation
-        model.set_attn_implementation(implementation)
-        try:
-            yield model
-        finally:
-            model.set_attn_implementation(ours)
-
-
 @torch.inference_mode()
 def reference_logits(
     runtime: ModelRuntime, ids: torch.Tensor, *, implementation: str = "eager", shift: int = 0
@@ -174,7 +166,7 @@ def reference_logits(
         shift: position of the first token. Rotary embedding is relative, so only rounding changes.
     """
     positions = torch.arange(shift, shift + len(ids), device=runtime.device)[None]
-    with _stock_attention(runtime, implementation) as model:
+    with stock_attention(runtime, implementation) as model:
         logits: torch.Tensor = model(
             input_ids=ids[None].to(runtime.device), position_ids=positions, use_cache=False, logits_to_keep=1
         ).logits
@@ -208,7 +200,7 @@ def _reference_direct(engine: CacheClipEngine, prompt: EvaluationPrompt) -> torc
     cache = DynamicCache()
     for number, layer in enumerate(prefilled.cache.layers):
         cache.update(layer.keys[:, :, :end].clone(), layer.values[:, :, :end].clone(), number)
-    with _stock_attention(runtime) as model:
+    with stock_attention(runtime) as model:
         for position in range(end, prefilled.layout.num_tokens):
             output = model(
                 input_ids=prefilled.layout.ids[position][None, None].to(runtime.device),
@@ -229,7 +221,7 @@ def _gap(left: torch.Tensor, right: torch.Tensor, limit: float, says: str) -> Ch
 def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
     """Recompute a third of each chunk twice; the second time, last chunk and question are replaced."""
     runtime = transformers_model(engine.primary)
-    caches = engine.parts.caches_after_prefix
+    caches = prefix_caches(engine)
     layout = engine.prefill(prompt.text, method=DIRECT).layout
     border = layout.chunks[-1].start
     pieces = {0: caches.prefix_kv} if layout.num_prefix else {}

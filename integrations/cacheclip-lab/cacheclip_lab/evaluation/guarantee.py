@@ -6,12 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.guards.identity import Identity, differences
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
+from cacheclip_rag import ConfigurationError, EngineConfig
+from cacheclip_rag.guards import Guarantee, PromisedGate
+from cacheclip_rag.measuring import Identity, differences
+from cacheclip_rag.methods import Method, preset
 
 from .answering import FULL
 from .journal import METHODS, read_journal

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import atomic_path
-from cacheclip_rag.guards.identity import differences
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.measuring import differences
+from cacheclip_rag.plugins import atomic_path
 
 from .records import Record
 from .results import ItemResult

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.methods import PRESET_NAMES, check_auxiliary, check_reads, preset, reads_kv
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.models.load import concrete, is_gguf
-from cacheclip_rag.prompt.segments import Chunk, Segment
-from cacheclip_rag.selection.heads import load_named
+from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Segment
+from cacheclip_rag.measuring import identity_of
+from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset, reads_kv
+from cacheclip_rag.models import concrete
+from cacheclip_rag.models.load import is_gguf
+from cacheclip_rag.plugins import progress_bar
+from cacheclip_rag.selection import load_named
 
 from ..variants import AGAIN, REORDERED
 from .answering import (
@@ -211,9 +209,8 @@ class Lab:
 
     def _settings(self, engine: CacheClipEngine) -> dict[str, Any]:
         """Settings that must be equal in all runs of a comparison. Questions and methods may be added."""
-        identity_of = engine.parts.certificates.identity
-        identities = {planned.run.label: identity_of(planned.method) for planned in self.runs}
-        of_engine = identity_of(preset(FULL)).of_engine
+        identities = {planned.run.label: identity_of(engine, planned.method) for planned in self.runs}
+        of_engine = identity_of(engine, preset(FULL)).of_engine
         for identity in identities.values():  # of the auxiliary model, those know that use it
             of_engine |= {name: value for name, value in identity.of_engine.items() if value is not None}
         return {

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.prompt.segments import Fresh, Segment, segment_text
-from cacheclip_rag.runtime.base import Message
+from cacheclip_rag import CacheClipEngine, ConfigurationError, Fresh, Segment
+from cacheclip_rag.measuring import segment_text
+from cacheclip_rag.runtime import Message
 
 from .records import Record
 from .scores import check_metric

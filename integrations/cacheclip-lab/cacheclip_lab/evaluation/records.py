@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
-from cacheclip_rag.base.checks import check_choice
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import expanded
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import check_choice, expanded
 
 HALVES = ("dev", "test")
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -8,13 +8,18 @@ from statistics import fmean
 
 import torch
 
-from cacheclip_rag.answering.prefill import Prefilled
-from cacheclip_rag.answering.sampler import confidence
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.guards.fidelity import Fidelity, compare, greedy, own_answer, read_along
-from cacheclip_rag.runtime.base import Runtime
-
-from ..models import extending_model
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.measuring import (
+    Fidelity,
+    Prefilled,
+    compare,
+    confidence,
+    extending_model,
+    greedy,
+    own_answer,
+    read_along,
+)
+from cacheclip_rag.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True)

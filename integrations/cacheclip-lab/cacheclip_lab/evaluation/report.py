@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from cacheclip_rag.base.paths import atomic_path
+from cacheclip_rag.plugins import atomic_path
 
 from .gating import gated, shares_of_full
 from .page import to_html

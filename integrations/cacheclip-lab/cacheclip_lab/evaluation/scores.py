@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
+from cacheclip_rag import ConfigurationError, MissingExtraError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _CONTROL = re.compile(r"[\x00-\x1f]")

@@ -24,16 +24,12 @@ from cacheclip_vllm.parameters import request_parameters
 from cacheclip_vllm.planner import PlannedPrompt, Planner
 from cacheclip_vllm.served import Served
 
-from cacheclip_rag.answering.sampler import confidence
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.guards.certificate import Certificate, check_writable
-from cacheclip_rag.guards.fidelity import compare, kl_divergence
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.models.load import concrete
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag.guards import Certificate, check_writable
+from cacheclip_rag.measuring import compare, confidence, kl_divergence
+from cacheclip_rag.methods import Method, preset
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import progress_bar
 
 from . import certify as common
 from .exactness import DIRECT, EVERYTHING, SHIFTS, Check, equal_tokens

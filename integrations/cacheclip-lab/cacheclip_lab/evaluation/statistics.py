@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 MARGIN = 0.03
 """A method is no worse than full prefill by a score if the lower bound of the mean difference is above minus this:

@@ -7,13 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheclip_rag.chunks.caches import ChunkCaches
-from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.transformers.attention_pattern import Probe
-from cacheclip_rag.selection.auxiliary_pass import question_ids
-from cacheclip_rag.selection.packed_chunks import pack_chunks
+from cacheclip_rag.measuring import ChunkCaches, Probe, pack_chunks, question_ids, transformers_model
+from cacheclip_rag.runtime import TokenizedText
 
-from ..models import transformers_model
 from .families import Sample, Span
 
 Offsets = Sequence[tuple[int, int]]

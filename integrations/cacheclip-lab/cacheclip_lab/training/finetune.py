@@ -9,16 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag import __version__
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.models.load import concrete, is_gguf
-from cacheclip_rag.runtime.base import weights_digest
-from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, __version__
+from cacheclip_rag.measuring import auxiliary_caches, transformers_model, use_heads
+from cacheclip_rag.models import concrete, weights_digest
+from cacheclip_rag.models.load import is_gguf
+from cacheclip_rag.plugins import progress_bar
+from cacheclip_rag.selection import HeadSet
 
-from ..models import auxiliary_caches, transformers_model
 from .families import FAMILIES, Sample, synthetic_samples
 from .features import look
 from .targets import after_sinks, attended_and_stale
@@ -39,7 +36,7 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
             "with its unquantised checkpoint, and name the file (--out) in a method's scorer: docs, how-to/auxiliary."
         )
     engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
-    engine.parts.use_heads(None)
+    use_heads(engine, None)
     return engine
 
 

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.selection.scorers import Oracle
-from cacheclip_rag.selection.views import CacheView
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.measuring import auxiliary_caches
+from cacheclip_rag.methods import Method
+from cacheclip_rag.selection import CacheView, Oracle
 
 from ..evaluation.questions import ask
 from ..evaluation.records import Record, RecordChunk
-from ..models import auxiliary_caches
 from .families import Sample
 from .features import Offsets, spread_over
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cacheclip_rag.selection.heads import HeadSet
+from cacheclip_rag.selection import HeadSet
 
 from .features import SampleAttention
 

@@ -11,9 +11,9 @@ from cacheclip_lab.evaluation.bench import bench
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.base.clock import PHASES
 from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag.measuring import make_texts
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.testing.fake_stats import stats
-from cacheclip_rag.timing import make_texts
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""What a measurement looks at in an engine: its models, their chunk caches, the identity of a combination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..answering.turns import turns_of
+from ..base.errors import ConfigurationError
+from ..chunks.caches import ChunkCaches
+from ..engine import CacheClipEngine
+from ..guards.identity import Identity
+from ..methods.base import Method
+from ..runtime.base import Runtime
+from ..runtime.transformers.model import ModelRuntime
+from ..selection.heads import HeadSet
+
+
+def identity_of(engine: CacheClipEngine, method: Method) -> Identity:
+    """Everything that can change an answer of this engine with this method, but its ratio and gate. Loads the models
+    that the method needs."""
+    return engine.parts.certificates.identity(method)
+
+
+def prefix_caches(engine: CacheClipEngine) -> ChunkCaches:
+    """Chunk caches of the primary whose chunk context is the shared prefix. Loads the model."""
+    return engine.parts.caches_after_prefix
+
+
+def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
+    """Chunk caches of the auxiliary model, which must be set. Loads it."""
+    caches = engine.parts.auxiliary_caches
+    assert caches is not None, "training needs an engine with an auxiliary model"
+    return caches
+
+
+def use_heads(engine: CacheClipEngine, heads: HeadSet | None) -> None:
+    """Score tokens with these heads from now on; None: with all heads alike."""
+    engine.parts.use_heads(heads)
+
+
+def transformers_model(runtime: Runtime | None) -> ModelRuntime:
+    """The runtime itself, for code that needs the transformers model.
+
+    Raises:
+        ConfigurationError: another kind of runtime runs this model, or its KV cannot be reused.
+    """
+    if isinstance(runtime, ModelRuntime):
+        return runtime
+    name = "none" if runtime is None else repr(runtime.name)
+    other = "" if runtime is None or not runtime.can_extend else " To compare methods on this one: cacheclip eval."
+    raise ConfigurationError(
+        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id.{other}"
+    )
+
+
+def extending_model(runtime: Runtime) -> Runtime:
+    """The runtime itself, for code that reads answers block by block.
+
+    Raises:
+        ConfigurationError: it cannot do that.
+    """
+    if runtime.can_extend:
+        return runtime
+    raise ConfigurationError(
+        f"expected a model that can read a given answer, got {runtime.name!r} ({runtime.backend}). Name a transformers "
+        "model or a GGUF file."
+    )
+
+
+@contextmanager
+def stock_attention(runtime: ModelRuntime, implementation: str = "eager") -> Iterator[Any]:
+    """The model of transformers with one of its own attention functions, while it has the turn of a prompt."""
+    model = runtime.model
+    with turns_of(runtime).prompt():
+        ours = model.config._attn_implementation
+        model.set_attn_implementation(implementation)
+        try:
+            yield model
+        finally:
+            model.set_attn_implementation(ours)
