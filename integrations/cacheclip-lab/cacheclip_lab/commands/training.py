@@ -50,10 +50,10 @@ def finetune(
 
 def _target(config: EngineConfig, out: Path | None) -> Path:
     """Path of the new head set: ``out``, or the path where engines with these models look."""
+    from cacheclip_rag.measuring import auxiliary_caches
     from cacheclip_rag.models import weights_digest
     from cacheclip_rag.selection import head_set_path
 
-    from ..models import auxiliary_caches
     from ..training.finetune import open_engine
 
     engine = open_engine(config)

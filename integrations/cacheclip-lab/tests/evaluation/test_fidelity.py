@@ -12,6 +12,7 @@ from typing import Any
 import cacheclip_lab.evaluation.certify as certifying
 import pytest
 import torch
+from cacheclip_lab.commands.certify import _checks
 from cacheclip_lab.evaluation import answering, exactness, served
 from cacheclip_lab.evaluation.certify import PromptOutcome, certify, figures_of
 from cacheclip_lab.evaluation.gating import CONFIDENCES, gated
@@ -20,7 +21,6 @@ from cacheclip_lab.evaluation.questions import QuestionPrompt, ask
 from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
-from cacheclip_rag.cli.certify import _checks
 from evaluation.test_certify import short_prompts
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
