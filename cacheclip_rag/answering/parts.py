@@ -140,6 +140,15 @@ class Parts:
         for runtime in {id(caches.runtime): caches.runtime for caches in [*self._caches.values()]}.values():
             runtime.drop_freed_kv()
 
+    def drop_erased(self) -> None:
+        """Drop KV of earlier prompts and answers after an erasure of this engine."""
+        with self._lock:
+            tenant = self._tenant
+        if tenant is None:
+            self.drop_kv()
+        else:
+            tenant.chunk_store.erasures.drop_own(self)
+
     def unload(self) -> None:
         """Forget the loaded models and what holds them, and free their memory. The parts may be used again."""
         with self._lock:

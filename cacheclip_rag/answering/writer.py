@@ -91,7 +91,7 @@ class ChunkWriter:
         try:
             count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
         finally:  # after the chunks: an answer that began before their end may have left their KV there
-            self._parts.drop_kv()
+            self._parts.drop_erased()
         self._parts.store.commit()
         return count
 

@@ -66,6 +66,17 @@ class Erasures:
         with self._lock:
             self._seen.pop(holder, None)
 
+    def drop_own(self, holder: KVHolder) -> None:
+        """Have ``holder``, which erased something itself, drop its KV now. The next look does not drop again what it
+        holds by then, unless others erased more."""
+        with self._lock:
+            seen = self._seen.get(holder)
+        number = self._number(seen[0]) if seen else _UNKNOWN
+        holder.drop_kv()
+        with self._lock:
+            if seen and self._seen.get(holder) == seen:
+                self._seen[holder] = seen[0], number
+
     def doubt(self) -> None:
         """The catalog is another one: the next look drops everything."""
         with self._lock:

@@ -62,6 +62,21 @@ def in_memory(engine: CacheClipEngine, texts: list[str]) -> list[str]:
 
 
 class TestOneProcess:
+    @pytest.mark.parametrize("others", [False, True])
+    def test_what_an_engine_erased_itself_is_not_dropped_twice(
+        self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], others: bool
+    ) -> None:
+        """Answers after its own erasure keep their KV at the next look, unless another engine erased something, too."""
+        one, other = pair
+        other.release(passages[:1])
+        assert kept(other) == (0, 0, 0)
+        other.generate(rag(passages[1:]), SHORT)
+        other.generate(rag(passages[1:], "Where?"), SHORT, method="full")
+        if others:
+            one.release(passages[3:])
+        look_at_all()
+        assert (kept(other) == (0, 0, 0)) is others and all(kept(other)) is not others
+
     @pytest.mark.parametrize("erase", ["release", "source", "drop", "delete"])
     def test_everything_goes_with_the_next_look(
         self, pair: tuple[CacheClipEngine, CacheClipEngine], passages: list[str], erase: str
