@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 # One more requirement for the environment, such as a version of transformers.
 PIN ?=
 
-.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench clean
+.PHONY: setup demo demo-gguf test test-core test-guest test-all test-weights test-oldest test-llamacpp test-gpu test-vllm lint docs bench release clean
 
 setup: $(VENV)/.installed
 
@@ -97,6 +97,11 @@ docs: setup
 
 bench: setup
 	$(BIN)/cacheclip bench --primary packaged:qwen2.5-coder-0.5b --auxiliary packaged:smollm2-135m
+
+# Builds and checks what is uploaded to the package index, in dist/; uploads nothing. URL: the repository's address.
+release: setup
+	$(BIN)/python -m pip install --quiet "build>=1.2" "twine>=6"
+	$(BIN)/python integrations/release.py --url $(URL)
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-vllm .demo site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -63,3 +64,32 @@ def test_one_file_installs_a_clone() -> None:
     ]
     named = {re.sub(r"\[.*", "", line.removeprefix("-e ./integrations/")) for line in lines if "integrations" in line}
     assert lines[0] == "-e .[all]" and named == {*PROJECTS} - {"cacheclip-llamacpp"}
+
+
+def test_links_of_a_release_work_outside_the_repository() -> None:
+    release = module("release")
+    page = release.absolute_links((ROOT / "README.md").read_text(), "https://example.org/me/it", "v1")
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) > 15 and all(each.startswith("https://") for each in links)
+    assert "![Ingest once, answer many times](https://example.org/me/it/raw/v1/docs/pages/images/flow.svg)" in page
+    assert (
+        release.absolute_links("[a](#b) [c](d.md)", "https://e", "v1", "x/") == "[a](#b) [c](https://e/blob/v1/x/d.md)"
+    )
+
+
+@pytest.mark.parametrize("folder", [ROOT, *FOLDERS], ids=lambda each: each.name)
+def test_metadata_of_a_release(folder: Path) -> None:
+    text = module("release").with_metadata((folder / "pyproject.toml").read_text(), "https://example.org/it", "v1")
+    project = tomllib.loads(text)["project"]
+    assert {"Homepage", "Changelog", "Documentation"} <= {*project["urls"]} and "Typing :: Typed" in project[
+        "classifiers"
+    ]
+
+
+def module(name: str) -> Any:
+    """A script of the folder ``integrations``."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"integrations/{name}.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
