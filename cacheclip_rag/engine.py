@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
-from .answering.options import CallOptions, Request
+from .answering.options import CallKeywords, CallOptions, Request
 from .answering.parts import Parts
 from .answering.pipeline import Answering
 from .answering.prefill import Prefilled
@@ -303,10 +303,17 @@ class CacheClipEngine:
         given = given_texts(documents)
         return self.parts.segment(prompt, given, date=date, tools=check_tools(tools), variables=variables)
 
-    def plan(self, prompt: Prompt | Sequence[Segment], *, options: CallOptions | None = None, **given: Any) -> Plan:
-        """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor."""
-        request = self._request(prompt, options, given)
-        return self._answering.plan(request)
+    def plan(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams | None = None,
+        *,
+        options: CallOptions | None = None,
+        **keywords: Unpack[CallKeywords],
+    ) -> Plan:
+        """What :meth:`generate` would do with this prompt: hits, exact chunks, budget, fallback. Computes no tensor.
+        Arguments are as in :meth:`stream`."""
+        return self._answering.plan(self._request(prompt, params, options, keywords))
 
     def generate(
         self,
@@ -314,13 +321,13 @@ class CacheClipEngine:
         params: SamplingParams | None = None,
         *,
         options: CallOptions | None = None,
-        **given: Any,
+        **keywords: Unpack[CallKeywords],
     ) -> Answer:
         """Answer a prompt. Arguments are as in :meth:`stream`.
 
         >>> engine.generate(prompt, max_tokens=40, stop="\\n").text
         """
-        *_, last = self.stream(prompt, params, options=options, **given)
+        *_, last = self.stream(prompt, params, options=options, **keywords)
         assert last.answer is not None, "a stream ends with its answer"
         return last.answer
 
@@ -330,7 +337,7 @@ class CacheClipEngine:
         params: SamplingParams | None = None,
         *,
         options: CallOptions | None = None,
-        **given: Any,
+        **keywords: Unpack[CallKeywords],
     ) -> Iterator[Event]:
         """Answer a prompt as a stream of events; the last event carries the whole answer and its statistics.
 
@@ -341,7 +348,7 @@ class CacheClipEngine:
             prompt: a string, chat messages, or segments from :meth:`segment`.
             params: sampling settings; default those of ``options``.
             options: options of the call; default none.
-            given: fields of :class:`~cacheclip_rag.answering.options.CallOptions` (``method``, ``question``,
+            keywords: fields of :class:`~cacheclip_rag.answering.options.CallOptions` (``method``, ``question``,
                 ``documents``, ``finish``, ...) and of :class:`~cacheclip_rag.base.sampling.SamplingParams`
                 (``max_tokens``, ...) by name; they override ``options`` and ``params``.
 
@@ -353,27 +360,35 @@ class CacheClipEngine:
             UnsupportedModelError: the model's KV cannot be reused; raised when the model is loaded.
             CertificateError: ``require_certificate`` is set, and no certificate covers models, method and ratio.
         """
-        yield from self._answering.stream(self._request(prompt, options, {"params": params, **given}))
+        yield from self._answering.stream(self._request(prompt, params, options, keywords))
 
     def prefill(
         self,
         prompt: Prompt | Sequence[Segment],
         params: SamplingParams | None = None,
         *,
-        method: Method,
-        **given: Any,
+        options: CallOptions | None = None,
+        **keywords: Unpack[CallKeywords],
     ) -> Prefilled:
-        """Prefill up to the first token's logits, for evaluation. Other arguments are as in :meth:`stream`.
+        """Prefill up to the first token's logits, for evaluation. Arguments are as in :meth:`stream`, but a method
+        instance is used as it is: at its own ratio, with or without an auxiliary model.
 
         Calls no observer, counts nothing and stores nothing. The prefix cache is read but not written."""
-        options = CallOptions().with_options({"params": params, **given})
-        return self._answering.prefill_only(Request(prompt, method, options))
+        called = (options or CallOptions()).with_options({"params": params, **keywords})
+        method = called.method
+        if not isinstance(method, Method):
+            method = self.make_method(method, called.recompute_ratio)
+        return self._answering.prefill_only(Request(prompt, method, called))
 
     def _request(
-        self, prompt: Prompt | Sequence[Segment], options: CallOptions | None, given: Mapping[str, Any]
+        self,
+        prompt: Prompt | Sequence[Segment],
+        params: SamplingParams | None,
+        options: CallOptions | None,
+        keywords: CallKeywords,
     ) -> Request:
         """The request of a call, with the engine's settings for what the call leaves out."""
-        called = (options or CallOptions()).with_options(given)
+        called = (options or CallOptions()).with_options({"params": params, **keywords})
         whole = called.with_settings(self.config)
         method = self.parts.choose_method(called.method, called.recompute_ratio, any_ratio=whole.auto_ratio)
         return Request(prompt, method, whole)

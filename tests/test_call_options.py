@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from dataclasses import fields
+from typing import Any, get_type_hints
 
 import pytest
 
-from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.answering import options
+from cacheclip_rag.answering.options import CallKeywords, CallOptions
+from cacheclip_rag.base.checks import aliases_of
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import SamplingParams
 from cacheclip_rag.config import EngineConfig
@@ -20,6 +25,30 @@ def test_names_of_both_kinds_and_of_frameworks() -> None:
         {"max_new_tokens": 3, "stop_sequences": "x", "question": "Where?", "trace": True}
     )
     assert found == CallOptions(SamplingParams(max_tokens=3, stop=("x",)), question="Where?", trace=True)
+
+
+def declared(kind: type) -> dict[str, Any]:
+    """Types of a class's fields, without None."""
+    from cacheclip_rag.methods.base import Method
+    from cacheclip_rag.prompt.messages import Documents
+
+    hints = get_type_hints(kind, vars(options), {"Method": Method, "Documents": Documents})
+    return {name: hint if hint is Any else hint | None for name, hint in hints.items()}
+
+
+def test_keywords_are_the_fields() -> None:
+    own = {**declared(SamplingParams), **declared(CallOptions)}
+    names = {each.name for kind in (SamplingParams, CallOptions) for each in fields(kind)} - {"params"}
+    keywords = declared(CallKeywords)
+    assert set(keywords) == names | set(aliases_of(names))
+    kept = names - {"stop"}  # a call takes one string too
+    assert {name: keywords[name] for name in kept} == {name: own[name] for name in kept}
+    assert all(keywords[alias] == keywords[name] for alias, name in aliases_of(names).items())
+
+
+@pytest.mark.parametrize("name", ["plan", "generate", "stream", "prefill"])
+def test_calls_show_their_keywords(name: str) -> None:
+    assert inspect.signature(getattr(CacheClipEngine, name)).parameters["keywords"].annotation == "Unpack[CallKeywords]"
 
 
 def test_what_is_none_is_not_given() -> None:

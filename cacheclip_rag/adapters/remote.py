@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from ..answering.options import CallOptions
+from ..answering.options import CallKeywords, CallOptions
 from ..base.errors import (
     CacheClipError,
     ConfigurationError,
@@ -91,7 +91,12 @@ class RemoteEngine:
         return _served(self)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, options: CallOptions | None = None, **given: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        options: CallOptions | None = None,
+        **keywords: Unpack[CallKeywords],
     ) -> Iterator[Event]:
         """Events of an answer, with the arguments of :meth:`~cacheclip_rag.engine.CacheClipEngine.stream`. A string is
         one user message. Sources of documents stay here: a server has no use for them.
@@ -101,7 +106,7 @@ class RemoteEngine:
             PromptTooLongError: the prompt does not fit the model's context.
             ServerError: the server cannot be reached, has no room, or refuses the API key.
         """
-        options = (options or CallOptions()).with_options({"params": params, **given})
+        options = (options or CallOptions()).with_options({"params": params, **keywords})
         if options.method is not None and not isinstance(options.method, str):
             raise ConfigurationError("a server takes names of methods only. Give a preset's name, or leave it out.")
         own = {

@@ -18,7 +18,7 @@ from ..base.checks import (
     refuse_unknown,
 )
 from ..base.errors import ConfigurationError
-from ..base.sampling import FINISH_MODES, SamplingParams
+from ..base.sampling import FINISH_MODES, SamplingKeywords, SamplingParams
 from ..prompt.messages import check_template_kwargs
 from ..prompt.tools import check_tools
 
@@ -126,6 +126,21 @@ class CallOptions:
             limit = config.max_ttft_s
         finish = config.finish if self.finish is None else self.finish
         return replace(self, recompute_ratio=ratio, max_ttft_s=limit, finish=finish)
+
+
+class CallKeywords(SamplingKeywords, total=False):
+    """Fields of :class:`CallOptions` as keywords of a call, beside ``params``. None is as if it was not given."""
+
+    method: str | Method | None
+    recompute_ratio: float | str | None
+    max_ttft_s: float | None
+    question: str | None
+    documents: Documents
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    finish: str | None
+    logprobs: int | None
+    trace: bool | None
 
 
 @dataclass(frozen=True, slots=True)

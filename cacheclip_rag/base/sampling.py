@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from .checks import by_real_names, check_number, check_whole_number, is_whole_number, refuse_unknown
 from .errors import ConfigurationError
@@ -87,6 +87,24 @@ class SamplingParams:
         if "stop" in given:
             given["stop"] = _stops(given["stop"])
         return replace(self, **given)
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """Fields of :class:`SamplingParams` as keywords of a call, under the names of frameworks too. None is as if it was
+    not given."""
+
+    max_tokens: int | None
+    max_new_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    stop: str | Collection[str] | None
+    stop_sequences: str | Collection[str] | None
+    seed: int | None
+    json_schema: Any
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
