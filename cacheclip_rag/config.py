@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .base.checks import (
     by_real_names,
@@ -35,81 +35,117 @@ if TYPE_CHECKING:
 _CODECS = (*DTYPES, "int8")
 _ON_MISS = ("store", "ignore")
 
+_T = TypeVar("_T")
+
+
+def _setting(default: _T, help: str) -> _T:
+    """A field with its default, and the help text of its option. The docstring after the field says the rest."""
+    return field(default=default, metadata={"help": help})
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All settings of an engine. Unknown or invalid settings raise ConfigurationError."""
 
-    primary: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model that answers: hub id, local folder (a string or a ``Path``), GGUF file, or ``packaged:NAME``."""
-    auxiliary: str | None = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    """Small model that scores tokens; None for methods that need none."""
-    store: str | PathLike[str] | None = None
-    """Folder of the chunk-cache store, or the URL of a shared one (``s3://bucket/prefix``, ``gs://``, ``az://``),
-    with a hot tier before it as ``s3://bucket/prefix?hot=valkey://host:6379``; None keeps chunk caches in memory
-    only."""
-    namespace: str = "default"
-    """Tenant. Two namespaces never share an entry."""
-    method: str | Method = DEFAULT_METHOD
-    """Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, or
-    ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else ``anchored``
-    (``epic`` for a GGUF file, and in vLLM)."""
-    recompute_ratio: float | str | None = None
-    """Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2; ``cacheclip-gated`` has 0.05).
-    ``auto`` chooses: the least ratio that a certificate calls faithful (without a certificate, the method's own), more
-    if ``max_ttft_s`` leaves time for it, and plain prefill where reuse would not be sooner. It needs the profile that
-    ``cacheclip profile`` measures; without one, it is the method's own ratio."""
-    max_ttft_s: float | None = None
-    """Seconds after which the first token should be there: of all ratios that are predicted to keep to it, the largest
-    is taken. Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
-    min_confidence: float | str | None = None
-    """Least difference between the probabilities of the two likeliest next tokens, 0 to 1. If the first token is below
-    it, the prompt is prefilled in full; if a later one is, the exact KV is completed before it is chosen. ``cacheclip
-    certify`` shows what a value gives and costs. ``auto``: the value, and unless one is given the recompute ratio,
-    that the certificate promises (``certify --max-differ``). 0: none.
-    None: the method's own. It holds for methods given by name; a Method instance has its own."""
-    chunk_context: str = "passages"
-    """What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a few
-    neutral paragraphs). After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right
-    after the prefix is not exact. Some methods set their own chunk context. Chunks stored with one context are not
-    found with another."""
-    system_prompt: str | None = None
-    """System prompt of the shared prefix; None: the chat template's default."""
-    dtype: str = "auto"
-    """Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``. ``auto``: that of the primary's
-    checkpoint on an accelerator; on a processor, ``bfloat16`` for a checkpoint of 16 bits if the processor has it in
-    hardware, else ``float32``. The log says which. A GGUF file keeps its own: it is the auxiliary's then."""
-    device: str = "auto"
-    """Device of the models: ``cpu``, ``cuda``, ``cuda:1``, ``mps``. ``auto``: ``cuda`` if there is one, then ``mps`` if
-    it works, else ``cpu``. With ``balanced``, ``balanced_low_0`` or ``sequential``, accelerate spreads the layers over
-    all devices."""
-    auxiliary_device: str | None = None
-    """Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``."""
-    codec: str | None = None
-    """Codec of chunk caches. None: the compute dtype, which is lossless, for the primary's; ``bfloat16`` for the
-    auxiliary's, which only rank tokens, so that a coarser codec suffices."""
-    memory_bytes: int = 0
-    """Limit of a memory tier before a disk store; 0: none. The operating system's page cache serves repeated reads too,
-    but its pages are checked at each read."""
-    max_bytes: int | None = None
-    """Limit of the store, recorded in it for all its users. Above it, the tenant with the most bytes loses its least
-    recently used chunk caches. 0: no limit, and a recorded one is removed. None: the recorded limit, or no limit."""
-    prefix_cache_bytes: int = 2**28
-    """Size of the prefix cache: exact KV that prompts with the same first tokens share. 0 switches it off."""
-    on_miss: str = "store"
-    """For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them."""
-    require_certificate: bool = False
-    """True: refuse to reuse chunks without a certificate (``cacheclip certify``) for these models, method and ratio.
-    False: warn once."""
-    finish: str = "none"
-    """What becomes of an answer from approximate KV: ``none`` leaves it as it is; ``idle`` too, but completes the exact
-    KV afterwards, while no answer is under way; ``verify`` completes it while the answer is decoded, and states in the
-    statistics how many tokens full prefill would choose too; ``revise`` also corrects a greedy answer from the first
-    token that differs. The exact KV goes into the prefix cache, where the next question finds it."""
-    shadow_rate: float = 0.0
-    """Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread. Results go
-    to metrics and log. Each comparison costs a full prefill. Answers that ``finish`` verifies are always compared, at
-    no further cost."""
+    primary: str = _setting(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        "Model that answers: hub id, local folder (a string or a ``Path``), GGUF file, or ``packaged:NAME``.",
+    )
+    auxiliary: str | None = _setting(
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "Small model that scores tokens; None for methods that need none.",
+    )
+    store: str | PathLike[str] | None = _setting(
+        None,
+        "Folder of the chunk-cache store, or the URL of a shared one (``s3://bucket/prefix``, ``gs://``, ``az://``), "
+        "with a hot tier before it as ``s3://bucket/prefix?hot=valkey://host:6379``; None keeps chunk caches in "
+        "memory only.",
+    )
+    namespace: str = _setting("default", "Tenant.")
+    """Two namespaces never share an entry."""
+    method: str | Method = _setting(
+        DEFAULT_METHOD,
+        "Default method of :meth:`~cacheclip_rag.engine.CacheClipEngine.generate`: a preset's name, a Method instance, "
+        "or ``auto``, which means ``cacheclip`` if the auxiliary model is available and has a head set, else "
+        "``anchored`` (``epic`` for a GGUF file, and in vLLM).",
+    )
+    recompute_ratio: float | str | None = _setting(
+        None,
+        "Share of chunk tokens to recompute, 0 to 1; None: the method's own ratio (0.2; ``cacheclip-gated`` has 0.05).",
+    )
+    """``auto`` chooses: the least ratio that a certificate calls faithful (without a certificate, the method's own),
+    more if ``max_ttft_s`` leaves time for it, and plain prefill where reuse would not be sooner. It needs the profile
+    that ``cacheclip profile`` measures; without one, it is the method's own ratio."""
+    max_ttft_s: float | None = _setting(
+        None,
+        "Seconds after which the first token should be there: of all ratios that are predicted to keep to it, the "
+        "largest is taken.",
+    )
+    """Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
+    min_confidence: float | str | None = _setting(
+        None,
+        "Least difference between the probabilities of the two likeliest next tokens, 0 to 1.",
+    )
+    """If the first token is below it, the prompt is prefilled in full; if a later one is, the exact KV is completed
+    before it is chosen. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the value, and unless one
+    is given the recompute ratio, that the certificate promises (``certify --max-differ``). 0: none. None: the method's
+    own. It holds for methods given by name; a Method instance has its own."""
+    chunk_context: str = _setting(
+        "passages",
+        "What chunks are precomputed after: ``prefix`` (the shared prefix) or ``passages`` (the shared prefix and a "
+        "few neutral paragraphs).",
+    )
+    """After passages, a chunk's KV is closer to its KV in the middle of a prompt, but a chunk right after the prefix is
+    not exact. Some methods set their own chunk context. Chunks stored with one context are not found with another."""
+    system_prompt: str | None = _setting(None, "System prompt of the shared prefix; None: the chat template's default.")
+    dtype: str = _setting("auto", "Compute dtype of both models: ``float32``, ``bfloat16`` or ``float16``.")
+    """``auto``: that of the primary's checkpoint on an accelerator; on a processor, ``bfloat16`` for a checkpoint of 16
+    bits if the processor has it in hardware, else ``float32``. The log says which. A GGUF file keeps its own: it is the
+    auxiliary's then."""
+    device: str = _setting("auto", "Device of the models: ``cpu``, ``cuda``, ``cuda:1``, ``mps``.")
+    """``auto``: ``cuda`` if there is one, then ``mps`` if it works, else ``cpu``. With ``balanced``, ``balanced_low_0``
+    or ``sequential``, accelerate spreads the layers over all devices."""
+    auxiliary_device: str | None = _setting(
+        None,
+        "Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``.",
+    )
+    codec: str | None = _setting(None, "Codec of chunk caches.")
+    """None: the compute dtype, which is lossless, for the primary's; ``bfloat16`` for the auxiliary's, which only rank
+    tokens, so that a coarser codec suffices."""
+    memory_bytes: int = _setting(0, "Limit of a memory tier before a disk store; 0: none.")
+    """The operating system's page cache serves repeated reads too, but its pages are checked at each read."""
+    max_bytes: int | None = _setting(None, "Limit of the store, recorded in it for all its users.")
+    """Above it, the tenant with the most bytes loses its least recently used chunk caches. 0: no limit, and a recorded
+    one is removed. None: the recorded limit, or no limit."""
+    prefix_cache_bytes: int = _setting(
+        2**28,
+        "Size of the prefix cache: exact KV that prompts with the same first tokens share.",
+    )
+    """0 switches it off."""
+    on_miss: str = _setting(
+        "store",
+        "For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them.",
+    )
+    require_certificate: bool = _setting(
+        False,
+        "True: refuse to reuse chunks without a certificate (``cacheclip certify``) for these models, method and "
+        "ratio.",
+    )
+    """False: warn once."""
+    finish: str = _setting(
+        "none",
+        "What becomes of an answer from approximate KV: ``none`` leaves it as it is; ``idle`` too, but completes the "
+        "exact KV afterwards, while no answer is under way; ``verify`` completes it while the answer is decoded, and "
+        "states in the statistics how many tokens full prefill would choose too; ``revise`` also corrects a greedy "
+        "answer from the first token that differs.",
+    )
+    """The exact KV goes into the prefix cache, where the next question finds it."""
+    shadow_rate: float = _setting(
+        0.0,
+        "Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread.",
+    )
+    """Results go to metrics and log. Each comparison costs a full prefill. Answers that ``finish`` verifies are always
+    compared, at no further cost."""
 
     def __post_init__(self) -> None:
         for name in ("primary", "auxiliary"):

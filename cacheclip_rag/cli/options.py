@@ -6,14 +6,13 @@ fields. A command shows the few that people type (:func:`engine_options`); the f
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, wraps
-from itertools import pairwise, takewhile
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import wraps
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -192,20 +191,12 @@ def _option(name: str, reads_documents: bool) -> Any:
     default = None if declared.default is None else str(declared.default)
     if default and reads_documents and name in _FIXED:
         default = f"the store's, else {default}"
-    return Annotated[kind | None, typer.Option(flag, help=_meanings().get(name), show_default=default or False)]
+    return Annotated[kind | None, typer.Option(flag, help=_help_of(declared), show_default=default or False)]
 
 
-@cache
-def _meanings() -> dict[str, str]:
-    """First sentence of what each setting of the engine means, without markup."""
-    [declared] = ast.parse(inspect.getsource(EngineConfig)).body
-    assert isinstance(declared, ast.ClassDef)
-    found = {}
-    for line, said in pairwise(declared.body):
-        if isinstance(line, ast.AnnAssign) and isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant):
-            sentence = " ".join(str(said.value.value).split()).partition(". ")[0].removesuffix(".")
-            found[ast.unparse(line.target)] = re.sub(r":\w+:`~?[\w.]*?(\w+)`|`", r"\1", sentence) + "."
-    return found
+def _help_of(setting: Field[Any]) -> str:
+    """The help text of a setting, without markup."""
+    return re.sub(r":\w+:`~?[\w.]*?(\w+)`|`", r"\1", setting.metadata["help"])
 
 
 def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_variant: bool = False) -> CommandSettings:

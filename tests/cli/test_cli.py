@@ -23,7 +23,7 @@ from cacheclip_rag import CacheClipEngine, Event, __version__
 from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
 from cacheclip_rag.cli import app, main
 from cacheclip_rag.cli.common import parse_bytes
-from cacheclip_rag.cli.options import CommandSettings, _meanings, engine_options
+from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
 from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.config import EngineConfig
 from tests.ingest.pdf import pdf
@@ -567,9 +567,8 @@ class TestSettingsFile:
             self.given(tmp_path, text)
 
     def test_every_setting_of_the_engine_has_a_help_text(self) -> None:
-        names = {each.name for each in fields(EngineConfig)}
-        assert names == set(_meanings()) and all(_meanings().values())
-        assert _meanings()["device"] == "Device of the models: cpu, cuda, cuda:1, mps."
+        texts = {each.name: _help_of(each) for each in fields(EngineConfig)}
+        assert all(texts.values()) and texts["device"] == "Device of the models: cpu, cuda, cuda:1, mps."
 
     def given(self, tmp_path: Path, text: str, *arguments: str) -> list[CommandSettings]:
         """What a command gets."""
