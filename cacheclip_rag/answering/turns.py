@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +84,13 @@ CALLER: ContextVar[Waiter | None] = ContextVar("cacheclip_caller", default=None)
 
 def turns_of(runtime: Runtime) -> Turns:
     """The turns of a loaded model, the same for all engines that use it."""
-    found: Turns = vars(runtime).setdefault("_turns", Turns())  # atomic
-    return found
+    with _turns_lock:
+        return _turns.setdefault(runtime, Turns())
+
+
+_turns: WeakKeyDictionary[Runtime, Turns] = WeakKeyDictionary()
+"""Of every loaded model; they go with it."""
+_turns_lock = threading.Lock()
 
 
 class _OfThread(threading.local):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
-from cacheclip_rag.answering.turns import Turns
+from cacheclip_rag.answering.turns import Turns, turns_of
 
 if TYPE_CHECKING:
     from cacheclip_rag.runtime.base import Runtime
@@ -322,3 +324,19 @@ def test_many_answers_with_prompts_between() -> None:
     assert states == [[100 * seed + token for token in range(40)] for seed in range(8)]
     assert sum(runtime.passes) == 8 * 40
     assert (turns._asked, turns._tokens, turns._answers) == ([], 0, 0)
+
+
+class Slotted:
+    """A model that has no place for what others would keep in it."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_turns_belong_to_a_model_and_go_with_it() -> None:
+    model, other = Slotted(), Slotted()
+    turns: list[Any] = [turns_of(cast("Runtime", each)) for each in (model, other, model)]
+    assert turns[0] is turns[2] is not turns[1]
+    gone = weakref.ref(turns[0])
+    del turns, model
+    gc.collect()
+    assert gone() is None
