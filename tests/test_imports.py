@@ -208,6 +208,20 @@ class TestGuests:
             import cacheclip_lab.evaluation  # noqa: F401
 
 
+def test_only_one_room_looks_into_transformers() -> None:
+    """What lies in its submodules may move in any version."""
+    inside = {
+        module
+        for module in MODULES
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+        if name.startswith("transformers.")
+    }
+    assert inside
+    assert {module for module in inside if not module.startswith("runtime.transformers.")} == set()
+
+
 class TestSpinning:
     """Torch's idle threads spin briefly, so that other programs can use the cores."""
 

@@ -144,8 +144,7 @@ def build_model(
         spec: an entry of :data:`TINY_MODELS`, or settings of a transformers config and its ``architecture``.
     """
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     spec = dict(spec)
     config = CONFIG_MAPPING[spec.pop("architecture")](

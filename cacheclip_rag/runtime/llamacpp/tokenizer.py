@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..transformers.chat_template import render_chat_template
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
@@ -48,8 +49,5 @@ class GgufTokenizer:
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool, **options: Any) -> str:
         """Messages as text."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         assert not tokenize, "the text is tokenised as every prompt is"
-        rendered, _ = render_jinja_template([messages], **{**self._special, **options})
-        return str(rendered[0])
+        return render_chat_template(messages, **{**self._special, **options})

@@ -76,6 +76,18 @@ def variables_of(templates: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def render_chat_template(messages: Any, **options: Any) -> str:
+    """Messages as text, as transformers' tokenizers make it.
+
+    Args:
+        options: ``chat_template``, ``add_generation_prompt``, ``tools``, and variables of the template.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template([messages], **options)
+    return str(texts[0])
+
+
 class _Counting(NodeTransformer):
     """Lets a template's expressions count what they make."""
 
