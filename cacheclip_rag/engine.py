@@ -127,9 +127,14 @@ class CacheClipEngine:
         return self.parts.store
 
     @property
-    def library(self) -> ChunkTexts:
+    def texts(self) -> ChunkTexts:
         """Precomputed texts of this namespace and their sources."""
-        return self.parts.library
+        return self.parts.texts
+
+    @property
+    def library(self) -> ChunkTexts:
+        """An earlier name of :attr:`texts`."""
+        return self.texts
 
     @property
     def prefixes(self) -> PrefixCache:
@@ -215,7 +220,7 @@ class CacheClipEngine:
         loaded = list(self.parts.usable(context))
         if len(loaded) > 1:
             _ = self.head_set
-        self.library.index.find("Is the text index open?")
+        self.texts.index.find("Is the text index open?")
         read, num_bytes = self.parts.read_hot() if read_chunks else (0, 0)
         for caches in (self.parts.caches_after_prefix, *loaded):
             _ = caches.prefix_kv

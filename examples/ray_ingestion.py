@@ -32,7 +32,7 @@ def main() -> None:
     ray.shutdown()
 
     engine = CacheClipEngine(config)
-    text = next(engine.library.index.texts())
+    text = next(engine.texts.index.texts())
     print("hits", engine.generate(f"{text}\n\nWhat is this about?", max_tokens=8).stats.hits)
     engine.close()
 

@@ -120,7 +120,7 @@ class Parts:
             return self._tenant.chunk_store.stats().tiers if self._tenant is not None else ()
 
     @cached_property
-    def library(self) -> ChunkTexts:
+    def texts(self) -> ChunkTexts:
         return ChunkTexts(self.store)
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class Parts:
         reader = PromptReader(self.runtime, self.config.system_prompt)
         given = _watched(documents) if documents or CALLER.get() else ()
         return reader.segments(
-            prompt, self.library.index, given, date=date, tools=tools, variables=variables, parts=not isolated
+            prompt, self.texts.index, given, date=date, tools=tools, variables=variables, parts=not isolated
         )
 
     def segment_as_it_stands(
@@ -241,7 +241,7 @@ class Parts:
         check_least_length([text], runtime)
         given = _watched(documents) if documents or CALLER.get() else ()
         opening: list[Segment] = [Fresh(runtime.opening, control=True)] if runtime.opening else []
-        return opening + segment_text(text, self.library.index, given, parts=not isolated)
+        return opening + segment_text(text, self.texts.index, given, parts=not isolated)
 
     def _caches_of(self, role: str, context: ChunkContext) -> ChunkCaches:
         """``role``: ``primary`` or ``auxiliary``."""

@@ -80,16 +80,16 @@ class ChunkWriter:
         document: str,
     ) -> None:
         for chunk in chunks:
-            self._parts.library.add(chunk, source, document)
+            self._parts.texts.add(chunk, source, document)
             for name, whole in origins.get(chunk, ()):
-                self._parts.library.add_source(chunk, name, whole)
+                self._parts.texts.add_source(chunk, name, whole)
 
     def release(self, texts: Iterable[str]) -> int:
         chunks = list(chunk_texts(texts))
         if not chunks:
             return 0  # the prefix cache keeps its blocks
         try:
-            count = sum(bool(self._parts.library.release([chunk])) for chunk in chunks)
+            count = sum(bool(self._parts.texts.release([chunk])) for chunk in chunks)
         finally:  # after the chunks: an answer that began before their end may have left their KV there
             self._parts.drop_erased()
         self._parts.store.commit()
@@ -101,9 +101,9 @@ class ChunkWriter:
         names = set(gone)
         if not names:
             return 0
-        library = self._parts.library
-        released = self.release(library.orphans(names, set(chunk_texts(keep))))
-        library.remove_sources(names)  # last, so that a killed run can be repeated
+        texts = self._parts.texts
+        released = self.release(texts.orphans(names, set(chunk_texts(keep))))
+        texts.remove_sources(names)  # last, so that a killed run can be repeated
         self._parts.store.commit()
         return released
 
@@ -124,7 +124,7 @@ class ChunkWriter:
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
-                    if chunk in found and not self._parts.library.index.known(chunk):
+                    if chunk in found and not self._parts.texts.index.known(chunk):
                         continue
                     wants = self._parts.store.chunk_store.wants
                     if wants is None or wants(self._parts.config.namespace, chunk):
@@ -136,16 +136,16 @@ class ChunkWriter:
                     logger.warning("a chunk of this prompt could not be stored: %s", why)
 
     def _store_missing(self, chunk: str, context: ChunkContext, origins: Sequence[tuple[str, str]]) -> None:
-        library = self._parts.library
-        is_known = partial(library.index.known, chunk)
+        texts = self._parts.texts
+        is_known = partial(texts.index.known, chunk)
         is_wanted = is_known if is_known() else lambda: True  # a stored text may be released while it is computed
         for caches in self._parts.usable(context):
             caches.write(chunk, is_wanted)
         if not is_wanted():
             return
-        library.add(chunk)
+        texts.add(chunk)
         for source, document in origins:
-            library.add_source(chunk, source, document)
+            texts.add_source(chunk, source, document)
 
 
 def _write(chunks: Sequence[str], models: Sequence[ChunkCaches], behind: WriteBehind) -> int:

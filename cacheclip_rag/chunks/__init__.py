@@ -1,1 +1,1 @@
-"""Chunks: chunk contexts, chunk caches of a model, and the library of texts and sources."""
+"""Chunks: chunk contexts, chunk caches of a model, texts and their sources."""

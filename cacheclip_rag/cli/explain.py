@@ -46,7 +46,7 @@ def explain_miss(
     written = _read(prompt)
     found = (span.whole for span in engine.plan(written).layout.chunks)
     passages = (passage for _, _, passage in (library.passages() if library else ()))
-    known = chain(found, engine.library.index.texts(), engine.library.texts(), passages)
+    known = chain(found, engine.texts.index.texts(), engine.texts.texts(), passages)
     texts = [_read(path) for path in text or []] or plausible(known, written)[:_MOST_TEXTS]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]
     if as_json:

@@ -67,7 +67,7 @@ def test_a_text_that_is_released_while_an_answer_stores_it_is_not_stored(
     monkeypatch.setattr(other.primary, "encode_many", releasing)
     other.generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=1))
     stored = [other.is_stored(chunk) for chunk in CHUNKS]
-    assert stored == [False, True, True, True] and not other.library.index.known(CHUNKS[0])
+    assert stored == [False, True, True, True] and not other.texts.index.known(CHUNKS[0])
 
 
 def test_chunks_wait_as_long_as_another_process_has_the_catalog(
@@ -94,7 +94,7 @@ def test_other_machines_hear_of_sources_that_are_removed(
     """Also of those whose texts stay."""
     engine.precompute({CHUNKS[0]: [("n1", "d1"), ("n2", "d2")]})
     told: list[str] = []
-    for owner, name in ((engine.library, "remove_sources"), (engine.store, "commit")):
+    for owner, name in ((engine.texts, "remove_sources"), (engine.store, "commit")):
         own = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, own=own, name=name: (told.append(name), own(*given))[1])
     engine.release(sources=["d1"])
@@ -132,4 +132,5 @@ def test_what_comes_before_a_bad_text_is_stored(
     with pytest.raises(error):
         engine.precompute([*SENTENCES[:2], bad, SENTENCES[3]])
     assert [engine.is_stored(text) for text in (*SENTENCES[:2], SENTENCES[3])] == [True, True, False]
-    assert engine.library.index.known(SENTENCES[1]) and not engine.library.index.known(SENTENCES[3])
+    assert engine.texts.index.known(SENTENCES[1]) and not engine.texts.index.known(SENTENCES[3])
+    assert engine.library is engine.texts, "its earlier name"

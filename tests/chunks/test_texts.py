@@ -20,7 +20,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ChunkStore:
 
 
 @pytest.fixture
-def library(store: ChunkStore) -> ChunkTexts:
+def texts(store: ChunkStore) -> ChunkTexts:
     return ChunkTexts(TenantStore(store, "ours"))
 
 
@@ -33,75 +33,75 @@ def write(store: ChunkStore, text: str, *models: str, namespace: str = "ours") -
         tenant.put(name, torch.ones(1, 2, 1, 3, 4), "float32", text=text)
 
 
-def found(library: ChunkTexts, prompt: str) -> list[str]:
-    return [prompt[match.start : match.stop] for match in library.index.find(prompt)]
+def found(texts: ChunkTexts, prompt: str) -> list[str]:
+    return [prompt[match.start : match.stop] for match in texts.index.find(prompt)]
 
 
-def test_added_texts_are_known_and_found(library: ChunkTexts) -> None:
-    library.add(ONE)
-    library.add(TWO, "node", "report")
-    assert library.index.known(ONE) and not library.index.known(THREE)
-    assert found(library, f"{TWO} {THREE} {ONE}") == [TWO, ONE]
+def test_added_texts_are_known_and_found(texts: ChunkTexts) -> None:
+    texts.add(ONE)
+    texts.add(TWO, "node", "report")
+    assert texts.index.known(ONE) and not texts.index.known(THREE)
+    assert found(texts, f"{TWO} {THREE} {ONE}") == [TWO, ONE]
     prompt = f"{THREE} {ONE}"
-    assert [prompt[m.start : m.stop] for m in library.index.find(prompt, [THREE])] == [THREE, ONE]
+    assert [prompt[m.start : m.stop] for m in texts.index.find(prompt, [THREE])] == [THREE, ONE]
 
 
-def test_release_deletes_every_entry_of_a_text(store: ChunkStore, library: ChunkTexts) -> None:
+def test_release_deletes_every_entry_of_a_text(store: ChunkStore, texts: ChunkTexts) -> None:
     for text in (ONE, TWO):
         write(store, text, "primary", "primary in another context", "auxiliary")
-        library.add(text)
-    assert library.release([ONE, THREE]) == 1
+        texts.add(text)
+    assert texts.release([ONE, THREE]) == 1
     assert store.stats().entries == 3
-    assert not library.index.known(ONE) and found(library, f"{ONE} {TWO}") == [TWO]
-    assert library.release([ONE]) == 0
+    assert not texts.index.known(ONE) and found(texts, f"{ONE} {TWO}") == [TWO]
+    assert texts.release([ONE]) == 0
 
 
-def release_sources(library: ChunkTexts, gone: list[str], keep: Sequence[str] = ()) -> int:
+def release_sources(texts: ChunkTexts, gone: list[str], keep: Sequence[str] = ()) -> int:
     """What an engine does with sources: texts that come from nowhere else go, then the sources."""
-    released = library.release(library.orphans(gone, keep))
-    library.remove_sources(gone)
+    released = texts.release(texts.orphans(gone, keep))
+    texts.remove_sources(gone)
     return released
 
 
-def test_namespaces_share_nothing(store: ChunkStore, library: ChunkTexts) -> None:
+def test_namespaces_share_nothing(store: ChunkStore, texts: ChunkTexts) -> None:
     theirs = ChunkTexts(TenantStore(store, "theirs"))
-    for each, namespace in ((library, "ours"), (theirs, "theirs")):
+    for each, namespace in ((texts, "ours"), (theirs, "theirs")):
         write(store, ONE, "model", namespace=namespace)
         each.add(ONE, "node")
-    assert release_sources(library, ["node"]) == 1
-    assert not library.index.known(ONE) and theirs.index.known(ONE) and store.stats().entries == 1
-    assert theirs.texts() == [ONE] and library.texts() == []
+    assert release_sources(texts, ["node"]) == 1
+    assert not texts.index.known(ONE) and theirs.index.known(ONE) and store.stats().entries == 1
+    assert theirs.texts() == [ONE] and texts.texts() == []
 
 
 class TestSources:
-    def test_a_text_goes_with_its_last_source(self, store: ChunkStore, library: ChunkTexts) -> None:
+    def test_a_text_goes_with_its_last_source(self, store: ChunkStore, texts: ChunkTexts) -> None:
         write(store, ONE, "model")
-        library.add(ONE, "node 1")
-        library.add_source(ONE, "node 2")
-        assert library.orphans(["node 1"]) == [] and library.orphans(["node 1", "node 2"]) == [ONE]
-        assert release_sources(library, ["node 1", "no such node"]) == 0 and library.index.known(ONE)
-        assert release_sources(library, ["node 2"]) == 1 and not library.index.known(ONE)
+        texts.add(ONE, "node 1")
+        texts.add_source(ONE, "node 2")
+        assert texts.orphans(["node 1"]) == [] and texts.orphans(["node 1", "node 2"]) == [ONE]
+        assert release_sources(texts, ["node 1", "no such node"]) == 0 and texts.index.known(ONE)
+        assert release_sources(texts, ["node 2"]) == 1 and not texts.index.known(ONE)
 
-    def test_a_document_takes_its_sources_along(self, store: ChunkStore, library: ChunkTexts) -> None:
+    def test_a_document_takes_its_sources_along(self, store: ChunkStore, texts: ChunkTexts) -> None:
         for number, text in enumerate((ONE, TWO)):
             write(store, text, "model")
-            library.add(text, f"node {number}", "report")
-        library.add_source(TWO, "elsewhere", "letter")
-        assert release_sources(library, ["report"]) == 1
-        assert library.index.known(TWO) and library.texts() == [TWO] and library.texts("node 1") == []
+            texts.add(text, f"node {number}", "report")
+        texts.add_source(TWO, "elsewhere", "letter")
+        assert release_sources(texts, ["report"]) == 1
+        assert texts.index.known(TWO) and texts.texts() == [TWO] and texts.texts("node 1") == []
 
-    def test_texts_to_keep_stay_though_their_source_goes(self, store: ChunkStore, library: ChunkTexts) -> None:
+    def test_texts_to_keep_stay_though_their_source_goes(self, store: ChunkStore, texts: ChunkTexts) -> None:
         write(store, ONE, "model")
-        library.add(ONE, "node")
-        assert release_sources(library, ["node"], keep=[ONE]) == 0
-        assert library.index.known(ONE) and store.stats().entries == 1 and library.texts() == []
+        texts.add(ONE, "node")
+        assert release_sources(texts, ["node"], keep=[ONE]) == 0
+        assert texts.index.known(ONE) and store.stats().entries == 1 and texts.texts() == []
 
-    def test_sources_of_some_texts_alone_are_removed(self, library: ChunkTexts) -> None:
+    def test_sources_of_some_texts_alone_are_removed(self, texts: ChunkTexts) -> None:
         for text in (ONE, TWO):
-            library.add(text, "node")
-        library.remove_sources(["node"], texts=[ONE])
-        assert library.texts("node") == [TWO] and library.index.known(ONE)
+            texts.add(text, "node")
+        texts.remove_sources(["node"], texts=[ONE])
+        assert texts.texts("node") == [TWO] and texts.index.known(ONE)
 
-    def test_a_source_does_not_make_a_text_known(self, library: ChunkTexts) -> None:
-        library.add_source(ONE, "deleted just now")
-        assert not library.index.known(ONE) and found(library, ONE) == [] and library.texts() == [ONE]
+    def test_a_source_does_not_make_a_text_known(self, texts: ChunkTexts) -> None:
+        texts.add_source(ONE, "deleted just now")
+        assert not texts.index.known(ONE) and found(texts, ONE) == [] and texts.texts() == [ONE]

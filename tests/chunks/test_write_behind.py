@@ -175,7 +175,7 @@ def test_who_waits_for_batches_hears_of_them_when_they_are_stored(make: Make) ->
     heard: list[tuple[int, int, list[bool]]] = []
 
     def stored(num_texts: int, computed: int) -> None:
-        is_there = [engine.is_stored(text) and engine.library.index.known(text) for text in TEXTS]
+        is_there = [engine.is_stored(text) and engine.texts.index.known(text) for text in TEXTS]
         heard.append((num_texts, computed, is_there))
 
     assert engine.precompute(TEXTS, stored=stored) == 3
@@ -247,7 +247,7 @@ class TestErrors:
             engine.precompute({text: [(str(number), "")] for number, text in enumerate(TEXTS)})
         assert watched.written == IN_TURN[:4] and watched.by_thread[-1] == "write two 1", "nothing after it"
         assert watched.computed == IN_TURN[:5], "what was computed beside it is lost"
-        assert engine.library.texts() == TEXTS[:1], "the sources of those that are stored for both models"
+        assert engine.texts.texts() == TEXTS[:1], "the sources of those that are stored for both models"
         watched.before_write = lambda event: None
         assert engine.precompute(TEXTS) == 3 and all(engine.is_stored(text) for text in TEXTS)
 
@@ -276,7 +276,7 @@ class TestErrors:
         watched.before_compute, watched.before_write = compute, write
         with pytest.raises(ModuleNotFoundError, match="of the computation"):
             engine.precompute(TEXTS)
-        assert watched.written == IN_TURN[:2] and engine.library.index.known(TEXTS[0]), "what came before is stored"
+        assert watched.written == IN_TURN[:2] and engine.texts.index.known(TEXTS[0]), "what came before is stored"
         assert engine.release(TEXTS) == 1
         failed.set()
         with pytest.raises(ValueError, match="of the write"):
@@ -306,7 +306,7 @@ class TestErrors:
         engine = make()
         with pytest.raises(PromptTooLongError):
             engine.precompute([*TEXTS[:2], "word " * 5000, TEXTS[3]])
-        is_there = [engine.is_stored(text) and engine.library.index.known(text) for text in TEXTS]
+        is_there = [engine.is_stored(text) and engine.texts.index.known(text) for text in TEXTS]
         assert is_there == [True, True, False, False]
 
 

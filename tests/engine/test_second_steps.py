@@ -170,10 +170,10 @@ class TestAnswer:
             assert fault.has_failed
         assert (len(answer.token_ids), answer.stats.misses) == (SHORT.max_tokens, 2)
         assert f"{name} failed at call {at}" in caplog.text
-        stored = [asked.is_stored(text) and asked.library.index.known(text) for text in chunks[2:]]
+        stored = [asked.is_stored(text) and asked.texts.index.known(text) for text in chunks[2:]]
         assert any(stored), "the other one is stored"
         asked.generate(rag(chunks), SHORT, documents=chunks)
-        assert all(map(asked.is_stored, chunks)) and all(map(asked.library.index.known, chunks))
+        assert all(map(asked.is_stored, chunks)) and all(map(asked.texts.index.known, chunks))
 
 
 BATCHES = [list(SENTENCES[:2]), list(SENTENCES[2:4]), list(SENTENCES[4:6])]
@@ -210,12 +210,12 @@ class TestPrecompute:
         assert TEXTS[: counted.texts] == whole[: counted.texts], "what was said to be stored is stored"
         if name == "encode_many":
             assert counted.texts == 2 * (at - 1), "all batches before it"
-        assert all(readable(asked, text) and asked.library.index.known(text) for text in whole)
+        assert all(readable(asked, text) and asked.texts.index.known(text) for text in whole)
         again = Counter()
         asked.precompute(TEXTS, source="s", document="d", stored=again.stored)
         assert again.texts == len(TEXTS) and again.computed == len(TEXTS) - len(whole)
-        assert all(readable(asked, text) and asked.library.index.known(text) for text in TEXTS)
-        assert {*asked.library.texts("s")} == {*TEXTS} and asked.release(sources=["d"]) == len(TEXTS)
+        assert all(readable(asked, text) and asked.texts.index.known(text) for text in TEXTS)
+        assert {*asked.texts.texts("s")} == {*TEXTS} and asked.release(sources=["d"]) == len(TEXTS)
 
 
 class Counter:
@@ -258,14 +258,14 @@ class TestRelease:
                 asked.release(**given)
         left = [text for text in gone if asked.is_stored(text)]
         assert left == gone[len(gone) - len(left) :], "those before it are released, and those after it stay"
-        assert all(readable(asked, text) and asked.library.index.known(text) for text in left)
+        assert all(readable(asked, text) and asked.texts.index.known(text) for text in left)
         asked.release(**given)
-        assert not any(asked.library.index.known(text) for text in gone)
+        assert not any(asked.texts.index.known(text) for text in gone)
         assert not any(caches.read(text) for text in gone for caches in asked.chunk_caches())
         assert not asked.release(**given) and all(readable(asked, text) for text in kept)
-        assert not asked.store.catalog.keys_of("default", b"") and asked.library.texts("other") == kept
+        assert not asked.store.catalog.keys_of("default", b"") and asked.texts.texts("other") == kept
         if by == "sources":
-            assert asked.library.sources() == ["other"]
+            assert asked.texts.sources() == ["other"]
 
 
 WARM_UP: list[tuple[Owner, str, int]] = [

@@ -120,7 +120,7 @@ def test_reading_the_store_counts(stored: CacheClipEngine, time: Clock, monkeypa
 @pytest.mark.parametrize("method", ["full", "direct"])
 def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: str) -> None:
     """Stored texts and the prefix cache."""
-    time.slow(stored.library.index, "find")
+    time.slow(stored.texts.index, "find")
     time.slow(stored.prefixes, "match")
     assert time.times(stored, method) == (2.0, 0.0)
 

@@ -55,7 +55,7 @@ def test_what_documents_lose_is_released_in_the_end(
             break
     assert failures >= 2
     workshop.run()
-    store, index = workshop.engine.store, workshop.engine.library.index
+    store, index = workshop.engine.store, workshop.engine.texts.index
     assert not [text for text in lost if store.holds_text(text) or index.known(text)]
     assert {*lost}.isdisjoint(text for _, _, text in workshop.library.passages())
     kept = workshop.library.passages_of(str(workshop.corpus / "c.txt"))

@@ -43,7 +43,7 @@ def shop(tmp_path: Path, tiny_models: dict[str, str]) -> Workshop:
 
 def is_found(shop: Workshop, passage: str) -> bool:
     """Stored, and found in prompts if it is long enough to be looked for."""
-    return shop.engine.is_stored(passage) and (text_row(passage) is None or shop.engine.library.index.known(passage))
+    return shop.engine.is_stored(passage) and (text_row(passage) is None or shop.engine.texts.index.known(passage))
 
 
 @pytest.mark.parametrize(("owner", "name", "at"), STEPS, ids=[f"{name}-{at}" for _, name, at in STEPS])

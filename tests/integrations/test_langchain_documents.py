@@ -323,7 +323,7 @@ class TestCarriers:
         assert self.ask(llm, earlier, AIMessage("Well."), HumanMessage(content=blocks)) == (1, 1)
         plain = create_plaintext_block(text=chunks[2])
         assert self.ask(llm, HumanMessage(content=[question, plain])) == (0, 1), "a document by its type"
-        assert llm.engine.library.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
+        assert llm.engine.texts.orphans(["doc-0", "doc-1", plain["id"]]) == chunks[:2]
 
     def test_plain_text_blocks(self, llm: ChatCacheClip, chunks: list[str]) -> None:
         blocks = [{"type": "text-plain", "text": chunks[0]}, {"type": "text", "text": "What is it?"}]

@@ -414,12 +414,12 @@ class TestOrder:
         assert result == {"num_added": 2, "num_updated": 0, "num_skipped": 2, "num_deleted": 0}
         assert sorted(each["text"] for each in vectors.store.values()) == sorted(CHUNKS)
         assert llm.engine.store.stats().entries == 2 * (1 + len(CHUNKS)), "of each model: the prefix, and every chunk"
-        assert hits(llm, documents) == len(llm.engine.library.texts()) == len(CHUNKS)
+        assert hits(llm, documents) == len(llm.engine.texts.texts()) == len(CHUNKS)
         llm, vectors, result = run_pipeline(*settings, documents)
         assert result == {"num_added": 0, "num_updated": 0, "num_skipped": 4, "num_deleted": 0}
         llm, vectors, result = run_pipeline(*settings, [])
         assert result["num_deleted"] == 4 and vectors.store == {}
-        assert stored(llm, documents) == [False] * 4 and llm.engine.library.texts() == []
+        assert stored(llm, documents) == [False] * 4 and llm.engine.texts.texts() == []
 
 
 class OnDisk(InMemoryVectorStore):

@@ -119,10 +119,10 @@ class TestMachines:
         one, other = machine(), machine()
         assert other.store.stats().entries == 0
         one.precompute(CHUNKS)
-        assert len(other.library.index.find(rag_prompt(CHUNKS))) == 0
+        assert len(other.texts.index.find(rag_prompt(CHUNKS))) == 0
         assert shared(other).poll() == (len(CHUNKS), 0)
-        assert len(other.library.index.find(rag_prompt(CHUNKS))) == len(CHUNKS)
-        assert len(other.library.index.find(rag_prompt([CHUNKS[0][20:]]))) == 1
+        assert len(other.texts.index.find(rag_prompt(CHUNKS))) == len(CHUNKS)
+        assert len(other.texts.index.find(rag_prompt([CHUNKS[0][20:]]))) == 1
 
     @pytest.mark.parametrize("sees", ["poll", "another process's poll", "new copy"])
     def test_what_another_machine_erases_leaves_memory(
@@ -197,7 +197,7 @@ class TestMachines:
         other = CacheClipEngine(one.config)
         for _ in range(2):
             shared(other).poll()
-        assert len(other.library.index.find(rag_prompt(CHUNKS))) == hits(other) == len(CHUNKS)
+        assert len(other.texts.index.find(rag_prompt(CHUNKS))) == hits(other) == len(CHUNKS)
         other.close()
 
     def test_a_released_text_is_gone_for_all_and_its_payload_after_a_cleaning(
@@ -209,7 +209,7 @@ class TestMachines:
         assert hits(other) == len(CHUNKS)
         assert one.release(CHUNKS[:1]) == 1
         assert shared(other).poll() == (0, 1)
-        assert other.library.index.find(CHUNKS[0], parts=False) == [] and not other.store.holds_text(CHUNKS[0])
+        assert other.texts.index.find(CHUNKS[0], parts=False) == [] and not other.store.holds_text(CHUNKS[0])
         assert gc(store_url)["deleted"] == 0 and gc(store_url, grace_s=0)["deleted"] == 1
         assert verify(store_url)["missing"] == 0
 
@@ -232,16 +232,16 @@ class TestMachines:
         shared(other).commit()
         shared(one).poll()
         for engine in (one, other):
-            assert [engine.library.index.known(chunk) for chunk in CHUNKS] == [True, False, True, True]
+            assert [engine.texts.index.known(chunk) for chunk in CHUNKS] == [True, False, True, True]
 
     def test_sources_and_documents_are_shared(self, machine: Machine) -> None:
         one, other = machine(), machine()
         one.precompute({CHUNKS[0]: [("page 1", "book")], CHUNKS[1]: [("page 2", "book")]})
         shared(other).poll()
-        assert sorted(other.library.sources()) == ["page 1", "page 2"]
+        assert sorted(other.texts.sources()) == ["page 1", "page 2"]
         assert other.release(sources=["book"]) == 2
         shared(one).poll()
-        assert one.library.sources() == [] and not one.store.holds_text(CHUNKS[0])
+        assert one.texts.sources() == [] and not one.store.holds_text(CHUNKS[0])
 
     @pytest.mark.parametrize("kind", ["rows", "file", "columns"])
     def test_what_somebody_made_up_is_not_taken_and_changes_nothing_else(
@@ -267,7 +267,7 @@ class TestMachines:
             need("pyarrow.parquet").write_table(need("pyarrow").table({"x": [1]}), data)
             obstore.put(shared(one).objects.place.objects, new, data.getvalue() if kind == "columns" else b"PAR1")
         one.precompute(["A text that is committed after it. " * 4])
-        assert shared(other).poll() == (1, 0) and other.library.sources() == []
+        assert shared(other).poll() == (1, 0) and other.texts.sources() == []
         if kind == "rows":
             table.commit(rows_of("default", []), Removal(names={"x"}))
             assert stats(store_url)["payloads"] and gc(store_url, grace_s=0)["deleted"] == 0
@@ -308,7 +308,7 @@ class TestMachines:
         assert one.release(CHUNKS[:1]) == 1 and shared(other).poll() == (0, 0)
         assert not one.store.holds_text(CHUNKS[0]) and other.store.holds_text(CHUNKS[0])
         shared(one).poll()
-        assert one.library.index.find(CHUNKS[0], parts=False) == []
+        assert one.texts.index.find(CHUNKS[0], parts=False) == []
         one.precompute(CHUNKS)
         asked: list[str] = []
         ask = ObjectBackend._ask

@@ -72,7 +72,7 @@ def ingest(
     report = survey.begin(IngestReport)
     _check_models(survey, engine, embedder)
     for path in survey.unchanged:
-        engine.library.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
+        engine.texts.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
     done = []
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0

@@ -150,7 +150,7 @@ class Planner:
                 "instance cacheclip (with an auxiliary model) or epic."
             )
         sources = self.parts.kv_sources(method)
-        self.parts.library.index.find("Is the text index open?")
+        self.parts.texts.index.find("Is the text index open?")
         if method.reuses_chunks and self.config.require_certificate:
             check_certificate(self.config, method, self.parts.certificates.identity(method))
         self.segments("?", method=method)

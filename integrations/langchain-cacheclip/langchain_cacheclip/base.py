@@ -114,7 +114,7 @@ class LangChainFields(ServedFields):
             source, whole = origin(document)
             if source and document.page_content.strip():
                 with suppress(ConfigurationError):  # half a character: it was skipped
-                    engine.library.add_source(normalise_chunk(document.page_content), source, whole)
+                    engine.texts.add_source(normalise_chunk(document.page_content), source, whole)
 
 
 def ending(answer: Answer) -> dict[str, Any]:

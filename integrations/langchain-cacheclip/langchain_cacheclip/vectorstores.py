@@ -166,7 +166,7 @@ class CacheClipVectorStore(VectorStore):
 
     def _held(self, known: list[str] | None = None) -> list[str]:
         """Ids of the documents in the wrapped store, of ``known`` or of all that have chunk caches."""
-        known, held = self.llm.engine.library.sources() if known is None else known, list[str]()
+        known, held = self.llm.engine.texts.sources() if known is None else known, list[str]()
         try:
             for start in range(0, len(known), _AT_ONCE):
                 found = self.store.get_by_ids(known[start : start + _AT_ONCE])

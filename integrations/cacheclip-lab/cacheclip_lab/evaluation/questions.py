@@ -89,7 +89,7 @@ def _segments(engine: CacheClipEngine, record: Record, chunks: Sequence[str], da
     else:
         instruction = engine.config.system_prompt
         before = "" if opening or not instruction else f"{instruction}\n\n"
-        text = segment_text(before + prompt, engine.library.index, chunks)
+        text = segment_text(before + prompt, engine.texts.index, chunks)
         segments = [segment for segment in (Fresh(engine.primary.opening, control=True), *text) if segment.text]
     return [*segments, *([Fresh(prefix)] if (prefix := _setting(meta, "answer_prefix", "")) else [])]
 

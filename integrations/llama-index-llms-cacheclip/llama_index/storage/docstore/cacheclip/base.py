@@ -127,9 +127,9 @@ class CacheClipDocumentStore(KVDocumentStore):
         engine = self._llm.engine
         with _lock:
             if self._updates:
-                for text in engine.library.orphans([name]):
-                    engine.library.add_source(text, _DELETED)
-                engine.library.remove_sources([name])  # last, so that a killed run can be repeated
+                for text in engine.texts.orphans([name]):
+                    engine.texts.add_source(text, _DELETED)
+                engine.texts.remove_sources([name])  # last, so that a killed run can be repeated
             else:
                 engine.release(sources=[name])
                 self._release_deleted()
@@ -137,9 +137,9 @@ class CacheClipDocumentStore(KVDocumentStore):
     def _release_deleted(self) -> None:
         """Release texts deleted during updates, unless another source has them now."""
         engine = self._llm.engine
-        deleted = engine.library.texts(_DELETED)
-        engine.release(set(engine.library.orphans([_DELETED])).intersection(deleted))
-        engine.library.remove_sources(
+        deleted = engine.texts.texts(_DELETED)
+        engine.release(set(engine.texts.orphans([_DELETED])).intersection(deleted))
+        engine.texts.remove_sources(
             [_DELETED], texts=deleted
         )  # only these texts: another process may be deleting others
 
