@@ -39,14 +39,14 @@ from .verification import Gate, Verification
 from .writer import ChunkWriter
 
 
-class _ReadPrompt(NamedTuple):
+class _PromptSegments(NamedTuple):
     """A prompt that was searched for stored texts."""
 
     segments: list[Segment]
     question: str | None
     """Text that scores the chunks; None: what stands after the last one."""
-    given: list[str]
-    """The documents of the call, normalised."""
+    documents: list[str]
+    """Those of the call, normalised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class Answering:
             constraint = runtime.constrain(schema) if schema else None
             text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
             clock, turns, cleared = PhaseClock(), turns_of(runtime), kv_sources.prefix_cache.cleared
-            read = self._read(request, kv_sources, clock)  # before the turn: a long prompt holds up no other one
+            prompt = self._segment(request, kv_sources, clock)  # before the turn: a long prompt holds up no other one
         with turns.answer():
             with turns.prompt():  # until the first token is there, whether or not its text waits
                 with waiting_at_most(ANSWER_WAIT_S):
-                    plan, prefilled = self._plan_and_prefill(request, read, kv_sources, clock, self.observers)
+                    plan, prefilled = self._plan_and_prefill(request, prompt, kv_sources, clock, self.observers)
                 verification = _verification(request, plan.method, kv_sources, cleared, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
@@ -129,14 +129,14 @@ class Answering:
         request: Request,
         kv_sources: KVSources | None = None,
         clock: PhaseClock | None = None,
-        read: _ReadPrompt | None = None,
+        prompt: _PromptSegments | None = None,
     ) -> Plan:
         """Decide how to answer. Computes no tensor. ``clock`` was started when the request came in."""
         kv_sources = kv_sources or self.parts.kv_sources(request.method)
         clock = clock or PhaseClock()
-        segments, question, given = read or self._read(request, kv_sources, clock)
+        segments, question, documents = prompt or self._segment(request, kv_sources, clock)
         with clock.phase("lookup"):
-            plan = make_plan(segments, request.method, kv_sources, question=question, given=given)
+            plan = make_plan(segments, request.method, kv_sources, question=question, documents=documents)
             if not plan.reused:
                 return plan
             known, continued = kv_sources.known_tokens(plan)
@@ -154,15 +154,15 @@ class Answering:
                     return replace(shorter, prediction=None)
             return decided
 
-    def _read(self, request: Request, kv_sources: KVSources, clock: PhaseClock) -> _ReadPrompt:
+    def _segment(self, request: Request, kv_sources: KVSources, clock: PhaseClock) -> _PromptSegments:
         with clock.phase("lookup"):
-            options, prompt, given = request.options, request.prompt, given_texts(request.options.documents)
+            options, prompt, documents = request.options, request.prompt, given_texts(request.options.documents)
             segments = as_segments(prompt)
             if segments is None:
                 isolated = kv_sources.primary.context.isolated
                 segments = self.parts.segment(
                     prompt,  # type: ignore[arg-type]
-                    given,
+                    documents,
                     tools=options.tools,
                     variables=options.chat_template_kwargs,
                     isolated=isolated,
@@ -173,27 +173,27 @@ class Answering:
                 if messages and messages[-1]["role"] == "tool":
                     # after results of tools there is no question: it is the user's last message
                     question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
-            return _ReadPrompt(segments, question, given)
+            return _PromptSegments(segments, question, documents)
 
     @torch.inference_mode()
     def prefill_only(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
         kv_sources = self.parts.kv_sources(request.method)  # weights are loaded before the clock starts
         clock = PhaseClock()
-        read = self._read(request, kv_sources, clock)
+        prompt = self._segment(request, kv_sources, clock)
         with turns_of(kv_sources.primary.runtime).prompt():
-            return self._plan_and_prefill(request, read, kv_sources, clock, ())[1]
+            return self._plan_and_prefill(request, prompt, kv_sources, clock, ())[1]
 
     def _plan_and_prefill(
         self,
         request: Request,
-        read: _ReadPrompt,
+        prompt: _PromptSegments,
         kv_sources: KVSources,
         clock: PhaseClock,
         observers: Sequence[Observer],
     ) -> tuple[Plan, Prefilled]:
         queued_s = clock.elapsed() - clock.seconds["lookup"]
-        plan = self.plan(request, kv_sources, clock, read)
+        plan = self.plan(request, kv_sources, clock, prompt)
         for observer in observers:
             plan = observer.on_plan(plan, kv_sources) or plan
         room = room_for(request.options.params)

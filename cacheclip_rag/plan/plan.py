@@ -20,7 +20,7 @@ ROWS_FOR_EXACT_KV = 64
 over a single row: the weights are read once."""
 
 
-class Read(NamedTuple):
+class PayloadRead(NamedTuple):
     """One payload that a plan reads."""
 
     text: str
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadTime:
     """Seconds that a plan's KV takes to be read, as it was measured for the tiers that hold it."""
 
     medium: str = ""
@@ -42,7 +42,7 @@ class Reading:
     beside: str = ""
     """What goes on while the KV is read, layer by layer or chunk by chunk: ``recompute`` (all that is computed),
     ``scoring`` (by the auxiliary, while the primary's is read), or nothing."""
-    reads: tuple[Read, ...] = field(default=(), repr=False)
+    reads: tuple[PayloadRead, ...] = field(default=(), repr=False)
     """What is read, in prompt order, as far as its medium was measured."""
 
     @property
@@ -60,7 +60,7 @@ class Prediction:
     """By plain prefill."""
     known_tokens: int
     """Leading tokens of the prompt in the prefix cache, when it was predicted."""
-    reading: Reading = Reading()
+    reading: ReadTime = ReadTime()
     """Of the chunks, if they are reused."""
 
 

@@ -19,11 +19,11 @@ def make_plan(
     kv_sources: KVSources,
     *,
     question: str | None = None,
-    given: Sequence[str] = (),
+    documents: Sequence[str] = (),
 ) -> Plan:
     """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
-    ``question``: text that scores the chunks; default the text after the last chunk. ``given``: texts that should stand
-    in the prompt. Raises PromptTooLongError."""
+    ``question``: text that scores the chunks; default the text after the last chunk. ``documents``: texts that should
+    stand in the prompt. Raises PromptTooLongError."""
     runtime = kv_sources.primary.runtime
     context = kv_sources.primary.context
     check_least_length([segment.text for segment in segments if not segment.control], runtime)
@@ -32,8 +32,7 @@ def make_plan(
     )
     layout = replace(layout, exact_after_prefix=not context.isolated and not context.text)
     check_length(layout, runtime.context_tokens)
-    looked_for = set(given) - set(layout.altered)
-    absent = count_absent(looked_for, segments, (span.segment for span in layout.chunks))
+    absent = count_absent(set(documents) - set(layout.altered), segments, (span.segment for span in layout.chunks))
     plan = Plan(layout, method, question=question, not_found=absent)
     if not method.reuses_chunks:
         return plan
@@ -43,13 +42,13 @@ def make_plan(
             f"above {runtime.reuse_tokens}: reuse would not be exact"
         )
         return replace(plan, fallback=obstacle, obstructed=True)
-    found = kv_sources.held(layout.chunks)
-    missing = dict.fromkeys(span.whole for span in replace(plan, reused=found).missing)
+    reused = kv_sources.held(layout.chunks)
+    missing = dict.fromkeys(span.whole for span in replace(plan, reused=reused).missing)
     plan = replace(plan, unusable=sum(map(kv_sources.primary.store.holds_text, missing)))
-    if not found:
+    if not reused:
         return replace(plan, fallback=_nothing_found(plan, kv_sources))
-    keys = tuple(kv_sources.primary.key(span.whole) for span in found)
-    return replace(plan, reused=found, keys=keys)
+    keys = tuple(kv_sources.primary.key(span.whole) for span in reused)
+    return replace(plan, reused=reused, keys=keys)
 
 
 def least_computed(plan: Plan, known: int, continued: int) -> Plan:
@@ -62,10 +61,10 @@ def least_computed(plan: Plan, known: int, continued: int) -> Plan:
     return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
 
 
-def count_absent(given: Iterable[str], segments: Iterable[Segment], found: Iterable[Segment]) -> int:
-    """Number of given texts of which no part stands in a prompt, in which chunks and parts of chunks were ``found``."""
-    absent = set(given)
-    for chunk in found if absent else ():
+def count_absent(documents: Iterable[str], segments: Iterable[Segment], chunks: Iterable[Segment]) -> int:
+    """Number of documents of which no part stands in a prompt, which has these chunks and parts of chunks."""
+    absent = set(documents)
+    for chunk in chunks if absent else ():
         if isinstance(chunk, Chunk):
             absent = {text for text in absent if not _overlaps(chunk, text)}
     if not absent:

@@ -36,7 +36,7 @@ from ..base.keys import json_digest
 from ..base.paths import cache_home, write_json
 from ..fusion.answer import FusionStats
 from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan, Prediction, Read, Reading
+from ..plan.plan import PayloadRead, Plan, Prediction, ReadTime
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _REMEMBERED = 0.95
 exponent. Else a store that was slow once would never be tried again."""
 _MOST = 16.0
 """Largest adjustment, up or down."""
-NOTHING_TO_READ = Reading()
+NOTHING_TO_READ = ReadTime()
 _TICK_S = 1e-9
 """Least seconds of a measured reading: a clock may not have moved."""
 
@@ -148,7 +148,7 @@ class Profile:
         """Seconds before the recompute, and of it."""
         return self.before.seconds(work.stale, work.chunks), self.fused.seconds(*work.fused(ratio))
 
-    def reading(self, plan: Plan, kv_sources: KVSources, known: int) -> Reading:
+    def reading(self, plan: Plan, kv_sources: KVSources, known: int) -> ReadTime:
         """What reading a plan's chunks takes, from where they are now, after ``known`` leading tokens of the prefix
         cache. Reads no payload. All layers of the auxiliary count, although a head set may need fewer."""
         if not self.media.keys() - {PAGE_CACHE}:
@@ -160,7 +160,7 @@ class Profile:
         if scorer is not None:
             found[False] = scorer.caches.reads_of(scored)
         reads = [
-            Read(text, is_primary, *read)
+            PayloadRead(text, is_primary, *read)
             for is_primary, of_model in found.items()
             for text, read in of_model.items()
             if read[0] in self.media
@@ -168,7 +168,7 @@ class Profile:
         beside = "" if plan.method.reads_cache else "recompute" if primary.store.reads_parts else "scoring"
         return self.reading_of(reads, beside)
 
-    def reading_of(self, reads: Sequence[Read], beside: str) -> Reading:
+    def reading_of(self, reads: Sequence[PayloadRead], beside: str) -> ReadTime:
         """What these reads take. Entries of one medium are read together."""
         seconds: dict[bool, dict[str, float]] = {True: {}, False: {}}
         for is_primary, medium in {(read.is_primary, read.medium) for read in reads}:
@@ -178,7 +178,7 @@ class Profile:
         medium = max(by_medium, key=lambda name: by_medium[name], default=PAGE_CACHE)
         if medium == PAGE_CACHE:  # the lines hold it already
             return NOTHING_TO_READ
-        return Reading(medium, sum(seconds[False].values()), sum(seconds[True].values()), beside, tuple(reads))
+        return ReadTime(medium, sum(seconds[False].values()), sum(seconds[True].values()), beside, tuple(reads))
 
     @classmethod
     def of(cls, identity: Mapping[str, Any], samples: Sequence[Timing], reads: Sequence[TimedRead] = ()) -> Profile:
@@ -307,7 +307,7 @@ class Controller:
         begins: the least that the recompute takes, whatever its ratio."""
 
     def decide(
-        self, plan: Plan, known: int, max_ttft_s: float | None = None, reading: Reading = NOTHING_TO_READ
+        self, plan: Plan, known: int, max_ttft_s: float | None = None, reading: ReadTime = NOTHING_TO_READ
     ) -> Plan:
         """The plan at the ratio that is chosen for it, or with the reason why it is plain prefill; ``known`` leading
         tokens of the prompt are in the prefix cache.
@@ -322,10 +322,10 @@ class Controller:
         ratio, *larger = self._ratios(plan)
         shares = [(plan, work, reading), *self._shares(plan, known, reading, ratio)]
 
-        def fused_s(ratio: float, share: tuple[Plan, Work, Reading]) -> float:
+        def fused_s(ratio: float, share: tuple[Plan, Work, ReadTime]) -> float:
             return self._fused_s(share[1], ratio, _at(ratio, plan, share[2]))
 
-        def soonest(ratio: float) -> tuple[Plan, Work, Reading]:
+        def soonest(ratio: float) -> tuple[Plan, Work, ReadTime]:
             return min(shares, key=lambda share: fused_s(ratio, share))
 
         if max_ttft_s is not None:
@@ -374,7 +374,7 @@ class Controller:
                 elif work.stale:
                     self._left_s += _NEW * (stats.left_to_read_s / work.stale - self._left_s)
 
-    def _shares(self, plan: Plan, known: int, reading: Reading, ratio: float) -> Iterator[tuple[Plan, Work, Reading]]:
+    def _shares(self, plan: Plan, known: int, reading: ReadTime, ratio: float) -> Iterator[tuple[Plan, Work, ReadTime]]:
         """Plans that compute more and more of the chunks in full instead of reading them, the first ones first: behind
         others that are exact, a chunk is exact too. None where nobody waits for reading."""
         work = Work.of(plan, known)
@@ -396,7 +396,7 @@ class Controller:
         steps = sorted({own, *(step / _STEPS for step in range(_STEPS + 1))})
         return [each for each in steps if each == 1.0 or (each >= own if self._may_be is None else self._may_be(each))]
 
-    def _fused_s(self, work: Work, ratio: float, reading: Reading = NOTHING_TO_READ) -> float:
+    def _fused_s(self, work: Work, ratio: float, reading: ReadTime = NOTHING_TO_READ) -> float:
         before_s, compute_s = self.profile.fused_s(work, ratio)
         before_s, left_s = self._with_reading(self._before_s(before_s, ratio), reading)
         return before_s + max(self._computing(work) * compute_s, left_s, self._left_s * work.stale)
@@ -417,7 +417,7 @@ class Controller:
         """Seconds until the recompute begins, if reading takes no time; ``before_s``: by the profile, with scoring."""
         return self._before * before_s * (self._unscored if ratio == 0 else 1.0)
 
-    def _with_reading(self, before_s: float, reading: Reading) -> tuple[float, float]:
+    def _with_reading(self, before_s: float, reading: ReadTime) -> tuple[float, float]:
         """Seconds until the recompute begins (``before_s`` if reading takes no time), and those for which the store is
         then still read."""
         factor = self._reading.get(reading.medium, 1.0)
@@ -431,7 +431,7 @@ class Controller:
         return before_s + auxiliary_s + primary_s, 0.0
 
 
-def _at(ratio: float, plan: Plan, reading: Reading) -> Reading:
+def _at(ratio: float, plan: Plan, reading: ReadTime) -> ReadTime:
     """What is read at a ratio: nothing of the auxiliary at 0."""
     return reading if ratio > 0 or not plan.method.has_ratio else replace(reading, auxiliary_s=0.0)
 

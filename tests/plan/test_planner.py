@@ -15,7 +15,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, Plan
 from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
 from cacheclip_rag.guards.base import ObservedAnswer, Observer
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.plan.plan import Reading
+from cacheclip_rag.plan.plan import ReadTime
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.testing.fake import FakeRuntime
@@ -102,7 +102,7 @@ class TestPlan:
         assert missing.missing_texts == (("a whole text",) if stored else ())
 
     def test_seconds_of_reading(self) -> None:
-        assert Reading("disk", auxiliary_s=0.25, primary_s=1.5).seconds == 1.75
+        assert ReadTime("disk", auxiliary_s=0.25, primary_s=1.5).seconds == 1.75
 
     def test_planning_computes_nothing(self, engine: CacheClipEngine) -> None:
         engine.precompute(CHUNKS)

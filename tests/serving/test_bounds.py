@@ -72,7 +72,7 @@ LARGE: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_what_is_too_much(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before anything is read for its turn, streamed and whole."""
-    monkeypatch.setattr(Answering, "_read", None)
+    monkeypatch.setattr(Answering, "_segment", None)
     fields, words = LARGE[name]
     for stream in (False, True):
         body = json.dumps({"messages": [user()], "stream": stream, **fields})

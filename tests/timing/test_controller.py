@@ -20,7 +20,7 @@ from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.plan.plan import Prediction, Reading
+from cacheclip_rag.plan.plan import Prediction, ReadTime
 from cacheclip_rag.selection.budget import FixedStarts
 from cacheclip_rag.selection.scorers import ChunkStart
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, TimedRead, disk
@@ -627,26 +627,26 @@ class TestReading:
     ) -> None:
         """One second before the recompute, two of it."""
         profile = replace(PROFILE, before=Cost(1.0, 0.0, 0.0), fused=Cost(2.0, 0.0, 0.0), plain=Cost(100.0, 0.0, 0.0))
-        reading = Reading(SLOW, auxiliary_s, primary_s, beside)
+        reading = ReadTime(SLOW, auxiliary_s, primary_s, beside)
         found = Controller(profile).decide(plan_of(engine), 0, None, reading).prediction
         assert found is not None and found.seconds == pytest.approx(expected) and found.reading == reading
 
     def test_at_ratio_0_the_auxiliarys_is_not_read(self, engine: CacheClipEngine) -> None:
         controller, plan = Controller(PROFILE, lambda ratio: True), plan_of(engine)
         work = Work.of(plan, 0)
-        decided = controller.decide(plan, 0, None, Reading(SLOW, 1e6, 0.0, "recompute"))
+        decided = controller.decide(plan, 0, None, ReadTime(SLOW, 1e6, 0.0, "recompute"))
         assert decided.bypass is None and decided.prediction is not None
         assert decided.prediction.seconds == pytest.approx(sum(PROFILE.fused_s(work, 0.0)))
         assert decided.prediction.reading.seconds == 0.0
         fixed = engine.plan("\n\n".join(texts(4)) + "\n\nWho kept lamp 3?", method=FIXED)
         assert not fixed.method.has_ratio and fixed.method.nominal_ratio == 0.0
-        assert controller.decide(fixed, 0, None, Reading(SLOW, 1e6, 0.0, "recompute")).bypass is not None
+        assert controller.decide(fixed, 0, None, ReadTime(SLOW, 1e6, 0.0, "recompute")).bypass is not None
 
     @pytest.mark.parametrize("times", [0.1, 4.0])
     def test_the_speed_is_learned_for_its_medium_alone(self, engine: CacheClipEngine, times: float) -> None:
         controller, plan = Controller(PROFILE), plan_of(engine)
         before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
-        reading = Reading(SLOW, 0.0, 1.2 * (before + compute), "recompute")
+        reading = ReadTime(SLOW, 0.0, 1.2 * (before + compute), "recompute")
         other = replace(reading, medium="another")
         first = controller.decide(plan, 0, None, other)
         assert first.bypass is None and first.prediction is not None
@@ -665,7 +665,7 @@ class TestReading:
         first = controller.decide(plan, 0)
         assert first.prediction is not None
         before, compute = PROFILE.fused_s(Work.of(plan, 0), 0.1)
-        reading = Reading(SLOW, 5 * before, 0.0, "recompute")
+        reading = ReadTime(SLOW, 5 * before, 0.0, "recompute")
         decided = replace(plan, prediction=replace(first.prediction, reading=reading))
         for _ in range(5):
             controller.observe(decided, stats_of(engine, 5 * before, compute, reading_s=5 * before))
@@ -674,12 +674,12 @@ class TestReading:
     def test_plain_prefill_brings_back_the_measured_speed(self, engine: CacheClipEngine) -> None:
         controller = Controller(PROFILE)
         controller._reading[SLOW] = 8.0
-        plan = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        plan = controller.decide(plan_of(engine), 0, None, ReadTime(SLOW, 0.0, 1e6, "recompute"))
         stats = stats_of(engine, 0.0, PROFILE.plain_s(Work.of(plan, 0)), bypassed=True)
         for _ in range(200):
             controller.observe(plan, stats)
         assert controller._reading[SLOW] == pytest.approx(1.0, rel=0.01)
-        again = controller.decide(plan_of(engine), 0, None, Reading(SLOW, 0.0, 1e6, "recompute"))
+        again = controller.decide(plan_of(engine), 0, None, ReadTime(SLOW, 0.0, 1e6, "recompute"))
         assert again.bypass is not None, "what was measured to be slow is not tried again"
 
 
