@@ -244,10 +244,10 @@ class CacheClipEngine:
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        found = measure_profile(self.parts, chosen, self.parts.controllers.profile_identity(chosen))
-        self.parts.controllers.use_profile(chosen, found)
-        found.save()
-        return found
+        profile = measure_profile(self.parts, chosen, self.parts.controllers.profile_identity(chosen))
+        self.parts.controllers.use_profile(chosen, profile)
+        profile.save()
+        return profile
 
     def is_stored(self, text: str) -> bool:
         """Whether the KV of this chunk text is stored for every model."""
@@ -305,8 +305,8 @@ class CacheClipEngine:
     ) -> list[Segment]:
         """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
         variables = check_template_kwargs(chat_template_kwargs or {})
-        given = given_texts(documents)
-        return self.parts.segment(prompt, given, date=date, tools=check_tools(tools), variables=variables)
+        texts = given_texts(documents)
+        return self.parts.segment(prompt, texts, date=date, tools=check_tools(tools), variables=variables)
 
     def plan(
         self,

@@ -29,6 +29,8 @@ LARGEST_CIRCLE = 0
 MOST_DEEP_NAMES = 23
 """Names that docs, examples and benchmarks take from modules that are not public."""
 MOST_SHARED_CLASS_NAMES = 2
+MOST_VAGUE_NAMES = 1213
+"""Uses of variables that are called ``given`` or ``found``, whatever was given or found."""
 
 
 def all_imports(module: str) -> set[str]:
@@ -63,6 +65,12 @@ def shared_names(files: Iterable[Path]) -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(str(file.relative_to(REPOSITORY)))
     return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def vague_names(module: ast.Module) -> int:
+    """Uses of variables and parameters with a name that any of them could have."""
+    nodes = (node for node in ast.walk(module) if isinstance(node, ast.Name | ast.arg))
+    return sum((node.id if isinstance(node, ast.Name) else node.arg) in ("given", "found") for node in nodes)
 
 
 def deep_names(text: str) -> set[str]:
@@ -133,6 +141,15 @@ def test_class_names() -> None:
     files = [file for file in files if "tests" not in file.parts]
     shared = shared_names(files)
     assert len(shared) <= MOST_SHARED_CLASS_NAMES, shared
+
+
+class TestVagueNames:
+    def test_they_fall(self) -> None:
+        assert sum(vague_names(tree(module)) for module in MODULES) <= MOST_VAGUE_NAMES
+
+    def test_they_are_seen(self) -> None:
+        text = "def say(given, **found):\n    other.found = [given for given in found]\n    return find(found=other)"
+        assert vague_names(ast.parse(text)) == 5
 
 
 def benchmark(name: str) -> ModuleType:

@@ -92,8 +92,8 @@ class CallOptions:
         """Whether the recompute ratio is chosen by predicted time (:mod:`cacheclip_rag.timing.controller`)."""
         return self.recompute_ratio == AUTO_RATIO or self.max_ttft_s is not None
 
-    def with_options(self, given: Mapping[str, Any]) -> CallOptions:
-        """These options overridden by ``given``: fields of this class and of
+    def with_options(self, options: Mapping[str, Any]) -> CallOptions:
+        """These options overridden by ``options``: fields of this class and of
         :class:`~cacheclip_rag.base.sampling.SamplingParams` by name, or under the names of frameworks
         (``max_new_tokens``, ``stop_sequences``). None is as if it was not given, but for ``documents``. A ratio or a
         time limit takes the place of both.
@@ -103,8 +103,8 @@ class CallOptions:
         """
         sampling, own = ([each.name for each in fields(kind)] for kind in (SamplingParams, CallOptions))
         known = (*sampling, *own)
-        refuse_unknown("call option", given, known)
-        stated = {name: value for name, value in given.items() if value is not None or name == "documents"}
+        refuse_unknown("call option", options, known)
+        stated = {name: value for name, value in options.items() if value is not None or name == "documents"}
         named = by_real_names(stated, known)
         others = {"params": self.params, **{name: value for name, value in named.items() if name in own}}
         of_sampling = {name: value for name, value in named.items() if name in sampling}

@@ -197,11 +197,11 @@ class Answering:
         for observer in observers:
             plan = observer.on_plan(plan, kv_sources) or plan
         room = room_for(request.options.params)
-        found = prefill_plan(plan, kv_sources, answer_tokens=room, clock=clock, trace=request.options.trace)
+        prefilled = prefill_plan(plan, kv_sources, answer_tokens=room, clock=clock, trace=request.options.trace)
         if plan.prediction is not None and (controller := self.parts.controllers.of(request.method)) is not None:
-            controller.observe(plan, found.stats)
-            found = replace(found, stats=replace(found.stats, predicted_ttft_s=plan.prediction.seconds))
-        return plan, replace(found, stats=replace(found.stats, queued_s=queued_s))
+            controller.observe(plan, prefilled.stats)
+            prefilled = replace(prefilled, stats=replace(prefilled.stats, predicted_ttft_s=plan.prediction.seconds))
+        return plan, replace(prefilled, stats=replace(prefilled.stats, queued_s=queued_s))
 
 
 def _verification(

@@ -288,7 +288,7 @@ class Turns:
 def _compute(runtime: Runtime, steps: Sequence[_DecodeStep]) -> None:
     """Fill in logits or errors. An error of a pass for several is not for all of them: each is computed alone then."""
     try:
-        found = runtime.decode_steps([step.state for step in steps], [step.token_id for step in steps])
+        rows = runtime.decode_steps([step.state for step in steps], [step.token_id for step in steps])
     except Exception as error:
         if len(steps) == 1:
             steps[0].error = error
@@ -297,5 +297,5 @@ def _compute(runtime: Runtime, steps: Sequence[_DecodeStep]) -> None:
         for step in steps:
             _compute(runtime, [step])
         return
-    for step, logits in zip(steps, found, strict=True):
+    for step, logits in zip(steps, rows, strict=True):
         step.logits = logits

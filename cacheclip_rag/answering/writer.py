@@ -115,16 +115,16 @@ class ChunkWriter:
         after a later answer."""
         if self._parts.config.on_miss != "store":
             return
-        origins, given = _origins(documents), {*chunk_texts(documents)}
-        given.update(each.whole for each in prompt if isinstance(each, Chunk))
+        origins, named = _origins(documents), {*chunk_texts(documents)}
+        named.update(each.whole for each in prompt if isinstance(each, Chunk))
         late = {(chunk, context): origins.get(chunk, []) for chunk in chunks}
         late |= {each: self.late.pop(each) for each in [*self.late]}
-        found = {*chunks} - given
+        unnamed = {*chunks} - named
         with waiting_at_most(ANSWER_WAIT_S):
             for (chunk, behind), known in late.items():
                 try:
                     self._parts.store.check_writable()  # before anything is computed
-                    if chunk in found and not self._parts.texts.index.known(chunk):
+                    if chunk in unnamed and not self._parts.texts.index.known(chunk):
                         continue
                     wants = self._parts.store.chunk_store.wants
                     if wants is None or wants(self._parts.config.namespace, chunk):
@@ -168,8 +168,8 @@ def _write_each(
     except EncodingError as error:
         if len(chunks) == 1:
             return 0, {chunks[0]: error}
-    found = [_write_each([chunk], models, behind) for chunk in chunks]
-    return sum(count for count, _ in found), {text: error for _, bad in found for text, error in bad.items()}
+    written = [_write_each([chunk], models, behind) for chunk in chunks]
+    return sum(count for count, _ in written), {text: error for _, bad in written for text, error in bad.items()}
 
 
 def _checked(
@@ -196,7 +196,7 @@ def _checked(
 
 def _origins(documents: Documents) -> dict[str, list[tuple[str, str]]]:
     """Sources and documents of each chunk, as far as they are known."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    by_text: dict[str, list[tuple[str, str]]] = {}
     for text, origins in documents.items() if isinstance(documents, Mapping) else ():
-        found.setdefault(normalise_chunk(text), []).extend(origins)
-    return found
+        by_text.setdefault(normalise_chunk(text), []).extend(origins)
+    return by_text

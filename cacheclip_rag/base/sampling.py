@@ -82,11 +82,11 @@ class SamplingParams:
             ConfigurationError: an unknown option, or a value out of range.
         """
         known = [each.name for each in fields(self)]
-        given = by_real_names(options, known)
-        refuse_unknown("call option", given, known)
-        if "stop" in given:
-            given["stop"] = _stops(given["stop"])
-        return replace(self, **given)
+        named = by_real_names(options, known)
+        refuse_unknown("call option", named, known)
+        if "stop" in named:
+            named["stop"] = _stops(named["stop"])
+        return replace(self, **named)
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -118,9 +118,9 @@ def _schema_text(schema: Any) -> str | None:
     if schema is None:
         return None
     try:
-        found = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(found, Mapping):
-            return json.dumps(found, ensure_ascii=False)
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(parsed, Mapping):
+            return json.dumps(parsed, ensure_ascii=False)
     except (TypeError, ValueError):
         pass
     raise ConfigurationError(f"json_schema must be a JSON schema, as a dict or as JSON text, got {str(schema)[:80]!r}.")

@@ -88,8 +88,8 @@ class CommandSettings:
         Raises:
             ConfigurationError: the recompute ratio is not a number.
         """
-        given = {name: value for name, value in self.engine.items() if name not in _OF_A_SERVICE}
-        config = EngineConfig.from_options(None, {**given, **own})
+        engine = {name: value for name, value in self.engine.items() if name not in _OF_A_SERVICE}
+        config = EngineConfig.from_options(None, {**engine, **own})
         if config.recompute_ratio != config.fixed_ratio:
             raise ConfigurationError(
                 f"recompute_ratio must be a number to be measured, got {config.recompute_ratio!r}. Give --ratio."
@@ -108,8 +108,8 @@ class CommandSettings:
         """
         from .settings import merge_settings
 
-        given = {name: value for name, value in self.engine.items() if name not in own}
-        return replace(merge_settings(library, given).engine_config(**{**given, "store": self.store}), **own)
+        engine = {name: value for name, value in self.engine.items() if name not in own}
+        return replace(merge_settings(library, engine).engine_config(**{**engine, "store": self.store}), **own)
 
     def store_config(self) -> EngineConfig:
         """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
@@ -142,10 +142,10 @@ def engine_options(*names: str) -> Callable[[_Run], _Run]:
         defaults = {**own, **dict.fromkeys((*names, "settings"))}
 
         @wraps(command)
-        def run(**given: Any) -> None:
-            typed = {name: value for name in names if (value := given.pop(name)) is not None}
-            found = read_settings(given.pop("settings"), typed, may_name_variant=given.get("variants") is not None)
-            command(settings=found, **given)
+        def run(**values: Any) -> None:
+            typed = {name: value for name in names if (value := values.pop(name)) is not None}
+            chosen = read_settings(values.pop("settings"), typed, may_name_variant=values.get("variants") is not None)
+            command(settings=chosen, **values)
 
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
@@ -163,8 +163,8 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
-        given = (each.partition("=")[0] for each in takewhile(lambda each: each != "--", args))
-        for option in given:
+        names = (each.partition("=")[0] for each in takewhile(lambda each: each != "--", args))
+        for option in names:
             if option.startswith("--") and option not in known and (instead := _instead(self.name, option)):
                 raise ConfigurationError(instead)
         return super().parse_args(ctx, args)
@@ -210,11 +210,11 @@ def read_settings(file: Path | None, typed: Mapping[str, Any], *, may_name_varia
     engine = by_real_names({name: value for name, value in read.items() if name not in tables}, _FIELDS)
     try:
         _checked(engine, may_name_variant)
-        found = {name: _table(name, value) for name, value in tables.items() if name != _VLLM}
+        checked = {name: _table(name, value) for name, value in tables.items() if name != _VLLM}
     except ConfigurationError as error:
         raise ConfigurationError(f"{file}: {error}") from error
     engine |= {name: _as_declared(name, value) for name, value in typed.items()}
-    return CommandSettings(_checked(engine, may_name_variant), found, tables.get(_VLLM, {}))
+    return CommandSettings(_checked(engine, may_name_variant), checked, tables.get(_VLLM, {}))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -246,18 +246,18 @@ def _table(name: str, values: Mapping[str, Any]) -> Table:
         raise ConfigurationError(f"[{name}]: {error}") from error
 
 
-def _check_known(table: str, given: Collection[str], known: Sequence[str]) -> None:
-    if unknown := sorted(set(given) - set(known)):
+def _check_known(table: str, names: Collection[str], known: Sequence[str]) -> None:
+    if unknown := sorted(set(names) - set(known)):
         hint = did_you_mean(unknown, known)
         raise ConfigurationError(f"[{table}]: unknown setting {', '.join(unknown)}.{hint} Known: {', '.join(known)}.")
 
 
-def _as_declared(name: str, given: Any) -> Any:
+def _as_declared(name: str, value: Any) -> Any:
     """An option's value; as a number if it is one and the setting may be one."""
     try:
-        return float(given) if "float" in str(_FIELDS[name].type) else given
+        return float(value) if "float" in str(_FIELDS[name].type) else value
     except ValueError:
-        return given
+        return value
 
 
 def checked_model(name: str | None) -> str | None:
