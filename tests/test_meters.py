@@ -23,6 +23,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 MOST_FILES, MOST_FUNCTIONS = 57, 349
 """That one ``generate`` passes (``cacheclip``, four hits)."""
+MOST_CODE = 20_862
+"""Lines of the core without imports, docstrings, comments and blank lines."""
+MOST_LARGE = (29, 15, 10)
+"""Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0
 LARGEST_CIRCLE = 0
@@ -82,6 +86,57 @@ def deep_names(text: str) -> set[str]:
     return {f"{module}.{name}" for module, name in found if module not in PUBLIC}
 
 
+def lines_of_code(path: Path) -> int:
+    """Lines of a module without imports, docstrings, comments and blank lines."""
+    text = path.read_text(encoding="utf-8")
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        is_text = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in left_out
+        for number, line in enumerate(text.splitlines(), 1)
+    )
+
+
+def large(files: Iterable[Path]) -> tuple[int, int, int]:
+    """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60."""
+    classes = long_files = functions = 0
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        long_files += len(text.splitlines()) > 450
+        for node in ast.walk(ast.parse(text)):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            functions += is_function and (node.end_lineno or 0) - node.lineno >= 60
+            if isinstance(node, ast.ClassDef):
+                classes += sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body) > 15
+    return classes, long_files, functions
+
+
+def source_files(*folders: str) -> list[Path]:
+    """Of the package and the distributions beside it, without tests."""
+    files = [file for folder in folders for file in (REPOSITORY / folder).rglob("*.py")]
+    return [file for file in files if "tests" not in file.parts]
+
+
+class TestSize:
+    def test_code_of_the_core(self) -> None:
+        assert sum(map(lines_of_code, source_files("cacheclip_rag"))) <= MOST_CODE
+
+    def test_code_is_counted(self, tmp_path: Path) -> None:
+        (tmp_path / "a.py").write_text(
+            '"""Text."""\nimport os\n\n# a note\nx = """\nkept\n"""\n\ndef f():\n    """Text."""\n'
+        )
+        assert lines_of_code(tmp_path / "a.py") == 4
+
+    def test_large_classes_files_and_functions(self) -> None:
+        found = large(source_files("cacheclip_rag", "integrations"))
+        assert all(one <= most for one, most in zip(found, MOST_LARGE, strict=True)), found
+
+
 class TestOneAnswer:
     def test_files_and_functions(self, tiny_models: dict[str, str], tmp_path: Path) -> None:
         meter = benchmark("opened_by_generate")
@@ -137,9 +192,7 @@ from cacheclip_rag.errors import (
 
 
 def test_class_names() -> None:
-    files = [file for folder in ("cacheclip_rag", "integrations") for file in (REPOSITORY / folder).rglob("*.py")]
-    files = [file for file in files if "tests" not in file.parts]
-    shared = shared_names(files)
+    shared = shared_names(source_files("cacheclip_rag", "integrations"))
     assert len(shared) <= MOST_SHARED_CLASS_NAMES, shared
 
 
