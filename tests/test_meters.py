@@ -25,7 +25,7 @@ MOST_FILES, MOST_FUNCTIONS = 57, 349
 """That one ``generate`` passes (``cacheclip``, four hits)."""
 MOST_CODE = 20_862
 """Lines of the core without imports, docstrings, comments and blank lines."""
-MOST_LARGE = (29, 15, 10)
+MOST_LARGE = (29, 15, 6)
 """Classes with more than 15 methods, files of more than 450 lines, functions of more than 60, in core and guests."""
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0

@@ -137,6 +137,22 @@ def segment_chat(
     marks = Marks()
     if any("tool_calls" in message for message in messages):
         messages = _calls_for(render, messages, marks)
+    own = [text.strip() for text in verbatim]
+    segments: list[Segment] = []
+    for text, is_content in _contents_and_template(messages, render, tools, marks):
+        if not is_content:
+            segments += [Fresh(piece, control=control) for piece, control in marks.split(text)]
+        elif text.strip() in own:
+            segments.append(Fresh(text))
+        else:
+            segments += segment_text(text, index, documents, parts=parts)
+    return [segment for segment in segments if segment.text]
+
+
+def _contents_and_template(
+    messages: Sequence[Message], render: Callable[..., str], tools: Sequence[Mapping[str, Any]], marks: Marks
+) -> list[tuple[str, bool]]:
+    """The prompt in pieces, each with whether it is a message's content (or else the template's)."""
     cores = [message["content"].strip() for message in messages]
     around = [m["content"].split(c, 1) if c else (m["content"], "") for m, c in zip(messages, cores, strict=True)]
     # the quote shows whether the template writes results of tools as JSON (Llama 3, Hermes)
@@ -159,8 +175,8 @@ def segment_chat(
             )
     # no pattern holds the nonce: it would be compiled for every prompt
     first, *rest = rendered.split(f"\u2063{marks.nonce}")
-    found = [first, *(part for each in rest for part in _SENTINEL.split(each)[1:])]
-    pieces, numbers, escapes = found[::3], list(map(int, found[1::3])), found[2::3]
+    split = [first, *(part for each in rest for part in _SENTINEL.split(each)[1:])]
+    pieces, numbers, escapes = split[::3], list(map(int, split[1::3])), split[2::3]
     # Mistral's templates leave the system message out after results of tools
     left_out = {n for n, message in enumerate(messages) if calling and message["role"] == "system"}
     for number in set(range(len(messages))) - calling - left_out - set(numbers):
@@ -183,16 +199,7 @@ def segment_chat(
     rendered = render(real)
     if "".join(text for text, _ in written) != rendered:
         written = find_contents(render, real, rendered, dict(zip(numbers, times, strict=True))) or written
-    own = [text.strip() for text in verbatim]
-    segments: list[Segment] = []
-    for text, is_content in written:
-        if not is_content:
-            segments += [Fresh(piece, control=control) for piece, control in marks.split(text)]
-        elif text.strip() in own:
-            segments.append(Fresh(text))
-        else:
-            segments += segment_text(text, index, documents, parts=parts)
-    return [segment for segment in segments if segment.text]
+    return written
 
 
 _SENTINEL = re.compile(r'\A([0-9]+)((?:\\*")?)\u2063')

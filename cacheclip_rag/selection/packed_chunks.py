@@ -60,8 +60,7 @@ def score_chunks(
     Returns:
         Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
     """
-    named = [auxiliary.num_layers - 1] if layers is None else layers
-    chosen = frozenset(named if heads is None else heads.layers)
+    chosen = frozenset(heads.layers if heads else [auxiliary.num_layers - 1] if layers is None else layers)
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
     hidden = packed.sinks(0 if heads is None else heads.sinks)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)

@@ -58,7 +58,6 @@ def evaluate(
     from ..evaluation.questions import INSTRUCTION
     from ..evaluation.records import read_together
     from ..evaluation.report import summarise, write_report
-    from ..evaluation.tables import console_tables, notes
     from ..variants import read_variants
 
     # check options before weights are loaded
@@ -78,10 +77,16 @@ def evaluate(
     if as_json:
         print_json(summary)
     else:
-        from rich.markup import escape
+        _print(summary)
 
-        tables = {escape(title): rows for title, rows in console_tables(summary).items()}
-        print_tables(tables, *map(escape, notes(summary)))
+
+def _print(summary: dict[str, Any]) -> None:
+    from rich.markup import escape
+
+    from ..evaluation.tables import console_tables, notes
+
+    tables = {escape(title): rows for title, rows in console_tables(summary).items()}
+    print_tables(tables, *map(escape, notes(summary)))
 
 
 def _runs(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:

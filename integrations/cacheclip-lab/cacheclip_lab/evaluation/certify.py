@@ -100,6 +100,33 @@ def certify(
     methods = at_ratios(given)
     identity = identity_of(engine, methods[max(methods)])
     kept = None if answers is None else kept_answers(answers, config, identity, methods)
+    exactness, found_by_full, outcomes, conversations = _measured(engine, prompts, given, methods, turns)
+    guarantee = None
+    if max_differ is not None and exactness["passed"]:
+        guarantee = guarantee_of(kept or asked_answers(config, methods, max_differ), max_differ)
+    certificate = certificate_of(
+        config,
+        given,
+        identity,
+        exactness,
+        found_by_full,
+        outcomes,
+        gates={ratio: _gate(ratio, found, found_by_full, exactness) for ratio, found in outcomes.items()},
+        turns=[_turn(number, found, exactness) for number, found in enumerate(zip(*conversations, strict=True), 1)],
+        quick=quick,
+        seconds=time.perf_counter() - started,
+    )
+    return replace(certificate, guarantee=guarantee)
+
+
+def _measured(
+    engine: CacheClipEngine,
+    prompts: Sequence[EvaluationPrompt],
+    given: Method,
+    methods: Mapping[float, Method],
+    turns: int,
+) -> tuple[dict[str, Any], list[bool | None], dict[float, list[PromptOutcome]], list[list[TurnOutcome]]]:
+    """Exactness; whether full prefill finds each prompt's needle; outcomes of each ratio by prompt; conversations."""
     outcomes: dict[float, list[PromptOutcome]] = {ratio: [] for ratio in methods}
     found_by_full: list[bool | None] = []
     conversations: list[list[TurnOutcome]] = []
@@ -119,22 +146,7 @@ def certify(
                 conversations.append(converse(engine, asked, given, ANSWER_TOKENS))
             engine.release(set(prompt.chunks) - {text for later in prompts[number - 1 :] for text in later.chunks})
             advance(number)
-    guarantee = None
-    if max_differ is not None and exactness["passed"]:
-        guarantee = guarantee_of(kept or asked_answers(config, methods, max_differ), max_differ)
-    certificate = certificate_of(
-        config,
-        given,
-        identity,
-        exactness,
-        found_by_full,
-        outcomes,
-        gates={ratio: _gate(ratio, found, found_by_full, exactness) for ratio, found in outcomes.items()},
-        turns=[_turn(number, found, exactness) for number, found in enumerate(zip(*conversations, strict=True), 1)],
-        quick=quick,
-        seconds=time.perf_counter() - started,
-    )
-    return replace(certificate, guarantee=guarantee)
+    return exactness, found_by_full, outcomes, conversations
 
 
 def certificate_of(
