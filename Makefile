@@ -31,11 +31,11 @@ demo-gguf: $(VENV)/.llamacpp
 
 # About ten minutes on two cores. pip keeps the wheel, so that another environment takes seconds.
 $(VENV)/.llamacpp: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -e ".[llama-cpp]"
+	$(BIN)/python -m pip install --quiet -e ./integrations/cacheclip-llamacpp
 	touch $@
 
 # Two processes with a thread each: most tests are too small for a thread to help. Those with real weights share one.
-PARALLEL := -n 2 --dist loadgroup -m "not weights" --ignore tests/llamacpp
+PARALLEL := -n 2 --dist loadgroup -m "not weights" --ignore integrations/cacheclip-llamacpp
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
@@ -63,7 +63,7 @@ test-oldest:
 
 # Tests inside llama.cpp, on tiny GGUF files that they write.
 test-llamacpp: $(VENV)/.llamacpp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/llamacpp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest integrations/cacheclip-llamacpp/tests
 
 # The engine on a GPU, with a build of torch for CUDA, against the processor.
 test-gpu: setup

@@ -344,7 +344,7 @@ class CacheClipLlamaCpp(CacheClip):
     """This package on the GGUF file that llama.cpp has."""
 
     packages = {"cacheclip_rag": "cacheclip-rag", "llama_cpp": "llama-cpp-python"}
-    install = 'pip install ".[llama-cpp]"'
+    install = "pip install -e ./integrations/cacheclip-llamacpp"
     ending = ".gguf"
 
 

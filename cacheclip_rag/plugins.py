@@ -5,10 +5,13 @@ It brings objects by entry points, which are loaded when they are first needed:
 | group | an entry point is | such as |
 |---|---|---|
 | ``cacheclip.commands`` | a function that gets :class:`Commands` and adds commands to ``cacheclip`` | ``cacheclip_lab.commands:register`` |
-| ``cacheclip.runtimes`` | a loader of models, asked whether a model's name is its own | ``cacheclip_llamacpp:loader`` |
+| ``cacheclip.runtimes`` | a subclass of :class:`Loader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
 | ``cacheclip.stores`` | for a scheme of URLs, what opens such a store | ``s3 = cacheclip_shared:opener`` |
 | ``cacheclip.observers`` | a function that gets an engine's config and returns an :class:`~cacheclip_rag.guards.Observer`, or None | |
 | ``cacheclip.methods`` | for a preset's name, its :class:`~cacheclip_rag.methods.Method` | ``mine = my_package:METHOD`` |
+
+A runtime that computes tokens only in the order of the prompt has the calls of :class:`OrderedRuntime`, and
+:func:`fuse_in_order` as its ``fuse``.
 
 It takes from here, from the package itself (engine, settings, answers, errors), and from ``adapters``, ``guards``,
 ``measuring``, ``methods``, ``models``, ``planning``, ``runtime``, ``selection``, ``store`` and ``testing``. Everything
@@ -23,14 +26,27 @@ from .base.late import late_names
 
 if TYPE_CHECKING:
     from .base.checks import check_choice, did_you_mean
+    from .base.clock import PhaseClock
     from .base.machine import processor_name, unit_name
     from .base.paths import atomic_path, cache_home, expanded, is_url
     from .base.progress import progress_bar
+    from .base.python import python_command, python_environment
     from .base.urls import shown_url
     from .cli.common import JsonOption, Rows, VariantsOption, print_json, print_tables
     from .cli.options import CommandSettings, engine_options
     from .cli.plugins import Commands, Companion
     from .cli.tables import Table
+    from .fusion.in_order import OrderedRuntime, PlacedKV, fuse_in_order
+    from .methods.correction import Chunks, Split, offsets
+    from .models.fingerprint import FileState, file_digest, states_of
+    from .models.loaders import Loader, uses_tools
+    from .models.memory import check_room, free_bytes
+    from .runtime.base import CALL_MARKERS, REASONING_MARKERS, Message, State, known_reasoning, markers_among
+    from .runtime.transformers.constraint import Grammars, SchemaConstraint
+    from .runtime.transformers.continued import ContinuedMatch
+    from .runtime.transformers.prefix_cache import Match
+    from .runtime.transformers.rotary import Tables, rotate
+    from .runtime.transformers.text import ChatText, check_encodable, check_process
 
 _HOMES = {
     # a command of the command line
@@ -44,6 +60,36 @@ _HOMES = {
     "engine_options": "..cli.options",
     "print_json": "..cli.common",
     "print_tables": "..cli.common",
+    # a runtime
+    "CALL_MARKERS": "..runtime.base",
+    "REASONING_MARKERS": "..runtime.base",
+    "ChatText": "..runtime.transformers.text",
+    "Chunks": "..methods.correction",
+    "ContinuedMatch": "..runtime.transformers.continued",
+    "FileState": "..models.fingerprint",
+    "Grammars": "..runtime.transformers.constraint",
+    "Loader": "..models.loaders",
+    "Match": "..runtime.transformers.prefix_cache",
+    "Message": "..runtime.base",
+    "OrderedRuntime": "..fusion.in_order",
+    "PhaseClock": "..base.clock",
+    "PlacedKV": "..fusion.in_order",
+    "SchemaConstraint": "..runtime.transformers.constraint",
+    "Split": "..methods.correction",
+    "State": "..runtime.base",
+    "Tables": "..runtime.transformers.rotary",
+    "check_encodable": "..runtime.transformers.text",
+    "check_process": "..runtime.transformers.text",
+    "check_room": "..models.memory",
+    "file_digest": "..models.fingerprint",
+    "free_bytes": "..models.memory",
+    "fuse_in_order": "..fusion.in_order",
+    "known_reasoning": "..runtime.base",
+    "markers_among": "..runtime.base",
+    "offsets": "..methods.correction",
+    "rotate": "..runtime.transformers.rotary",
+    "states_of": "..models.fingerprint",
+    "uses_tools": "..models.loaders",
     # what guests of all kinds share
     "atomic_path": "..base.paths",
     "cache_home": "..base.paths",
@@ -53,29 +99,62 @@ _HOMES = {
     "is_url": "..base.paths",
     "processor_name": "..base.machine",
     "progress_bar": "..base.progress",
+    "python_command": "..base.python",
+    "python_environment": "..base.python",
     "shown_url": "..base.urls",
     "unit_name": "..base.machine",
 }
 __all__ = [
+    "CALL_MARKERS",
+    "REASONING_MARKERS",
+    "ChatText",
+    "Chunks",
     "CommandSettings",
     "Commands",
     "Companion",
+    "ContinuedMatch",
+    "FileState",
+    "Grammars",
     "JsonOption",
+    "Loader",
+    "Match",
+    "Message",
+    "OrderedRuntime",
+    "PhaseClock",
+    "PlacedKV",
     "Rows",
+    "SchemaConstraint",
+    "Split",
+    "State",
     "Table",
+    "Tables",
     "VariantsOption",
     "atomic_path",
     "cache_home",
     "check_choice",
+    "check_encodable",
+    "check_process",
+    "check_room",
     "did_you_mean",
     "engine_options",
     "expanded",
+    "file_digest",
+    "free_bytes",
+    "fuse_in_order",
     "is_url",
+    "known_reasoning",
+    "markers_among",
+    "offsets",
     "print_json",
     "print_tables",
     "processor_name",
     "progress_bar",
+    "python_command",
+    "python_environment",
+    "rotate",
     "shown_url",
+    "states_of",
     "unit_name",
+    "uses_tools",
 ]
 __getattr__ = late_names(__name__, _HOMES)

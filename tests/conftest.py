@@ -33,8 +33,6 @@ __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tok
 
 # An environment of its own has vLLM: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
-# make test-llamacpp
-collect_ignore += [] if importlib.util.find_spec("llama_cpp") else ["llamacpp"]
 
 LLAMA = TINY_MODELS["llama"]
 DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]

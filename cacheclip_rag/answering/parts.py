@@ -22,7 +22,8 @@ from ..finding.texts import GivenTexts
 from ..guards.engine_certificates import Certificates
 from ..methods import DEFAULT_METHOD, check_auxiliary, check_method, check_reads, preset
 from ..methods.base import Method
-from ..models.load import check_name, choose_device, concrete, is_gguf, load_any, unload_models
+from ..models.devices import choose_device
+from ..models.load import check_name, concrete, load_any, loader_of, unload_models
 from ..models.memory import free_bytes
 from ..plan.kv_sources import KVSources
 from ..prompt.layout import check_least_length
@@ -183,16 +184,22 @@ class Parts:
     @property
     def auxiliary_caches(self) -> ChunkCaches | None:
         """Chunk caches of the auxiliary model; None if no auxiliary is set. Loads the model. They are always
-        computed after the shared prefix, whatever ``chunk_context`` is. A primary that is its own auxiliary is loaded
-        once more if this process has no weights of it: scores need them."""
+        computed after the shared prefix, whatever ``chunk_context`` is."""
+        role = self._auxiliary_role
+        return self._caches_of(role, PREFIX) if role else None
+
+    @cached_property
+    def _auxiliary_role(self) -> str | None:
+        """A primary that is its own auxiliary is loaded once more if this process has no weights of it: scores need
+        them."""
         config = self.config
-        if config.auxiliary and is_gguf(config.auxiliary):
+        if config.auxiliary and not loader_of(config.auxiliary).can_score:
             raise ConfigurationError(
-                "auxiliary must be a model whose attention scores tokens, and llama.cpp does not show that of "
-                f"{config.auxiliary!r}. Give one that transformers runs, or None for methods that need no auxiliary."
+                f"auxiliary must be a model whose attention scores tokens, and what runs {config.auxiliary!r} does not "
+                "show it. Give one that transformers runs, or None for methods that need no auxiliary."
             )
         is_own = config.auxiliary == config.primary and self._load_primary is None
-        return self._caches_of("primary" if is_own else "auxiliary", PREFIX) if config.auxiliary else None
+        return config.auxiliary and ("primary" if is_own else "auxiliary")
 
     def chunk_caches(self, context: ChunkContext, *, with_auxiliary: bool = True) -> list[ChunkCaches]:
         """Chunk caches of each model, the primary's first. Loads the models."""

@@ -63,14 +63,14 @@ def path_as_text(value: Any) -> Any:
 
 
 def model_place(value: Any) -> Any:
-    """A model's name as a string; of a folder or GGUF file that is there, its absolute path, so that a change of the
-    working directory has no effect. Other values as they are."""
+    """A model's name as a string; of a folder or file that is there, its absolute path, so that a change of the working
+    directory has no effect. Other values as they are."""
     name = path_as_text(value)
     if not isinstance(name, str) or not name:
         return name
     place = os.path.expanduser(name)
-    marker = place if place.lower().endswith(".gguf") else os.path.join(place, "config.json")
-    return os.path.abspath(place) if os.path.isfile(marker) else name
+    is_there = os.path.isfile(place) or os.path.isfile(os.path.join(place, "config.json"))
+    return os.path.abspath(place) if is_there else name
 
 
 def store_place(value: Any) -> Any:

@@ -41,6 +41,7 @@ __all__ = [
     "StoreError",
     "UnknownModelError",
     "UnsupportedModelError",
+    "first_line",
     "is_panic",
 ]
 
@@ -48,6 +49,11 @@ __all__ = [
 def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust (tokenizers, safetensors, llguidance) failed: its error is no ``Exception``."""
     return type(error).__name__ == "PanicException"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of a library says, for a message of ours."""
+    return next(iter(str(error).splitlines()), "no details")[:200]
 
 
 class CacheClipError(Exception):
@@ -65,6 +71,7 @@ _FOLDERS = {
     "ingest": "cacheclip-ingest",
     "lab": "cacheclip-lab",
     "langchain": "langchain-cacheclip",
+    "llama-cpp": "cacheclip-llamacpp",
     "llama-index": "llama-index-llms-cacheclip",
     "pdf": "cacheclip-ingest[pdf]",
     "ray": "cacheclip-ingest[ray]",

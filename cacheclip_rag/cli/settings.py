@@ -8,8 +8,7 @@ from typing import Any
 
 from cacheclip_ingest.library import MODELS, Library, LibrarySettings
 
-from ..base.paths import expanded
-from ..models.load import is_gguf
+from ..models.load import loader_of
 
 _NAMES = tuple(each.name for each in fields(LibrarySettings))
 
@@ -36,9 +35,6 @@ def given_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder. A file
-    keeps its name, by which it is known as GGUF, and its parts are found: it may be a link to another one."""
-    path = expanded(str(value))
-    if name in MODELS and (path / "config.json").is_file():
-        return str(path.resolve())
-    return str(path.absolute()) if name in MODELS and is_gguf(path.name) and path.is_file() else value
+    """The absolute path of a model's folder or file, because the next command may run in another folder."""
+    path = loader_of(value).path if name in MODELS and value else None
+    return value if path is None else str(path)

@@ -1,31 +1,87 @@
 """Carries out a plan on a runtime that computes tokens only in the order of the prompt, and whose KV is opaque.
 
 No token depends on a later one, so that one scattering pass and many short ones in order compute the same. A short one
-costs nearly as much as one of 64 tokens, so that short neighbours share one, in which they see each other's stored KV
-(:func:`cacheclip_rag.runtime.llamacpp.model.grouped`).
+costs nearly as much as one of 64 tokens, so that a runtime may let short neighbours share one, in which they see each
+other's stored KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
 
 from ..base.clock import PhaseClock
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..runtime.llamacpp.context import Cells
-from ..runtime.llamacpp.model import LlamaRuntime, PlacedKV
+from ..runtime.base import State
 from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.prefix_cache import Match
 from ..store import KV, ReadAgain, ReadAhead, bytes_of
 from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens
 from .fused import Fused
-from .late_correction import LateCorrection
 from .wire import runs_of
+
+Runs = Sequence[tuple[int, int]]
+"""Neighbouring positions, each from a first one up to one that is not in it; ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedKV:
+    """Neighbouring tokens of stored KV, and where they stand in a prompt."""
+
+    data: torch.Tensor
+    """``(num_bytes,)`` uint8: the whole KV."""
+    num_tokens: int
+    """Tokens of the whole KV."""
+    first: int
+    """The first of them that is used."""
+    count: int
+    at: int
+    """Its position in the prompt."""
+
+
+class OrderedRuntime(Protocol):
+    """What :func:`fuse_in_order` asks of a runtime beside :class:`~cacheclip_rag.runtime.Runtime`. Stored KV that is
+    put together (``held``) is the runtime's own."""
+
+    def place(
+        self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
+    ) -> tuple[Any, list[PlacedKV]]:
+        """KV at its positions in a prompt, and the pieces that could not be read. ``match``: KV of the prompt's first
+        tokens, of which ``num_cached`` are used."""
+
+    def late_correction(self, held: Any, spans: Runs, runs: Runs, weight: float) -> Callable[[Any], None]:
+        """What corrects KV of chunks that is not recomputed; called by :meth:`compute_in_order`.
+
+        Args:
+            spans: positions of chunks.
+            runs: positions that are recomputed, the prompt's last ones included.
+            weight: share of the mean change that is added, 0 to 1.
+        """
+
+    def compute_in_order(
+        self,
+        ids: Sequence[int],
+        held: Any,
+        runs: Iterable[tuple[int, int]],
+        capacity: int,
+        *,
+        before_last: Callable[[Any], None] | None = None,
+    ) -> tuple[State, torch.Tensor]:
+        """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``. Returns the
+        state, and the logits of the prompt's last token, ``(vocab_size,)``.
+
+        Args:
+            runs: positions that are computed, the prompt's last one among them.
+            before_last: called before the last of them.
+        """
 
 
 def fuse_in_order(
-    runtime: LlamaRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock
+    runtime: OrderedRuntime, plan: Plan, kv_sources: KVSources, *, capacity: int, clock: PhaseClock
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
@@ -36,7 +92,7 @@ def fuse_in_order(
 
 
 def _fused(
-    runtime: LlamaRuntime,
+    runtime: OrderedRuntime,
     plan: Plan,
     kv_sources: KVSources,
     match: Match | ContinuedMatch,
@@ -64,7 +120,7 @@ def _fused(
         # continued KV was corrected when it was assembled
         spans = [(span.start, span.stop) for span in chosen if span in reused and not layout.is_cached(span)]
         weight = plan.method.mean_change
-        correct = LateCorrection(runtime, held, spans, runs, weight) if weight else None
+        correct = runtime.late_correction(held, spans, runs, weight) if weight else None
         state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
     computed = chunk_rows(rows, reused)
     return Fused(
@@ -91,12 +147,12 @@ def _read(reading: ReadAhead, texts: Sequence[str]) -> dict[str, KV | None]:
 
 
 def _placed(
-    runtime: LlamaRuntime,
+    runtime: OrderedRuntime,
     plan: Plan,
     kv_sources: KVSources,
     match: Match | ContinuedMatch,
     stored: Mapping[str, KV | None],
-) -> tuple[Plan, Cells]:
+) -> tuple[Plan, Any]:
     """The stored KV at its positions in the prompt, and the plan without what could not be read."""
     layout, prefix = plan.layout, None
     by_piece = {}

@@ -1,6 +1,7 @@
 """Models: finding, fetching and loading weights.
 
-``packaged`` fetches models from the package index; ``load`` makes runtimes, one per model and process.
+``loaders`` says what is asked of a model by its name, ``checkpoints`` answers for transformers; ``load`` makes
+runtimes, one per model and process. ``packaged`` fetches models from the package index.
 """
 
 from __future__ import annotations
@@ -11,16 +12,23 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from ..runtime.base import weights_digest
-    from .context import knows_tools
-    from .load import concrete, load_model, register_runtime, resolve
+    from .context import is_here, known_context, knows_tools
+    from .devices import DEVICE_MAPS, check_device, choose_device
+    from .load import concrete, load_model, loader_of, register_runtime, resolve
     from .packaged.catalogue import PACKAGED_MODELS, packaged_name
     from .packaged.pull import pull_gguf
 
 __all__ = [
+    "DEVICE_MAPS",
     "PACKAGED_MODELS",
+    "check_device",
+    "choose_device",
     "concrete",
+    "is_here",
+    "known_context",
     "knows_tools",
     "load_model",
+    "loader_of",
     "packaged_name",
     "pull_gguf",
     "register_runtime",
@@ -31,10 +39,16 @@ __all__ = [
 __getattr__ = late_names(
     __name__,
     {
+        "DEVICE_MAPS": "devices",
         "PACKAGED_MODELS": "packaged.catalogue",
+        "check_device": "devices",
+        "choose_device": "devices",
         "concrete": "load",
+        "is_here": "context",
+        "known_context": "context",
         "knows_tools": "context",
         "load_model": "load",
+        "loader_of": "load",
         "packaged_name": "packaged.catalogue",
         "pull_gguf": "packaged.pull",
         "register_runtime": "load",

@@ -11,9 +11,8 @@ import hashlib
 import json
 import logging
 import os
-import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
@@ -28,8 +27,6 @@ _PIECE_BYTES = 512
 _HEAD_BYTES = 1 << 16
 _SPREAD_BYTES = 1 << 18
 """Of a file whose tensors are not looked up: its first bytes, and a piece every so many."""
-
-_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 _READ_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
 
@@ -64,30 +61,8 @@ def fingerprint(folder: Path) -> str:
     return f"{weights}:{config}"
 
 
-def gguf_parts(file: Path) -> list[Path]:
-    """The files of a model that is split into several (``…-00001-of-00003.gguf``), the given one first; else only the
-    given one. llama.cpp looks for the others itself, and says if one is missing."""
-    part = _PART.search(file.name)
-    if part is None:
-        return [file]
-    stem, of = file.name[: part.start()], part[2]
-    names = (f"{stem}-{number:05d}-of-{of}{part[3]}" for number in range(1, int(of) + 1))
-    return [file, *(other for name in names if (other := file.with_name(name)) != file and other.is_file())]
-
-
-def is_part(file: Path) -> bool:
-    """Whether a GGUF file has the name of a part of a model."""
-    return _PART.search(file.name) is not None
-
-
-def gguf_digest(parts: Sequence[Path]) -> str:
-    """SHA-256 of a GGUF file; of one that is split, of the digests of its parts."""
-    digests = [file_digest(part) for part in parts]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file of weights (GGUF). The cached digest is taken if the file's size, times and a sample of its
+    """SHA-256 of a file of weights. The cached digest is taken if the file's size, times and a sample of its
     bytes are those of which it was made."""
     (state,) = states_of([file])
     _, _, size, _, _ = state

@@ -319,7 +319,7 @@ class Runtime(ABC):
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
         (:class:`~cacheclip_rag.plan.kv_sources.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
-        for llama.cpp :mod:`cacheclip_rag.fusion.in_order`; ``models/load.py`` joins them. Returns a
+        for a runtime that computes in the prompt's order :mod:`cacheclip_rag.fusion.in_order`. Returns a
         :class:`~cacheclip_rag.fusion.fused.Fused`, or None if no chunk could be read."""
 
     @abstractmethod

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cacheclip_rag import CacheClipEngine, ConfigurationError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, UnknownModelError
 from cacheclip_rag.base import guests as module
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
+from cacheclip_rag.models.context import is_here, known_context
+from cacheclip_rag.models.load import load_any, register_runtime
+from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
 Install = Callable[..., None]
@@ -50,6 +53,28 @@ def register(commands):
     commands.add("store greet", greet)
 """
 
+RUNTIME = """
+from cacheclip_rag.plugins import Loader
+from cacheclip_rag.testing.fake import FakeRuntime
+
+
+class WordsLoader(Loader):
+    @classmethod
+    def matches(cls, name):
+        return name.endswith(".words")
+
+    @property
+    def context_tokens(self):
+        return 4096
+
+    def load(self, *, dtype, device):
+        return FakeRuntime(self.name, dtype=dtype)
+
+
+class Blind(WordsLoader):
+    can_score = reads_kv = False
+"""
+
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
@@ -84,6 +109,25 @@ def test_a_method_is_a_preset_by_its_name(install: Install, tiny_models: dict[st
     engine.precompute(CHUNKS)
     stats = engine.generate(rag_prompt(CHUNKS)).stats
     assert (stats.method, stats.nominal_ratio) == ("everything", 1.0)
+
+
+def test_a_runtime_takes_names(install: Install) -> None:
+    with pytest.raises(UnknownModelError, match=r"no model is called 'of-a-test\.words'"):
+        CacheClipEngine(primary="of-a-test.words", auxiliary=None).precompute(CHUNKS)
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:WordsLoader"})
+    assert known_context("of-a-test.words") == 4096 and not is_here("of-a-test.words")
+    engine = CacheClipEngine(primary="of-a-test.words", auxiliary="other.words", method="epic")
+    engine.precompute(CHUNKS)
+    assert engine.generate(rag_prompt(CHUNKS), max_tokens=2).stats.hits == len(CHUNKS)
+    assert engine.primary is load_any("of-a-test.words", dtype="auto") and engine.auxiliary is not engine.primary
+    with pytest.raises(ConfigurationError, match=r"none of an installed distribution \(.*words.*\), got 'words'"):
+        register_runtime("words", FakeRuntime)
+
+
+def test_a_runtime_says_what_it_cannot_do(install: Install) -> None:
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:Blind"})
+    with pytest.raises(ConfigurationError, match=r"what runs 'a\.words' does not show it"):
+        _ = CacheClipEngine(primary="a.words", auxiliary="a.words").auxiliary
 
 
 def test_a_method_of_another_name_is_refused(install: Install) -> None:

@@ -22,7 +22,7 @@ from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[2]
-STARTS = {"models/packaged/pull.py", "runtime/llamacpp/weights.py", "testing/object_storage.py", "vllm/launch.py"}
+STARTS = {"models/packaged/pull.py", "testing/object_storage.py", "vllm/launch.py"}
 """Files that start a process, with :mod:`cacheclip_rag.base.python`."""
 MARK = "import pathlib, os; pathlib.Path({mark!r}).write_text(__file__)\n"
 

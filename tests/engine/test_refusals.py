@@ -202,7 +202,6 @@ class TestRefusals:
         ("name", "error", "message"),
         [
             ("smollm-135m", UnknownModelError, r"Did you mean 'packaged:smollm2-135m'\? Packaged names"),
-            ("/models/model.GGUF", UnknownModelError, "there is no GGUF file"),
         ],
     )
     def test_a_name_that_no_auxiliary_can_have_is_refused_before_the_primary_loads(

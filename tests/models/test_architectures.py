@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
-from cacheclip_rag.base.errors import MissingExtraError, ModelError, UnsupportedModelError
+from cacheclip_rag.base.errors import MissingExtraError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.models.packaged.loader import PackagedLoader
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
@@ -139,15 +140,16 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
             check_supported(config, "m")
 
-    def test_damaged_gguf_file(self, tmp_path: Path) -> None:
-        """Also where llama.cpp is not installed, which is said first."""
+    @pytest.mark.parametrize("name", ["model.gguf", "a/gone.Q4_K_M.GGUF", "packaged:qwen2.5-coder-0.5b.gguf"])
+    def test_gguf_files_without_llama_cpp(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What to install is said, whether the file is there or not; nothing is fetched."""
+        monkeypatch.setattr("cacheclip_rag.models.load.guest_loaders", lambda: [PackagedLoader])
+        monkeypatch.setattr(PackagedLoader, "find", None)
+        monkeypatch.chdir(tmp_path)
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        is_installed = importlib.util.find_spec("llama_cpp") is not None
-        kind, message = (
-            (ModelError, "cannot read .*model.gguf") if is_installed else (MissingExtraError, r"\[llama-cpp\]")
-        )
-        with pytest.raises(kind, match=message):
-            load_model(str(tmp_path / "model.gguf"))
+        said = rf"what runs '.*{re.escape(name)}' is not .*integrations/cacheclip-llamacpp.*\[llama-cpp\]"
+        with pytest.raises(MissingExtraError, match=said):
+            CacheClipEngine(primary=name, auxiliary=None).precompute(["The lamp burned whale oil."])
 
     def test_attention_in_both_directions(self) -> None:
         from transformers import Gemma3TextConfig

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 import cacheclip_rag.models.load as load
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.base import machine
-from cacheclip_rag.models.load import choose_device, concrete, load_model
+from cacheclip_rag.models import devices
+from cacheclip_rag.models.devices import choose_device
+from cacheclip_rag.models.load import concrete, load_model
 from cacheclip_rag.models.memory import weights_dtype
 from cacheclip_rag.testing.fake import FakeRuntime
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_model
@@ -38,7 +40,7 @@ def on(monkeypatch: pytest.MonkeyPatch, *, cuda: bool = False, mps: bool = False
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bfloat16)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    monkeypatch.setattr(load, "_works", lambda device: mps)
+    monkeypatch.setattr(devices, "_works", lambda device: mps)
     monkeypatch.setattr(load, "computes_bfloat16", lambda: bfloat16)
 
 

@@ -25,9 +25,8 @@ from cacheclip_rag.base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
+from cacheclip_rag.models import checkpoints, memory
 from cacheclip_rag.models import fingerprint as fingerprint_module
-from cacheclip_rag.models import load as load_module
-from cacheclip_rag.models import memory
 from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
@@ -222,7 +221,7 @@ class TestForeignCode:
         wanted = ["config.json", "1_Pooling/config.json", "model-00001-of-00002.safetensors", "vocab.txt"]
         wanted += ["2_Dense/model.safetensors", "chat_template.jinja", "tokenizer.model"]
         code = ["modeling_x.py", "1_Pooling/evil.py", "1_Pooling/pytorch_model.bin", "2_Normalize/x.pkl", "model.pt"]
-        assert list(filter_repo_objects(wanted + code, allow_patterns=load_module._HUB_FILES)) == wanted
+        assert list(filter_repo_objects(wanted + code, allow_patterns=checkpoints._HUB_FILES)) == wanted
 
     def test_an_adapter_is_no_model(self, folder: Path) -> None:
         """With peft installed, transformers would load its base model, which the fingerprint does not describe."""
@@ -306,7 +305,7 @@ class TestFingerprint:
     @pytest.mark.parametrize("moment", ["check_fits", "fingerprint"])
     def test_weights_replaced_during_the_load(self, folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
         """Before they are read, and after: what was hashed may not be what was read."""
-        place = memory if moment == "check_fits" else load_module
+        place = memory if moment == "check_fits" else checkpoints
         original = getattr(place, moment)
 
         def replacing(*args: Any) -> Any:

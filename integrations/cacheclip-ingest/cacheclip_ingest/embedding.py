@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cacheclip_rag.base.errors import MissingExtraError, ModelError
-from cacheclip_rag.models.load import DEVICE_MAPS, check_device, choose_device, resolve
+from cacheclip_rag.models import DEVICE_MAPS, check_device, choose_device, resolve
 from cacheclip_rag.models.memory import tensor_dtypes
 from cacheclip_rag.runtime.transformers.text import quiet_transformers
 from cacheclip_rag.runtime.transformers.weight_files import copy_mapped

@@ -24,8 +24,7 @@ from cacheclip_rag.base.database import Database, may_be_whole, set_aside
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
 from cacheclip_rag.base.paths import expanded
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.models.load import is_gguf
-from cacheclip_rag.models.packaged.catalogue import packaged_name
+from cacheclip_rag.models import loader_of
 
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
@@ -92,14 +91,8 @@ def differences(mine: LibrarySettings, theirs: LibrarySettings, names: Iterable[
 
 
 def _same_model(name: str | None) -> str | None:
-    """A packaged model without ``packaged:``, which older stores do not write; the last part of a path, because files
-    may be moved (KV is found by digests, not by names); any other name as it is."""
-    if name is None:
-        return None
-    if packaged := packaged_name(name):
-        return packaged
-    path = expanded(name)
-    return path.name if path.is_absolute() or is_gguf(name) or path.exists() else name
+    """Of a path the last part, because files may be moved: KV is found by digests, not by names."""
+    return None if name is None else loader_of(name).bare_name
 
 
 @dataclass(frozen=True, slots=True)

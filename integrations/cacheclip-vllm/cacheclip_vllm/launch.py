@@ -25,7 +25,7 @@ from cacheclip_rag.base.paths import expanded
 from cacheclip_rag.base.python import own_folder, python_command, python_environment
 from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.models.load import choose_device, concrete, resolve
+from cacheclip_rag.models import choose_device, concrete, resolve
 
 from .internals import check_vllm, is_tried
 from .offline import engine_options, worker_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from cacheclip_rag.models.load import quantization_of, resolve
+from cacheclip_rag.models.checkpoints import quantization_of
+from cacheclip_rag.models.load import resolve
 
 
 def installed() -> tuple[str, str]:

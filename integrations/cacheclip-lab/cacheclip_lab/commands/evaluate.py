@@ -90,11 +90,12 @@ def _print(summary: dict[str, Any]) -> None:
 
 
 def _runs(config: EngineConfig, methods: str | None, ratios: str, variants: dict[str, Any]) -> list[PlannedRun]:
-    from cacheclip_rag.models.load import is_gguf
+    from cacheclip_rag.models import loader_of
 
     from ..evaluation.lab import every_method, planned_runs
 
-    without_scores = "epic" if is_gguf(config.primary) else "anchored"
+    loader = loader_of(config.primary)
+    without_scores = "anchored" if loader.reads_kv and loader.can_score else "epic"
     names = _split(methods or f"full,full-again,full-reordered,direct,{without_scores},cacheclip")
     if "all" in names and (without := every_method(config)[1]):
         typer.echo(f"'all' leaves out methods that need an auxiliary model: {', '.join(without)}", err=True)

@@ -21,8 +21,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, Chunk, ConfigurationError, EngineConfig, Segment
 from cacheclip_rag.measuring import identity_of
 from cacheclip_rag.methods import PRESET_NAMES, Method, check_auxiliary, check_reads, preset, reads_kv
-from cacheclip_rag.models import concrete
-from cacheclip_rag.models.load import is_gguf
+from cacheclip_rag.models import concrete, loader_of
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.selection import load_named
 
@@ -63,7 +62,7 @@ def every_method(config: EngineConfig) -> tuple[list[str], list[str]]:
     primary), and names that are left out because they need an auxiliary model and none is set."""
     made = {name: preset(name) for name in PRESET_NAMES}
     every = [name for name, method in made.items() if method.context is None or method.chunk_context is not None]
-    if is_gguf(config.primary):
+    if not loader_of(config.primary).reads_kv:
         every = [name for name in every if not reads_kv(made[name])]
     without = [name for name in every if made[name].needs_auxiliary and not config.auxiliary]
     return [name for name in every if name not in without], without

@@ -11,8 +11,7 @@ from typing import Any
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, __version__
 from cacheclip_rag.measuring import auxiliary_caches, transformers_model, use_heads
-from cacheclip_rag.models import concrete, weights_digest
-from cacheclip_rag.models.load import is_gguf
+from cacheclip_rag.models import concrete, loader_of, weights_digest
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.selection import HeadSet
 
@@ -30,10 +29,11 @@ def open_engine(config: EngineConfig) -> CacheClipEngine:
     """
     if config.auxiliary is None:
         raise ConfigurationError("there is no auxiliary model to fine-tune. Name one with --auxiliary.")
-    if is_gguf(config.primary):
+    if not loader_of(config.primary).can_score:
         raise ConfigurationError(
-            f"expected a primary whose attention can be read, got {config.primary!r}, which llama.cpp runs. Fine-tune "
-            "with its unquantised checkpoint, and name the file (--out) in a method's scorer: docs, how-to/auxiliary."
+            f"expected a primary whose attention can be read, got {config.primary!r}, whose runtime does not "
+            "show it. Fine-tune with its unquantised checkpoint, and name the file (--out) in a method's scorer: docs, "
+            "how-to/auxiliary."
         )
     engine = CacheClipEngine(concrete(config), store=None, max_bytes=None, shadow_rate=0.0)
     use_heads(engine, None)

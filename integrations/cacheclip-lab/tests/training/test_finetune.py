@@ -45,8 +45,6 @@ class TestJob:
             tune(config, num_targets=0)
         with pytest.raises(ConfigurationError, match="no auxiliary model"):
             tune(replace(config, auxiliary=None))
-        with pytest.raises(ConfigurationError, match=r"attention can be read, got .*unquantised checkpoint"):
-            tune(replace(config, primary="packaged:qwen2.5-coder-0.5b.gguf"))
 
 
 def test_sinks_are_no_part_of_what_is_wanted() -> None:

@@ -6,18 +6,27 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ...base.errors import ModelError
-from ..base import TokenizedText, known_reasoning
-from ..transformers.constraint import Grammars, SchemaConstraint
-from ..transformers.text import ChatText, check_encodable, check_process
+from cacheclip_rag import ModelError
+from cacheclip_rag.plugins import (
+    ChatText,
+    Grammars,
+    PlacedKV,
+    SchemaConstraint,
+    check_encodable,
+    check_process,
+    fuse_in_order,
+    known_reasoning,
+)
+from cacheclip_rag.runtime import TokenizedText
+
 from .context import KV_TYPE, Cells, Context
+from .late_correction import LateCorrection, Runs
 from .library import library_version
 from .rotary import Rotation, measured_positions, measured_rotations
 from .tokenizer import GgufTokenizer
@@ -26,9 +35,7 @@ from .weights import GgufWeights
 from .written import UnknownLayoutError, WrittenKV
 
 if TYPE_CHECKING:
-    from ...base.clock import PhaseClock
-    from ..transformers.continued import ContinuedMatch
-    from ..transformers.prefix_cache import Match
+    from cacheclip_rag.plugins import ContinuedMatch, Match, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +49,6 @@ _SEPARATOR_TOKENS = 2
 """Most tokens between chunks that later ones of a call need not see."""
 _BLOCK = 16
 """Tokens of KV that is written out together, for the bytes of one."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedKV:
-    """Neighbouring tokens of stored KV, and where they stand in a prompt."""
-
-    data: torch.Tensor
-    """``(num_bytes,)`` uint8: the whole KV."""
-    num_tokens: int
-    """Tokens of the whole KV."""
-    first: int
-    """The first of them that is used."""
-    count: int
-    at: int
-    """Its position in the prompt."""
 
 
 class LlamaState:
@@ -107,21 +99,19 @@ class LlamaRuntime(ChatText):
         *,
         digest: str,
         name: str,
-        fuse: Callable[..., Any] | None = None,
         free_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         """
         Args:
             digest: SHA-256 of the file.
             free_bytes: memory for KV that is free now; None if that is not known.
-            fuse: :func:`cacheclip_rag.fusion.in_order.fuse_in_order`; None for a runtime that is never asked to fuse.
 
         Raises:
             UnsupportedModelError: the model's KV cannot be reused.
         """
         weights.check_supported()
         self.name = name
-        self._weights, self._fuse, self._process = weights, fuse, os.getpid()
+        self._weights, self._process = weights, os.getpid()
         self._on_gpu = weights.on_gpu
         self._vocabulary = Vocabulary(weights)
         self.tokenizer = GgufTokenizer(weights, self._vocabulary)
@@ -261,18 +251,13 @@ class LlamaRuntime(ChatText):
     # -- fusion -------------------------------------------------------------------------------------------------
 
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
-        assert self._fuse is not None, "this runtime was loaded without fuse"
         check_process(self.name, self._process)
-        return self._fuse(self, plan, kv_sources, capacity=capacity, clock=clock)
+        return fuse_in_order(self, plan, kv_sources, capacity=capacity, clock=clock)
 
     def place(
         self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
     ) -> tuple[Cells, list[PlacedKV]]:
-        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.
-
-        Args:
-            match: KV of the prompt's first tokens, of which ``num_cached`` are used.
-        """
+        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read."""
         pieces = list(pieces)
         before = self._state(match.num_tokens + sum(piece.num_tokens for piece in pieces))
         held = before.cells
@@ -288,6 +273,9 @@ class LlamaRuntime(ChatText):
             else:
                 unread.append(piece)
         return held, unread
+
+    def late_correction(self, held: Cells, spans: Runs, runs: Runs, weight: float) -> LateCorrection:
+        return LateCorrection(self.written, self.rotations or [], held, spans, runs, weight)
 
     def written(self, cells: Cells, start: int, stop: int) -> WrittenKV:
         """The KV of positions ``[start, stop)``."""
@@ -324,15 +312,6 @@ class LlamaRuntime(ChatText):
         *,
         before_last: Callable[[Cells], None] | None = None,
     ) -> tuple[LlamaState, torch.Tensor]:
-        """Compute some tokens of a prompt, in its order: what stands between them comes from ``held``.
-
-        Args:
-            runs: neighbouring positions that are computed, the prompt's last one among them.
-            before_last: called before the last of them, with what is computed.
-
-        Returns:
-            The state, and the logits of the prompt's last token, ``(vocab_size,)``.
-        """
         state = self._state(max(capacity, len(ids)))
         *earlier, last = runs
         groups = grouped(earlier, held.runs or (), most=1 + self._context.spare())

@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from ...base.errors import ModelError, UnsupportedModelError
-from ...base.paths import cache_home
-from ...base.python import python_command, python_environment
+from cacheclip_rag import ModelError, UnsupportedModelError
+from cacheclip_rag.plugins import cache_home, python_command, python_environment
+
 from . import trial
 from .library import errors, library, library_version
 

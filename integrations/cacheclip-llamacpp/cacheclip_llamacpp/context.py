@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...base.errors import ModelError, UnsupportedModelError
+from cacheclip_rag import ModelError, UnsupportedModelError
+
 from .library import library
 from .weights import GgufWeights
 

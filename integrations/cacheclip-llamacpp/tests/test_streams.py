@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from tiny_gguf import MakeEngine
 
 from cacheclip_rag import CacheClipEngine
-from tests.conftest import CACHECLIP
+from cacheclip_rag.testing.plugin import CACHECLIP
 from tests.engine.asking import SHORT, check_sums, rag
 from tests.engine.test_answers import TestStreaming
 from tests.engine.test_queue import (
@@ -15,7 +16,6 @@ from tests.engine.test_queue import (
     test_text_that_is_held_back_holds_up_nobody,
     test_who_leaves_while_text_is_held_back_has_no_token_more,
 )
-from tests.llamacpp.conftest import MakeEngine
 
 __all__ = [
     "TestStreaming",

@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_llamacpp import model, rotary, written
+from cacheclip_llamacpp.late_correction import LateCorrection
+from cacheclip_llamacpp.weights import GgufWeights
+from cacheclip_llamacpp.written import UnknownLayoutError, WrittenKV
+from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, MakeEngine, logits
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.fusion import in_order
-from cacheclip_rag.fusion.late_correction import LateCorrection
 from cacheclip_rag.methods import preset
-from cacheclip_rag.runtime.llamacpp import rotary, written
-from cacheclip_rag.runtime.llamacpp.weights import GgufWeights
-from cacheclip_rag.runtime.llamacpp.written import UnknownLayoutError, WrittenKV
 from cacheclip_rag.runtime.transformers.rotary import Tables, rotate, unrotate
-from tests.conftest import CHUNKS
-from tests.llamacpp.conftest import MakeEngine
-from tests.llamacpp.test_fusion import PROMPT, TOLERANCE, logits
-from tests.llamacpp.tiny_gguf import ARCHITECTURES
+from cacheclip_rag.testing.plugin import CHUNKS
 
 WEIGHT = 0.5
 CORRECTED = replace(preset("epic"), name="corrected", correction=WEIGHT).at(0.3)
@@ -67,8 +64,10 @@ class Recorded(LateCorrection):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        layers = range(self._runtime.num_layers)
-        self.before = [[[c.stored.take([n], v)[0] for v in (False, True)] for n in layers] for c in self._chunks]
+        self.before = [
+            [[c.stored.take([n], v)[0] for v in (False, True)] for n in range(c.stored.num_layers)]
+            for c in self._chunks
+        ]
         self.made.append(self)
 
     def __call__(self, state: Any) -> None:
@@ -83,7 +82,7 @@ def test_what_is_added(
 ) -> None:
     """Each token that is not recomputed gets half of the mean change of those of its chunk that are, before rotation;
     nothing else changes."""
-    monkeypatch.setattr(in_order, "LateCorrection", Recorded)
+    monkeypatch.setattr(model, "LateCorrection", Recorded)
     monkeypatch.setattr(Recorded, "made", [])
     engine = make(architecture)
     engine.precompute(CHUNKS)
@@ -91,7 +90,7 @@ def test_what_is_added(
     prompt = "\n\n".join(["Read:", *chance.sample(CHUNKS, 3), chance.choice(CHUNKS)[30:], "And then?"])
     kept = engine.prefill(prompt, method=CORRECTED)
     [made] = Recorded.made
-    runtime, num_added = made._runtime, 0
+    runtime, num_added = engine.primary, 0
     for chunk, before in zip(made._chunks, made.before, strict=True):
         after = runtime.written(made.state, chunk.start, chunk.stop)
         rows = torch.cat([torch.arange(*run) for run in chunk.recomputed]) - chunk.start

@@ -10,13 +10,16 @@ import pytest
 import torch
 from cacheclip_lab.evaluation.exactness import DIRECT, check_exactness
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
+from cacheclip_lab.training.finetune import open_engine
+from tiny_gguf import MakeEngine
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
+from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.fusion import in_order
-from cacheclip_rag.runtime.llamacpp.model import PlacedKV
+from cacheclip_rag.fusion.in_order import PlacedKV
+from cacheclip_rag.models.load import loader_of
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from tests.cli.test_cli import cacheclip, embedding_models
-from tests.conftest import CHUNKS, QUESTION
-from tests.llamacpp.conftest import MakeEngine
 
 __all__ = ["cacheclip", "embedding_models"]
 
@@ -34,6 +37,27 @@ def test_the_command(cacheclip: Any, files: dict[str, Path], minilm: str, tmp_pa
     stats = asked.json["stats"]
     assert stats["hits"] >= 3 and stats["method"] == "epic" and stats["generated_tokens"] <= 3
     assert cacheclip("store", "verify", *store, "--json").code == 0
+
+
+@pytest.mark.parametrize("command", [("ask", "Who?"), ("ingest", ".")])
+def test_no_such_file(cacheclip: Any, tmp_path: Path, command: tuple[str, str]) -> None:
+    refused = cacheclip(*command, "--store", tmp_path, "--primary", "gone.gguf")
+    assert refused.code == 2 and "there is no GGUF file 'gone.gguf'" in refused.err
+
+
+def test_a_file_is_kept_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that of the file to which a link leads, as in the cache of a model hub: it has no such name."""
+    monkeypatch.chdir(tmp_path)
+    Path("blob").touch()
+    Path("tiny.gguf").symlink_to("blob")
+    assert given_settings({"primary": "tiny.gguf"}) == {"primary": str(tmp_path / "tiny.gguf")}
+    assert given_settings({"primary": "gone.gguf"}) == {"primary": "gone.gguf"}
+    assert loader_of("old/tiny.gguf").bare_name == loader_of("/new/tiny.gguf").bare_name == "tiny.gguf"
+
+
+def test_no_fine_tuning(files: dict[str, Path], auxiliary: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"attention can be read, got .*unquantised checkpoint"):
+        open_engine(EngineConfig(primary=str(files["llama"]), auxiliary=str(auxiliary)))
 
 
 def test_eval_compares_methods(cacheclip: Any, files: dict[str, Path], tmp_path: Path) -> None:

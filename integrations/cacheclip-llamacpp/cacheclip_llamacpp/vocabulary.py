@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...base.errors import UnsupportedModelError
-from ..base import CALL_MARKERS, REASONING_MARKERS, TokenizedText, markers_among
+from cacheclip_rag import UnsupportedModelError
+from cacheclip_rag.plugins import CALL_MARKERS, REASONING_MARKERS, markers_among
+from cacheclip_rag.runtime import TokenizedText
+
 from .library import library
 from .weights import GgufWeights
 

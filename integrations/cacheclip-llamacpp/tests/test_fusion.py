@@ -13,27 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_llamacpp import library, loader, model
+from cacheclip_llamacpp.weights import GgufWeights
+from tiny_gguf import ARCHITECTURES, PROMPT, TOLERANCE, WINDOW, MakeEngine, logits, write_header
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, ModelError, UnsupportedModelError
 from cacheclip_rag.fusion import in_order
+from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.methods import PRESET_NAMES, Method, preset
 from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
-from cacheclip_rag.runtime.llamacpp import library, model
-from cacheclip_rag.runtime.llamacpp.weights import GgufWeights
-from tests.conftest import CHUNKS, QUESTION
-from tests.llamacpp.conftest import MakeEngine
-from tests.llamacpp.tiny_gguf import ARCHITECTURES, WINDOW, write_header
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
-PROMPT = "\n\n".join([*CHUNKS, QUESTION])
-TOLERANCE = 0.1
-"""Of logits between -20 and 20: keys and values are float16, and each size of a batch rounds in its own way."""
 RUNS_HERE = ("full", "prefix", "direct", "block", "epic", "cacheclip", "cacheclip-gated", "cacheclip-paper")
-
-
-def logits(engine: CacheClipEngine, prompt: str, method: Method, **options: Any) -> torch.Tensor:
-    return engine.prefill(prompt, method=method, **options).logits
 
 
 def difference(engine: CacheClipEngine, prompt: str, method: Method) -> float:
@@ -73,8 +66,8 @@ class TestExactness:
         prompt = f"{CHUNKS[0][: len(CHUNKS[0]) // 2]}\n\n{QUESTION}"
         assert difference(engine, prompt, preset("direct")) < TOLERANCE
 
-        def misplaced(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> model.PlacedKV:
-            return model.PlacedKV(data, num_tokens, first + bool(at), count, at)
+        def misplaced(data: torch.Tensor, num_tokens: int, first: int, count: int, at: int) -> PlacedKV:
+            return PlacedKV(data, num_tokens, first + bool(at), count, at)
 
         monkeypatch.setattr(in_order, "PlacedKV", misplaced)
         assert difference(engine, prompt, preset("direct")) > TOLERANCE
@@ -529,7 +522,8 @@ class TestSettings:
         expected: tuple[str, str | None],
     ) -> None:
         monkeypatch.setattr(library.library(), "llama_supports_gpu_offload", lambda: of_llama)
-        monkeypatch.setattr(load, "choose_device", lambda given: of_torch if given == "auto" else given)
+        for module in (load, loader):
+            monkeypatch.setattr(module, "choose_device", lambda given: of_torch if given == "auto" else given)
         found = load.concrete(make(device=device).config)
         assert (found.device, found.auxiliary_device) == expected
 

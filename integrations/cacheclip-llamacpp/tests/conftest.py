@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.models.load import unload_models
+from cacheclip_rag.testing.plugin import CHUNKS
 from cacheclip_rag.testing.tiny import build_auxiliary
-from tests.llamacpp.tiny_gguf import ARCHITECTURES, write_gguf
 
-MakeEngine = Callable[..., CacheClipEngine]
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest_plugins = ["cacheclip_rag.testing.plugin"]
+collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
+sys.path.insert(0, os.path.dirname(__file__))  # tiny_gguf, which the tests share
+
+from tiny_gguf import ARCHITECTURES, MakeEngine, write_gguf  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +32,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def auxiliary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_auxiliary(tmp_path_factory.mktemp("auxiliary"))
+
+
+@pytest.fixture
+def chunks() -> list[str]:
+    return list(CHUNKS)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections import deque
 from functools import lru_cache
 from typing import Any
 
-from ...base.errors import MissingExtraError
+from cacheclip_rag import MissingExtraError
 
 logger = logging.getLogger(__name__)
 

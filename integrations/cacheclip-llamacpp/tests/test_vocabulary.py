@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from cacheclip_rag.models.load import load_any, load_tokenizer, unload_models
 from cacheclip_rag.prompt.messages import Message
 from cacheclip_rag.runtime.base import Runtime
-from tests.conftest import CHUNKS
+from cacheclip_rag.testing.plugin import CHUNKS
 
 TEXTS = [
     CHUNKS[0],

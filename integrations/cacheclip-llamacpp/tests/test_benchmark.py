@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheclip_rag.models.load import unload_models
-from tests.conftest import CHUNKS
+from cacheclip_rag.testing.plugin import CHUNKS
 from tests.test_benchmarks import load
 
 

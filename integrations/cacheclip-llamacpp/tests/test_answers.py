@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_llamacpp import library, model
+from cacheclip_llamacpp.context import Context
+from tiny_gguf import MakeEngine, write_gguf
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.models import load
 from cacheclip_rag.models.context import known_context
 from cacheclip_rag.models.load import unload_models
-from cacheclip_rag.runtime.llamacpp import library, model
-from cacheclip_rag.runtime.llamacpp.context import Context
 from cacheclip_rag.store.erasures import look_at_all
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from tests.answering.test_turns import until
-from tests.conftest import CHUNKS, QUESTION
 from tests.engine import test_continued
 from tests.engine.test_continued import wrong_in_history
-from tests.llamacpp.conftest import MakeEngine
-from tests.llamacpp.tiny_gguf import write_gguf
 
 PROMPT = "\n\n".join([*CHUNKS, QUESTION])
 PARAMS = SamplingParams(max_tokens=16)

@@ -2,21 +2,23 @@
 
 Its recomputed tokens see stored KV as it is, and the prompt's last tokens see it corrected. In transformers, where
 recomputed tokens see it corrected too, this order has nearly the same effect
-(:mod:`cacheclip_rag.methods.correction`).
+(:func:`cacheclip_rag.plugins.offsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..methods.correction import Chunks, Split, offsets
-from ..runtime.llamacpp.context import Cells
-from ..runtime.llamacpp.model import LlamaRuntime
-from ..runtime.llamacpp.rotary import Rotation
-from ..runtime.llamacpp.written import WrittenKV
+from cacheclip_rag.plugins import Chunks, Split, offsets
+
+from .context import Cells
+from .rotary import Rotation
+from .written import WrittenKV
+
+Runs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +45,17 @@ class LateCorrection:
 
     def __init__(
         self,
-        runtime: LlamaRuntime,
+        written: Callable[[Cells, int, int], WrittenKV],
+        rotations: Sequence[Rotation],
         held: Cells,
-        spans: Sequence[tuple[int, int]],
-        runs: Sequence[tuple[int, int]],
+        spans: Runs,
+        runs: Runs,
         weight: float,
     ) -> None:
-        """
-        Args:
-            spans: positions of chunks.
-            runs: of the positions that are recomputed, the prompt's last ones included.
-            weight: share of the mean change that is added, 0 to 1.
-        """
-        self._runtime, self._held, self._weight = runtime, held, weight
-        self._rotations = (runtime.rotations or []) if spans else []
+        """``written``: the KV of positions from one to another. Others: see
+        :meth:`cacheclip_rag.plugins.OrderedRuntime.late_correction`."""
+        self._written, self._held, self._weight = written, held, weight
+        self._rotations = rotations if spans else []
         self._chunks = list[_CorrectedChunk]()
         for start, stop in spans if self._rotations else ():
             inside = [(max(a, start), min(b, stop)) for a, b in runs if a < stop and b > start]
@@ -64,11 +63,11 @@ class LateCorrection:
             stale = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
             recomputed = [run for run in inside if run[1] <= runs[-1][0]]
             if recomputed and stale:
-                self._chunks.append(_CorrectedChunk(start, stop, recomputed, stale, runtime.written(held, start, stop)))
+                self._chunks.append(_CorrectedChunk(start, stop, recomputed, stale, written(held, start, stop)))
 
     def __call__(self, state: Cells) -> None:
         for chunk in self._chunks:
-            fresh = [self._runtime.written(state, *run) for run in chunk.recomputed]
+            fresh = [self._written(state, *run) for run in chunk.recomputed]
             split = chunk.split
             for rotation in self._rotations:
                 self._correct(chunk, fresh, split, rotation)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..transformers.rotary import Tables, rotate
+from cacheclip_rag.plugins import Tables, rotate
+
 from .written import WrittenKV
 
 _STEP = 8

@@ -1,8 +1,10 @@
-"""Writes a tiny transformers model as a GGUF file, so that llama.cpp's numbers can be compared with transformers'."""
+"""Writes a tiny transformers model as a GGUF file, so that llama.cpp's numbers can be compared with transformers'; and
+what several tests ask of engines on such files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.methods import Method
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 from cacheclip_rag.testing.tiny import TINY_MODELS, build_model, tiny_spec
 
-__all__ = ["ARCHITECTURES", "write_gguf", "write_header"]
+__all__ = ["ARCHITECTURES", "PROMPT", "TOLERANCE", "MakeEngine", "logits", "write_gguf", "write_header"]
+
+MakeEngine = Callable[..., CacheClipEngine]
+PROMPT = "\n\n".join([*CHUNKS, QUESTION])
+TOLERANCE = 0.1
+"""Of logits between -20 and 20: keys and values are float16, and each size of a batch rounds in its own way."""
 
 WINDOW = 24
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -54,6 +64,10 @@ _OF_GEMMA = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+
+
+def logits(engine: CacheClipEngine, prompt: str, method: Method, **options: Any) -> torch.Tensor:
+    return engine.prefill(prompt, method=method, **options).logits
 
 
 def write_gguf(

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_gguf import write_gguf
 
 from cacheclip_rag import CacheClipEngine
 from tests.engine import test_queue
 from tests.engine.test_tools import TestSchema, TestTools
-from tests.llamacpp.tiny_gguf import write_gguf
 
 __all__ = ["TestSchema", "TestTools"]
 

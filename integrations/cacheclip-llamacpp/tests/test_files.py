@@ -9,15 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cacheclip_llamacpp import loader, weights
+from tiny_gguf import write_gguf
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError, UnknownModelError, UnsupportedModelError
 from cacheclip_rag.base.python import python_command
-from cacheclip_rag.models import load
 from cacheclip_rag.models.load import unload_models
-from cacheclip_rag.runtime.llamacpp import weights
-from tests.conftest import CHUNKS, QUESTION
-from tests.llamacpp.tiny_gguf import write_gguf
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
 
 PROMPT = "\n\n".join([*CHUNKS[:2], QUESTION])
 
@@ -173,7 +172,7 @@ def test_a_context_of_no_positions_is_refused(files: dict[str, Path], tmp_path: 
 def test_a_file_that_changes_while_it_is_loaded(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, digest = tmp_path / "model.gguf", load.gguf_digest
+    file, digest = tmp_path / "model.gguf", loader.digest_of
     file.write_bytes(files["qwen2"].read_bytes())
 
     def exchanged(parts: list[Path]) -> str:
@@ -182,7 +181,7 @@ def test_a_file_that_changes_while_it_is_loaded(
         (tmp_path / "other").replace(file)
         return found
 
-    monkeypatch.setattr(load, "gguf_digest", exchanged)
+    monkeypatch.setattr(loader, "digest_of", exchanged)
     with pytest.raises(ModelError, match="changed while it was loaded"):
         engine_of(file).generate(PROMPT)
 

@@ -1,0 +1,137 @@
+"""Models by name, before they are loaded. Loaders of other distributions come by entry point."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..base.guests import guests, load_guest
+from ..base.paths import expanded
+from .devices import choose_device
+from .fingerprint import FileState
+
+if TYPE_CHECKING:
+    from ..runtime.base import Runtime
+
+RUNTIMES = "cacheclip.runtimes"
+"""Entry points of loaders."""
+
+
+class Loader(ABC):
+    """One model by its name, before it is loaded. Made for every question about the name, so that its module must be
+    light: it imports neither torch nor an engine before :meth:`load`."""
+
+    can_score: bool = True
+    """Whether attention weights of the loaded model can be read: an auxiliary model needs this, and fine-tuning."""
+    reads_kv: bool = True
+    """Whether methods can look at the loaded model's KV and change it."""
+    takes_dtype: bool = True
+    """Whether the loaded model has the dtype of the settings. If not, one serves all dtypes."""
+
+    def __init__(self, name: str, find: Callable[[], str] | None = None) -> None:
+        """``find``: finds its folder or file in place of :meth:`find`, for a loader that hands models on."""
+        self.name, self._find = name, find or self.find
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, name: str) -> bool:
+        """Whether this loader is asked about a name. Looks at the name, not for the model."""
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        """Names of models that can be fetched without a model hub, for messages."""
+        return ()
+
+    def check(self) -> None:  # noqa: B027 (a name may need no check)
+        """Raise UnknownModelError if no model can have this name, MissingExtraError if something must be installed.
+        Takes milliseconds: loads nothing, opens no connection."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the model's files are on this machine."""
+        return False
+
+    @property
+    def path(self) -> Path | None:
+        """The absolute path of a folder or file, if the name is a path of one that exists: settings are used in other
+        working directories."""
+        return None
+
+    @property
+    def bare_name(self) -> str:
+        """By what the name is compared with that of another time: files may have been moved since."""
+        path = expanded(self.name)
+        is_path = path.is_absolute() or self.name.startswith(".") or path.exists()
+        return path.name if is_path else self.name
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest prompt in tokens, if it is known without fetching the model. Raises OSError, ValueError: a file
+        of the model cannot be read."""
+        return None
+
+    @property
+    def knows_tools(self) -> bool | None:
+        """Whether the chat template uses tools; None if that is not known without fetching the model."""
+        return None
+
+    def choose_device(self, device: str) -> str:
+        """The device for a setting of it, which may be ``auto``. Raises ConfigurationError, MissingExtraError."""
+        return choose_device(device)
+
+    @cached_property
+    def place(self) -> str:
+        """The model's folder or file, fetched at first use; the name, if there is none. Raises UnknownModelError,
+        DownloadError."""
+        return self._find()
+
+    def find(self) -> str:
+        """What :attr:`place` is."""
+        return self.name
+
+    def check_loadable(self, device: str) -> None:  # noqa: B027 (all may be known from the name)
+        """Raise UnsupportedModelError or ConfigurationError, before anything is fetched, if it is known by now that the
+        model cannot be loaded on ``device``."""
+
+    @property
+    def files(self) -> tuple[FileState, ...]:
+        """States of the files that are loaded (:func:`~cacheclip_rag.models.fingerprint.states_of`), fetched at first
+        use. Engines share a loaded model while they stay, and none is taken if they change while it is loaded."""
+        return ()
+
+    @property
+    def own_dtype(self) -> str:
+        """What ``auto`` means for the dtype, if the device has it. May fetch the model."""
+        return "float32"
+
+    def choice(self, dtype: str, device: str) -> str:
+        """What is said once about a dtype and a device that were chosen."""
+        return f"{self.name} runs on {device} in {dtype}. To choose others: device and dtype."
+
+    def tokenizer(self) -> Callable[[str], list[int]] | None:
+        """What makes token ids of a text, without special tokens, and loads no weights; None: the loaded model does."""
+        return None
+
+    @abstractmethod
+    def load(self, *, dtype: str, device: str) -> Runtime:
+        """The loaded model. ``dtype`` and ``device`` are none of them ``auto``. Raises UnsupportedModelError: its KV
+        cannot be reused exactly; ModelError: files are missing or damaged, or memory is too small."""
+
+
+def guest_loaders() -> list[type[Loader]]:
+    """Loaders of other distributions, by the names of their entry points."""
+    return [load_guest(RUNTIMES, name) for name in guests(RUNTIMES)]
+
+
+def offered_names() -> list[str]:
+    """Names of all models that can be fetched without a model hub, for messages."""
+    return [name for each in guest_loaders() for name in each.names()]
+
+
+def uses_tools(template: object) -> bool:
+    """Whether a chat template uses tools."""
+    return re.search(r"\btools\b", str(template)) is not None

@@ -1,0 +1,98 @@
+"""Names that begin with ``packaged:``: they lead to a folder for transformers, or to a GGUF file for llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ...base.paths import expanded
+from ...runtime.transformers.architectures import check_architecture
+from ..checkpoints import TransformersLoader
+from ..fingerprint import FileState
+from ..load import loader_of
+from ..loaders import Loader
+from .catalogue import PACKAGED_MODELS, PREFIX, packaged_name
+from .pull import gguf_path, model_folder, pull, pull_gguf
+
+if TYPE_CHECKING:
+    from ...runtime.base import Runtime
+
+_FILE = ".gguf"
+"""The end of ``packaged:NAME.gguf``: the GGUF file, not the folder that is made of it."""
+
+
+class PackagedLoader(Loader):
+    """Fetches a packaged model, and hands it to the loader of its folder or file."""
+
+    def __init__(self, name: str, find: Callable[[], str] | None = None) -> None:
+        super().__init__(name, find)
+        self._is_file = name.startswith(PREFIX) and name.lower().endswith(_FILE)
+        self._key = name.removeprefix(PREFIX)[: -len(_FILE) if self._is_file else None]
+        self._model = PACKAGED_MODELS.get(self._key)
+        self._own = gguf_path(self._key) if self._is_file else model_folder(self._key)
+        kind = type(loader_of(str(self._own))) if self._is_file else TransformersLoader
+        self._inner = kind(name, lambda: self.place)
+        self.can_score, self.reads_kv, self.takes_dtype = kind.can_score, kind.reads_kv, kind.takes_dtype
+
+    @classmethod
+    def matches(cls, name: str) -> bool:
+        is_folder = (expanded(name) / "config.json").is_file()
+        return not is_folder and (name.startswith(PREFIX) or packaged_name(name) is not None)
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        return [PREFIX + name for name in PACKAGED_MODELS]
+
+    def check(self) -> None:
+        has_loader = isinstance(self._inner, TransformersLoader) is not self._is_file
+        if not has_loader or (self._model is None and not self._is_file):
+            TransformersLoader(self.name).check()  # it says why not
+
+    @property
+    def is_here(self) -> bool:
+        return self._own.is_file() if self._is_file else (self._own / "config.json").is_file()
+
+    @property
+    def bare_name(self) -> str:
+        """Older stores do not write ``packaged:``."""
+        return self.name if self._is_file else self._key
+
+    @property
+    def context_tokens(self) -> int | None:
+        return self._model.context_tokens if self._model else None
+
+    @property
+    def knows_tools(self) -> bool | None:
+        return self._model.tools if self._model else None
+
+    def find(self) -> str:
+        if self._is_file:
+            return str(pull_gguf(self._key))
+        self.check()
+        return str(pull(self._key))
+
+    def choose_device(self, device: str) -> str:
+        return self._inner.choose_device(device)
+
+    def check_loadable(self, device: str) -> None:
+        if self._model is not None and not self._is_file:
+            check_architecture(self._model.architecture, self.name)
+        self._inner.check_loadable(device)
+
+    @property
+    def files(self) -> tuple[FileState, ...]:
+        return self._inner.files
+
+    @property
+    def own_dtype(self) -> str:
+        self.check()
+        return self._inner.own_dtype
+
+    def choice(self, dtype: str, device: str) -> str:
+        return self._inner.choice(dtype, device)
+
+    def tokenizer(self) -> Callable[[str], list[int]] | None:
+        return self._inner.tokenizer()
+
+    def load(self, *, dtype: str, device: str) -> Runtime:
+        return self._inner.load(dtype=dtype, device=device)
