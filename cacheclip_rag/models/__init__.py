@@ -1,7 +1,7 @@
 """Models: finding, fetching and loading weights.
 
 ``loaders`` says what is asked of a model by its name, ``checkpoints`` answers for transformers; ``load`` makes
-runtimes, one per model and process. ``packaged`` fetches models from the package index.
+runtimes, one per model and process.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from .context import is_here, known_context, knows_tools
     from .devices import DEVICE_MAPS, check_device, choose_device
     from .load import concrete, load_model, loader_of, register_runtime, resolve
-    from .packaged.catalogue import PACKAGED_MODELS, packaged_name
-    from .packaged.pull import pull_gguf
 
 __all__ = [
     "DEVICE_MAPS",
-    "PACKAGED_MODELS",
     "check_device",
     "choose_device",
     "concrete",
@@ -29,8 +26,6 @@ __all__ = [
     "knows_tools",
     "load_model",
     "loader_of",
-    "packaged_name",
-    "pull_gguf",
     "register_runtime",
     "resolve",
     "weights_digest",
@@ -40,7 +35,6 @@ __getattr__ = late_names(
     __name__,
     {
         "DEVICE_MAPS": "devices",
-        "PACKAGED_MODELS": "packaged.catalogue",
         "check_device": "devices",
         "choose_device": "devices",
         "concrete": "load",
@@ -49,8 +43,6 @@ __getattr__ = late_names(
         "knows_tools": "context",
         "load_model": "load",
         "loader_of": "load",
-        "packaged_name": "packaged.catalogue",
-        "pull_gguf": "packaged.pull",
         "register_runtime": "load",
         "resolve": "load",
         "weights_digest": "..runtime.base",

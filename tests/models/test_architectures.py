@@ -15,7 +15,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.base.errors import MissingExtraError, UnsupportedModelError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.packaged.loader import PackagedLoader
 from cacheclip_rag.runtime.transformers.architectures import SUPPORTED, check_supported, reuse_tokens, rope_pin
 from tests.conftest import CHUNKS, DYNAMIC, TINY_MODELS, build_model, make_tokenizer, rag_prompt
 from tests.fusion.cases import EXACT, gap, reference_logits
@@ -140,15 +139,23 @@ class TestRefusal:
         with pytest.raises(UnsupportedModelError, match=r"quantised.*dense weights"):
             check_supported(config, "m")
 
-    @pytest.mark.parametrize("name", ["model.gguf", "a/gone.Q4_K_M.GGUF", "packaged:qwen2.5-coder-0.5b.gguf"])
-    def test_gguf_files_without_llama_cpp(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What to install is said, whether the file is there or not; nothing is fetched."""
-        monkeypatch.setattr("cacheclip_rag.models.load.guest_loaders", lambda: [PackagedLoader])
-        monkeypatch.setattr(PackagedLoader, "find", None)
+    @pytest.mark.parametrize(
+        ("name", "what", "folder"),
+        [
+            ("model.gguf", "runs", "cacheclip-llamacpp"),
+            ("a/gone.Q4_K_M.GGUF", "runs", "cacheclip-llamacpp"),
+            ("packaged:smollm2-135m", "fetches", "cacheclip-lab"),
+        ],
+    )
+    def test_names_of_distributions_that_are_not_installed(
+        self, name: str, what: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What to install is said, whether the file is there or not."""
+        for module in ("load", "loaders"):
+            monkeypatch.setattr(f"cacheclip_rag.models.{module}.guest_loaders", lambda: [])
         monkeypatch.chdir(tmp_path)
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        said = rf"what runs '.*{re.escape(name)}' is not .*integrations/cacheclip-llamacpp.*\[llama-cpp\]"
-        with pytest.raises(MissingExtraError, match=said):
+        with pytest.raises(MissingExtraError, match=rf"what {what} '.*{re.escape(name)}' is not .*/{folder}"):
             CacheClipEngine(primary=name, auxiliary=None).precompute(["The lamp burned whale oil."])
 
     def test_attention_in_both_directions(self) -> None:

@@ -27,12 +27,10 @@ from cacheclip_rag.base.errors import (
 )
 from cacheclip_rag.models import checkpoints, memory
 from cacheclip_rag.models import fingerprint as fingerprint_module
-from cacheclip_rag.models.context import known_context, knows_tools
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS
+from cacheclip_rag.models.loaders import offered_names
 from cacheclip_rag.runtime.base import weights_digest
-from cacheclip_rag.runtime.transformers import architectures
 from cacheclip_rag.runtime.transformers.architectures import check_supported, rope_pin
 
 
@@ -71,7 +69,7 @@ class TestNames:
             resolve(name)
         assert repr(name) in str(caught.value)
         if "holds no config.json" not in str(caught.value):
-            assert all(known in str(caught.value) for known in PACKAGED_MODELS)
+            assert all(known in str(caught.value) for known in offered_names())
 
     def test_local_folder(self, folder: Path) -> None:
         assert resolve(str(folder)) == folder.resolve()
@@ -90,19 +88,8 @@ class TestNames:
     def test_hub_without_network(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         monkeypatch.setenv("HF_HOME", str(tmp_path))
-        with pytest.raises(DownloadError, match=r"expected .*owner/model.*, got .*network.*packaged:smollm2-135m"):
+        with pytest.raises(DownloadError, match=r"expected .*owner/model.*, got .*network"):
             resolve("owner/model")
-
-    def test_packaged_models_with_and_without_their_prefix_are_one(self, folder: Path, home: Path) -> None:
-        shutil.copytree(folder, home / "models" / "smollm2-135m")
-        one, other = load_model("packaged:smollm2-135m"), load_model("smollm2-135m")
-        assert one is other and one.fingerprint == load_model(str(folder)).fingerprint
-        assert known_context("packaged:smollm2-135m") == known_context("smollm2-135m") == 8192
-        assert knows_tools("packaged:smollm2-135m") is False
-        assert known_context("packaged:smollm2-135m.gguf") == known_context("packaged:smollm2-135m.GGUF") == 8192
-        assert knows_tools("packaged:qwen2.5-coder-0.5b.gguf") is True
-        with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
-            resolve("packaged:smollm2")
 
     def test_same_folder_under_two_names_is_one_model(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
@@ -348,13 +335,6 @@ def test_tokenizing_from_many_threads(folder: Path) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(architectures.SUPPORTED, "gemma3_text")
-    with pytest.raises(UnsupportedModelError, match="gemma3"):
-        load_model("packaged:gemma-3-270m")
-    assert not (home / "downloads").exists()
 
 
 def test_progress_bars_of_transformers_are_off_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

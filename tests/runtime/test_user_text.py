@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from cacheclip_rag.models.load import load_model
-from cacheclip_rag.models.packaged.pull import pull
+from cacheclip_rag.models.load import load_model, resolve
 from cacheclip_rag.runtime.transformers.user_text import LeastTokens, text_tokenizer
 from cacheclip_rag.testing.tiny import SENTENCES, TINY_MODELS, build_model, make_tokenizer
 
@@ -187,7 +186,7 @@ class TestOtherIds:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", [pytest.param("qwen2.5-coder-0.5b", marks=pytest.mark.weights), "smollm2-135m"])
     def test_of_real_tokenizers(self, name: str) -> None:
-        compare_on_varied_texts(AutoTokenizer.from_pretrained(pull(name)))
+        compare_on_varied_texts(AutoTokenizer.from_pretrained(resolve(name)))
 
 
 def compare_on_varied_texts(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``cacheclip``: bench, eval, certify, finetune."""
+"""The laboratory's commands of ``cacheclip``: bench, eval, certify, finetune, models list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from cacheclip_rag.plugins import Commands
 from .bench import bench
 from .certify import certify
 from .evaluate import evaluate
+from .models import list_models
 from .tables import CertifyTable, FinetuneTable
 from .training import finetune
 
@@ -16,5 +17,6 @@ def register(commands: Commands) -> None:
     commands.add("bench", bench)
     commands.add("eval", evaluate)
     commands.add("certify", certify, CertifyTable)
+    commands.add("models list", list_models)
     commands.add("finetune", finetune, FinetuneTable)
     commands.add("calibrate", finetune)  # the name that scripts of earlier versions have

@@ -23,11 +23,16 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...base.checks import did_you_mean
-from ...base.errors import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
-from ...base.paths import cache_home, fsync_folder
-from ...base.progress import progress_bar
-from ...base.python import python_command, python_environment
+from cacheclip_rag import DigestMismatchError, DownloadError, MissingExtraError, UnknownModelError
+from cacheclip_rag.plugins import (
+    cache_home,
+    did_you_mean,
+    fsync_folder,
+    progress_bar,
+    python_command,
+    python_environment,
+)
+
 from .catalogue import PACKAGED_MODELS, PREFIX, PackagedModel, WheelMember, packaged_name
 
 _COPY_BYTES = 1 << 20

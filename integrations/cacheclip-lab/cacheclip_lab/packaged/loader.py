@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ...base.paths import expanded
-from ...runtime.transformers.architectures import check_architecture
-from ..checkpoints import TransformersLoader
-from ..fingerprint import FileState
-from ..load import loader_of
-from ..loaders import Loader
+from cacheclip_rag.models import loader_of
+from cacheclip_rag.plugins import FileState, Loader, TransformersLoader, check_architecture, expanded
+
 from .catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .pull import gguf_path, model_folder, pull, pull_gguf
 
 if TYPE_CHECKING:
-    from ...runtime.base import Runtime
+    from cacheclip_rag.runtime import Runtime
 
 _FILE = ".gguf"
 """The end of ``packaged:NAME.gguf``: the GGUF file, not the folder that is made of it."""

@@ -23,9 +23,7 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ...base.progress import progress_bar
-    from ...runtime.transformers.text import quiet_transformers
-    from ...runtime.transformers.weight_files import check_tensors
+    from cacheclip_rag.plugins import check_tensors, progress_bar, quiet_transformers
 
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf_file.parent),

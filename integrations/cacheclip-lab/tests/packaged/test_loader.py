@@ -1,0 +1,51 @@
+"""Names of packaged models, and what is known of a model by its name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cacheclip_lab.packaged.loader import PackagedLoader
+
+from cacheclip_rag import CacheClipEngine, MissingExtraError, UnknownModelError, UnsupportedModelError
+from cacheclip_rag.models import known_context, knows_tools, load_model, resolve
+from cacheclip_rag.runtime.transformers import architectures
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def folder(tiny_models: dict[str, str]) -> Path:
+    return Path(tiny_models["llama"])
+
+
+def test_packaged_models_with_and_without_their_prefix_are_one(folder: Path, home: Path) -> None:
+    shutil.copytree(folder, home / "models" / "smollm2-135m")
+    one, other = load_model("packaged:smollm2-135m"), load_model("smollm2-135m")
+    assert one is other and one.fingerprint == load_model(str(folder)).fingerprint
+    assert known_context("packaged:smollm2-135m") == known_context("smollm2-135m") == 8192
+    assert knows_tools("packaged:smollm2-135m") is False
+    assert known_context("packaged:smollm2-135m.gguf") == known_context("packaged:smollm2-135m.GGUF") == 8192
+    assert knows_tools("packaged:qwen2.5-coder-0.5b.gguf") is True
+    with pytest.raises(UnknownModelError, match=r"Did you mean 'packaged:smollm2-135m'\?"):
+        resolve("packaged:smollm2")
+
+
+def test_unsupported_packaged_model_is_refused_before_its_download(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(architectures.SUPPORTED, "gemma3_text")
+    with pytest.raises(UnsupportedModelError, match="gemma3"):
+        load_model("packaged:gemma-3-270m")
+    assert not (home / "downloads").exists()
+
+
+def test_a_gguf_file_without_llama_cpp(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said before anything is fetched."""
+    monkeypatch.setattr("cacheclip_rag.models.load.guest_loaders", lambda: [PackagedLoader])
+    with pytest.raises(MissingExtraError, match="what runs 'packaged:smollm2-135m.gguf' is not .*/cacheclip-llamacpp"):
+        CacheClipEngine(primary="packaged:smollm2-135m.gguf", auxiliary=None).precompute(["The lamp burned whale oil."])
+    assert not (home / "downloads").exists()
