@@ -5,7 +5,7 @@ It brings objects by entry points, which are loaded when they are first needed:
 | group | an entry point is | such as |
 |---|---|---|
 | ``cacheclip.commands`` | a function that gets :class:`Commands` and adds commands to ``cacheclip`` | ``cacheclip_lab.commands:register`` |
-| ``cacheclip.runtimes`` | a subclass of :class:`Loader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
+| ``cacheclip.runtimes`` | a subclass of :class:`ModelLoader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
 | ``cacheclip.stores`` | for a scheme of URLs, what opens such a store | ``s3 = cacheclip_shared:opener`` |
 | ``cacheclip.observers`` | a function that gets an engine's config and returns an :class:`~cacheclip_rag.guards.Observer`, or None | |
 | ``cacheclip.methods`` | for a preset's name, its :class:`~cacheclip_rag.methods.Method` | ``mine = my_package:METHOD`` |
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .methods.correction import Chunks, Split, offsets
     from .models.checkpoints import TransformersLoader
     from .models.fingerprint import FileState, file_digest, states_of
-    from .models.loaders import Loader, uses_tools
+    from .models.loaders import ModelLoader, uses_tools
     from .models.memory import check_room, free_bytes
     from .runtime.base import CALL_MARKERS, REASONING_MARKERS, Message, State, known_reasoning, markers_among
     from .runtime.transformers.architectures import check_architecture
@@ -72,7 +72,7 @@ _HOMES = {
     "ContinuedMatch": "..runtime.transformers.continued",
     "FileState": "..models.fingerprint",
     "Grammars": "..runtime.transformers.constraint",
-    "Loader": "..models.loaders",
+    "ModelLoader": "..models.loaders",
     "Match": "..runtime.transformers.prefix_cache",
     "Message": "..runtime.base",
     "OrderedRuntime": "..fusion.in_order",
@@ -125,7 +125,7 @@ __all__ = [
     "FileState",
     "Grammars",
     "JsonOption",
-    "Loader",
+    "ModelLoader",
     "Match",
     "Message",
     "OrderedRuntime",

@@ -25,7 +25,7 @@ from ..base.paths import expanded
 from ..runtime.transformers.architectures import check_supported
 from .devices import DEVICE_MAPS, check_device
 from .fingerprint import FileState, file_states, fingerprint
-from .loaders import Loader, offered_names, uses_tools
+from .loaders import ModelLoader, offered_names, uses_tools
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
@@ -47,7 +47,7 @@ _GGUF, _PACKAGED = ".gguf", "packaged:"
 """How names end or begin that loaders of our other distributions take."""
 
 
-class TransformersLoader(Loader):
+class TransformersLoader(ModelLoader):
     """A model of transformers. It takes every name that no other loader takes."""
 
     @classmethod

@@ -21,7 +21,7 @@ from ..runtime.base import DTYPES
 from .checkpoints import TransformersLoader
 from .devices import DEVICE_MAPS, choose_device, has_device
 from .fingerprint import FileState
-from .loaders import RUNTIMES, Loader, guest_loaders
+from .loaders import RUNTIMES, ModelLoader, guest_loaders
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -43,7 +43,7 @@ _registry_lock = threading.Lock()
 _factories: dict[str, RuntimeFactory] = {}
 
 
-class _FactoryLoader(Loader):
+class _FactoryLoader(ModelLoader):
     """``SCHEME:REST`` of a runtime that was registered in this process."""
 
     @classmethod
@@ -75,10 +75,10 @@ def register_runtime(scheme: str, factory: RuntimeFactory) -> None:
     _factories[scheme] = factory
 
 
-def loader_of(name: str) -> Loader:
+def loader_of(name: str) -> ModelLoader:
     """The loader of the model called ``name``: of a runtime that was registered, of another distribution, else of
     transformers."""
-    kinds: list[type[Loader]] = [_FactoryLoader, *guest_loaders(), TransformersLoader]
+    kinds: list[type[ModelLoader]] = [_FactoryLoader, *guest_loaders(), TransformersLoader]
     return next(each for each in kinds if each.matches(name))(name)
 
 
@@ -121,7 +121,7 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     return _shared(key, loader, lambda: loader.load(dtype=dtype, device=device))
 
 
-def _shared(key: _ModelKey, loader: Loader, load: Callable[[], Runtime]) -> Runtime:
+def _shared(key: _ModelKey, loader: ModelLoader, load: Callable[[], Runtime]) -> Runtime:
     """The loaded model of a key, loaded if there is none of the loader's files as they are now. Engines that have one
     of earlier files keep it."""
     files = loader.files
@@ -199,7 +199,7 @@ def concrete(config: EngineConfig) -> EngineConfig:
     return replace(config, device=device, auxiliary_device=auxiliary_device, dtype=dtype)
 
 
-def _choose_dtype(loader: Loader, device: str) -> str:
+def _choose_dtype(loader: ModelLoader, device: str) -> str:
     """The checkpoint's own dtype, if the device has it in hardware. A checkpoint in float32 is never rounded."""
     import torch
 

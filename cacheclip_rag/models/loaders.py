@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..base.errors import ConfigurationError
 from ..base.guests import guests, load_guest
 from ..base.paths import expanded
 from .devices import choose_device
@@ -17,11 +19,13 @@ from .fingerprint import FileState
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
 
+logger = logging.getLogger(__name__)
+
 RUNTIMES = "cacheclip.runtimes"
 """Entry points of loaders."""
 
 
-class Loader(ABC):
+class ModelLoader(ABC):
     """One model by its name, before it is loaded. Made for every question about the name, so that its module must be
     light: it imports neither torch nor an engine before :meth:`load`."""
 
@@ -122,9 +126,21 @@ class Loader(ABC):
         cannot be reused exactly; ModelError: files are missing or damaged, or memory is too small."""
 
 
-def guest_loaders() -> list[type[Loader]]:
-    """Loaders of other distributions, by the names of their entry points."""
-    return [load_guest(RUNTIMES, name) for name in guests(RUNTIMES)]
+def guest_loaders() -> list[type[ModelLoader]]:
+    """Loaders of other distributions, by the names of their entry points. One that cannot be imported is left out with
+    a warning: models of the others work."""
+    found = []
+    for name in guests(RUNTIMES):
+        try:
+            found.append(load_guest(RUNTIMES, name))
+        except ConfigurationError as error:
+            _warn_once(str(error))
+    return found
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def offered_names() -> list[str]:

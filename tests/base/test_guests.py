@@ -14,7 +14,7 @@ from cacheclip_rag.base import guests as module
 from cacheclip_rag.guards import Observer
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.context import is_here, known_context
-from cacheclip_rag.models.load import load_any, register_runtime
+from cacheclip_rag.models.load import check_name, load_any, register_runtime
 from cacheclip_rag.testing.fake import FakeRuntime
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -54,11 +54,11 @@ def register(commands):
 """
 
 RUNTIME = """
-from cacheclip_rag.plugins import Loader
+from cacheclip_rag.plugins import ModelLoader
 from cacheclip_rag.testing.fake import FakeRuntime
 
 
-class WordsLoader(Loader):
+class WordsLoader(ModelLoader):
     @classmethod
     def matches(cls, name):
         return name.endswith(".words")
@@ -122,6 +122,17 @@ def test_a_runtime_takes_names(install: Install) -> None:
     assert engine.primary is load_any("of-a-test.words", dtype="auto") and engine.auxiliary is not engine.primary
     with pytest.raises(ConfigurationError, match=r"none of an installed distribution \(.*words.*\), got 'words'"):
         register_runtime("words", FakeRuntime)
+
+
+def test_a_runtime_that_cannot_be_imported_is_left_out(
+    install: Install, tiny_models: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(source=RUNTIME, runtimes={"words": "guest_of_a_test:GoneLoader"})
+    for _ in range(2):
+        assert known_context(tiny_models["llama"])
+    assert [each.message for each in caplog.records if "no attribute 'GoneLoader'" in each.message]
+    with pytest.raises(UnknownModelError):
+        check_name("of-a-test.words")
 
 
 def test_a_runtime_says_what_it_cannot_do(install: Install) -> None:

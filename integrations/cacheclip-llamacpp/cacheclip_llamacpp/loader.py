@@ -13,7 +13,7 @@ from cacheclip_rag import CacheClipError, ConfigurationError, UnknownModelError
 from cacheclip_rag.models import DEVICE_MAPS, choose_device
 from cacheclip_rag.plugins import (
     FileState,
-    Loader,
+    ModelLoader,
     expanded,
     file_digest,
     states_of,
@@ -30,7 +30,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9_]+:")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
-class GgufLoader(Loader):
+class GgufLoader(ModelLoader):
     """A GGUF file, which runs in llama.cpp. Weights and KV have types of their own, whatever the dtype."""
 
     can_score = reads_kv = takes_dtype = False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cacheclip_rag.models import loader_of
-from cacheclip_rag.plugins import FileState, Loader, TransformersLoader, check_architecture, expanded
+from cacheclip_rag.plugins import FileState, ModelLoader, TransformersLoader, check_architecture, expanded
 
 from .catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .pull import gguf_path, model_folder, pull, pull_gguf
@@ -18,7 +18,7 @@ _FILE = ".gguf"
 """The end of ``packaged:NAME.gguf``: the GGUF file, not the folder that is made of it."""
 
 
-class PackagedLoader(Loader):
+class PackagedLoader(ModelLoader):
     """Fetches a packaged model, and hands it to the loader of its folder or file."""
 
     def __init__(self, name: str, find: Callable[[], str] | None = None) -> None:
