@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .models.memory import check_room, free_bytes
     from .runtime.base import CALL_MARKERS, REASONING_MARKERS, Message, State, known_reasoning, markers_among
     from .runtime.transformers.architectures import check_architecture
+    from .runtime.transformers.chat_template import render_chat_template
     from .runtime.transformers.constraint import Grammars, SchemaConstraint
     from .runtime.transformers.continued import ContinuedMatch
     from .runtime.transformers.prefix_cache import Match
@@ -95,6 +96,7 @@ _HOMES = {
     "markers_among": "..runtime.base",
     "offsets": "..methods.correction",
     "quiet_transformers": "..runtime.transformers.text",
+    "render_chat_template": "..runtime.transformers.chat_template",
     "rotate": "..runtime.transformers.rotary",
     "states_of": "..models.fingerprint",
     "uses_tools": "..models.loaders",
@@ -166,6 +168,7 @@ __all__ = [
     "python_command",
     "python_environment",
     "quiet_transformers",
+    "render_chat_template",
     "rotate",
     "shown_url",
     "states_of",

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..transformers.chat_template import render_chat_template
+from cacheclip_rag.plugins import render_chat_template
+
 from .vocabulary import Vocabulary
 from .weights import GgufWeights
 
 
 class GgufTokenizer:
-    """What :class:`~cacheclip_rag.runtime.transformers.text.ChatText` and the splitter of documents ask of a
+    """What :class:`~cacheclip_rag.plugins.ChatText` and the splitter of documents ask of a
     tokenizer."""
 
     def __init__(self, weights: GgufWeights, vocabulary: Vocabulary) -> None:
