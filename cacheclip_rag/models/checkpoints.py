@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,8 @@ class TransformersLoader(ModelLoader):
         found = [file for each in ("chat_template.jinja", "tokenizer_config.json") if (file := _file(self.name, each))]
         return any(map(_mentions_tools, found)) if found else None
 
-    def find(self) -> str:
+    @cached_property
+    def place(self) -> str:
         self.check()
         return str(self.path or _from_hub(self.name))
 

@@ -116,7 +116,6 @@ def load_any(name: str | PathLike[str], *, dtype: str = "float32", device: str =
     loader.check()
     device = loader.choose_device(device)
     dtype = _choose_dtype(loader, device) if dtype == "auto" else dtype
-    loader.check_loadable(device)
     key = (loader.place, dtype if loader.takes_dtype else "its own", device)
     return _shared(key, loader, lambda: loader.load(dtype=dtype, device=device))
 
@@ -172,7 +171,8 @@ def load_planning(
     :func:`load_model`, but for those of the device."""
     check_choice("dtype", dtype, DTYPES)
     name = os.fspath(name)
-    loader = TransformersLoader(name, lambda: os.fspath(resolve(name)))
+    loader = TransformersLoader(name)
+    loader.place = os.fspath(resolve(name))
 
     def load() -> Runtime:
         files = loader.files
@@ -195,7 +195,7 @@ def concrete(config: EngineConfig) -> EngineConfig:
     if (best := choose_device(config.device)) != "cpu" and not loader.takes_dtype:  # devices may be its own, too
         is_of_torch = config.device == "auto" or has_device(best)
         auxiliary_device = auxiliary_device or (best if is_of_torch else "cpu")
-    _say_once(loader.choice(dtype, device))
+    _say_once(loader.choice.format(name=loader.name, device=device, dtype=dtype))
     return replace(config, device=device, auxiliary_device=auxiliary_device, dtype=dtype)
 
 

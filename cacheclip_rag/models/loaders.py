@@ -36,9 +36,11 @@ class ModelLoader(ABC):
     takes_dtype: bool = True
     """Whether the loaded model has the dtype of the settings. If not, one serves all dtypes."""
 
-    def __init__(self, name: str, find: Callable[[], str] | None = None) -> None:
-        """``find``: finds its folder or file in place of :meth:`find`, for a loader that hands models on."""
-        self.name, self._find = name, find or self.find
+    choice: str = "{name} runs on {device} in {dtype}. To choose others: device and dtype."
+    """What is said once about a device and a dtype that were chosen."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @classmethod
     @abstractmethod
@@ -84,22 +86,15 @@ class ModelLoader(ABC):
         return None
 
     def choose_device(self, device: str) -> str:
-        """The device for a setting of it, which may be ``auto``. Raises ConfigurationError, MissingExtraError."""
+        """The device for a setting of it, which may be ``auto``. Nothing is fetched. Raises ConfigurationError,
+        MissingExtraError, UnsupportedModelError: the model cannot be loaded there, as far as that is known by now."""
         return choose_device(device)
 
     @cached_property
     def place(self) -> str:
-        """The model's folder or file, fetched at first use; the name, if there is none. Raises UnknownModelError,
-        DownloadError."""
-        return self._find()
-
-    def find(self) -> str:
-        """What :attr:`place` is."""
+        """The model's folder or file, fetched at first use; the name, if there is none. A loader that hands models on
+        sets it. Raises UnknownModelError, DownloadError."""
         return self.name
-
-    def check_loadable(self, device: str) -> None:  # noqa: B027 (all may be known from the name)
-        """Raise UnsupportedModelError or ConfigurationError, before anything is fetched, if it is known by now that the
-        model cannot be loaded on ``device``."""
 
     @property
     def files(self) -> tuple[FileState, ...]:
@@ -111,10 +106,6 @@ class ModelLoader(ABC):
     def own_dtype(self) -> str:
         """What ``auto`` means for the dtype, if the device has it. May fetch the model."""
         return "float32"
-
-    def choice(self, dtype: str, device: str) -> str:
-        """What is said once about a dtype and a device that were chosen."""
-        return f"{self.name} runs on {device} in {dtype}. To choose others: device and dtype."
 
     def tokenizer(self) -> Callable[[str], list[int]] | None:
         """What makes token ids of a text, without special tokens, and loads no weights; None: the loaded model does."""

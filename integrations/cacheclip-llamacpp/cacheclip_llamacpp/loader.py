@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,10 @@ class GgufLoader(ModelLoader):
     """A GGUF file, which runs in llama.cpp. Weights and KV have types of their own, whatever the dtype."""
 
     can_score = reads_kv = takes_dtype = False
+    choice = (
+        "{name} runs in llama.cpp on {device}: its weights have the types of the file, its KV is float16. "
+        "The setting device chooses another device; dtype and codec are for the auxiliary model alone."
+    )
 
     @classmethod
     def matches(cls, name: str) -> bool:
@@ -57,7 +61,8 @@ class GgufLoader(ModelLoader):
     def bare_name(self) -> str:
         return expanded(self.name).name
 
-    def find(self) -> str:
+    @cached_property
+    def place(self) -> str:
         self.check()
         file = expanded(self.name)
         # of a model in parts, not where a link leads: llama.cpp finds the other parts by the name
@@ -101,24 +106,12 @@ class GgufLoader(ModelLoader):
         return "bfloat16"
 
     def choose_device(self, device: str) -> str:
-        if device != "auto":
-            if device != "cpu":
-                self.check_loadable(device)
-            return device
-        best = choose_device(device)
-        return best if best == "cpu" or _has_gpu() else "cpu"
-
-    def choice(self, dtype: str, device: str) -> str:
-        return (
-            f"{self.name} runs in llama.cpp on {device}: its weights have the types of the file, its KV is float16. "
-            "The setting device chooses another device; dtype and codec are for the auxiliary model alone."
-        )
-
-    def check_loadable(self, device: str) -> None:
-        """Raise ConfigurationError unless llama.cpp can put a model there."""
+        """Raises ConfigurationError unless llama.cpp can put a model there."""
         import torch
 
         has_gpu = _has_gpu()  # also finds out whether the library is there
+        if device == "auto":
+            return choose_device(device) if has_gpu else "cpu"
         try:
             is_device = device in DEVICE_MAPS or bool(torch.device(device))
         except RuntimeError:
@@ -129,6 +122,7 @@ class GgufLoader(ModelLoader):
                 f"device must be one that llama.cpp can use for a GGUF file, got {device!r}: {why}. Use 'cpu' (and "
                 "auxiliary_device for the auxiliary model), or build llama-cpp-python for your GPU."
             )
+        return device
 
     def load(self, *, dtype: str, device: str) -> Runtime:
         from cacheclip_rag.plugins import check_room, free_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cacheclip_rag.models import loader_of
@@ -21,15 +22,16 @@ _FILE = ".gguf"
 class PackagedLoader(ModelLoader):
     """Fetches a packaged model, and hands it to the loader of its folder or file."""
 
-    def __init__(self, name: str, find: Callable[[], str] | None = None) -> None:
-        super().__init__(name, find)
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self._is_file = name.startswith(PREFIX) and name.lower().endswith(_FILE)
         self._key = name.removeprefix(PREFIX)[: -len(_FILE) if self._is_file else None]
         self._model = PACKAGED_MODELS.get(self._key)
         self._own = gguf_path(self._key) if self._is_file else model_folder(self._key)
         kind = type(loader_of(str(self._own))) if self._is_file else TransformersLoader
-        self._inner = kind(name, lambda: self.place)
-        self.can_score, self.reads_kv, self.takes_dtype = kind.can_score, kind.reads_kv, kind.takes_dtype
+        self._inner = kind(name)
+        self.can_score, self.reads_kv = kind.can_score, kind.reads_kv
+        self.takes_dtype, self.choice = kind.takes_dtype, kind.choice
 
     @classmethod
     def matches(cls, name: str) -> bool:
@@ -62,34 +64,34 @@ class PackagedLoader(ModelLoader):
     def knows_tools(self) -> bool | None:
         return self._model.tools if self._model else None
 
-    def find(self) -> str:
+    @cached_property
+    def place(self) -> str:
         if self._is_file:
             return str(pull_gguf(self._key))
         self.check()
         return str(pull(self._key))
 
     def choose_device(self, device: str) -> str:
-        return self._inner.choose_device(device)
-
-    def check_loadable(self, device: str) -> None:
         if self._model is not None and not self._is_file:
             check_architecture(self._model.architecture, self.name)
-        self._inner.check_loadable(device)
+        return self._inner.choose_device(device)
+
+    @property
+    def _fetched(self) -> ModelLoader:
+        self._inner.place = self.place
+        return self._inner
 
     @property
     def files(self) -> tuple[FileState, ...]:
-        return self._inner.files
+        return self._fetched.files
 
     @property
     def own_dtype(self) -> str:
         self.check()
-        return self._inner.own_dtype
-
-    def choice(self, dtype: str, device: str) -> str:
-        return self._inner.choice(dtype, device)
+        return (self._fetched if self.takes_dtype else self._inner).own_dtype
 
     def tokenizer(self) -> Callable[[str], list[int]] | None:
-        return self._inner.tokenizer()
+        return self._fetched.tokenizer()
 
     def load(self, *, dtype: str, device: str) -> Runtime:
-        return self._inner.load(dtype=dtype, device=device)
+        return self._fetched.load(dtype=dtype, device=device)
