@@ -3,7 +3,7 @@
 Texts are compared in their folded form (:mod:`~cacheclip_rag.finding.folding`), as bytes. Among neighbouring windows of
 16 bytes, the one with the smallest hash is an anchor. How many windows are neighbours depends on the bytes: few where
 tokens have few bytes (digits, punctuation, Chinese), many in words. So every common part of 32 tokens or more shares an
-anchor, and prose has few anchors. Which texts to compare is decided by :mod:`~cacheclip_rag.finding.excerpts`.
+anchor, and prose has few anchors. Which texts to compare is decided by :mod:`~cacheclip_rag.finding.search`.
 
 Source: winnowing (Schleimer et al., SIGMOD 2003). Of ``reach`` neighbouring windows, the one with the smallest hash is
 chosen. Two sequences that share ``reach`` neighbouring windows therefore share a chosen one.
@@ -142,6 +142,46 @@ class Compared:
         starts, stops = starts[long], stops[long]
         sure = self.reaches[starts] + WINDOW <= stops
         return [*zip(starts[sure].tolist(), stops[sure].tolist(), strict=True)]
+
+
+class AnchorPlaces(NamedTuple):
+    """Places of anchors in texts, one column each."""
+
+    anchors: Column
+    contents: Column
+    """Numbers of the texts: ids of stored ones; given ones from -1 down."""
+    places: Column
+
+
+def places_of(number: int, text: Compared) -> AnchorPlaces:
+    anchors, places = text.anchors
+    return AnchorPlaces(anchors, np.full(len(anchors), number), places)
+
+
+def joined(places: Iterable[AnchorPlaces]) -> AnchorPlaces:
+    return AnchorPlaces(*map(np.concatenate, zip(*places, strict=True)))
+
+
+def pairs_of(anchors: Column, places: Column, others: AnchorPlaces, most: int) -> tuple[Column, Column, Column]:
+    """For each pair of equal anchors: the place in the prompt, the text, and how far the text is moved to lie there.
+    Anchors that are in many places are left out if there are more pairs than ``most`` and two for each place."""
+    order = np.argsort(anchors, kind="stable")
+    anchors, places = anchors[order], places[order]
+    first = np.searchsorted(anchors, others.anchors)
+    counts = np.searchsorted(anchors, others.anchors, side="right") - first
+    fewest = np.argsort(counts, kind="stable")
+    fits = int(np.searchsorted(np.cumsum(counts[fewest]), most + 2 * len(places), side="right"))
+    fewest = fewest[:fits]
+    texts = np.repeat(fewest, counts[fewest])
+    here = places[ranges(first[fewest], counts[fewest])]
+    return here, others.contents[texts], here - others.places[texts]
+
+
+def ranks(values: Column) -> Column:
+    """How many of the neighbours before each value are equal to it."""
+    first = np.concatenate(([True], values[1:] != values[:-1])) if len(values) else np.empty(0, dtype=bool)
+    numbers = np.arange(len(values))
+    return numbers - np.maximum.accumulate(np.where(first, numbers, 0))
 
 
 def standing_in(prompt: str, texts: Iterable[str]) -> set[str]:

@@ -6,7 +6,7 @@ that nobody sees are left out. So a text that was quoted, escaped, wrapped or wr
 form. The form is for finding only: KV is reused where the prompt's own tokens are those of the stored text.
 
 Catalogs hold places in this form. A text whose form changes with a version of the package is still found
-(:mod:`~cacheclip_rag.finding.excerpts`), and ``cacheclip store repair`` writes its places anew.
+(:mod:`~cacheclip_rag.finding.search`), and ``cacheclip store repair`` writes its places anew.
 """
 
 from __future__ import annotations

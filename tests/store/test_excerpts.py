@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheclip_rag.base.keys import text_digest
-from cacheclip_rag.finding import excerpts
+from cacheclip_rag.finding import search
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
@@ -189,7 +189,7 @@ def table(rng: random.Random) -> str:
 
 TEXTS: dict[str, Callable[[random.Random], str]] = {
     "prose": lambda rng: prose(7, 300),
-    "code": lambda rng: Path(excerpts.__file__).read_text()[:6000],
+    "code": lambda rng: Path(search.__file__).read_text()[:6000],
     "CSV": lambda rng: "\n".join(",".join(f"{rng.uniform(0, 1000):.2f}" for _ in range(6)) for _ in range(50)),
     "Markdown table": table,
     "Chinese": lambda rng: "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(500)),
@@ -305,8 +305,8 @@ class TestHostileTexts:
         head = prose(0, 60)
         texts = [f"{head}\n{prose(number, 60)}" for number in range(1, 300)]
         index, looked = index_of(*texts), []
-        original = index._excerpts._contents
-        monkeypatch.setattr(index._excerpts, "_contents", lambda wanted: looked.append(len(wanted)) or original(wanted))
+        original = index._contents
+        monkeypatch.setattr(index, "_contents", lambda wanted: looked.append(len(wanted)) or original(wanted))
         prompt = f"{head}\n{texts[217][len(head) + 60 :]}\n\nWho?"
         matches = index.find(prompt)
         check(prompt, matches, texts)
@@ -315,8 +315,8 @@ class TestHostileTexts:
         assert max(looked) < 100, "few texts are read"
 
     def test_the_comparison_is_bounded(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr(excerpts, "_MOST_COMPARED", 2000)
-        monkeypatch.setattr(excerpts, "_PER_BYTE", 0)
+        monkeypatch.setattr(search, "_ROOM", 8000)
+        monkeypatch.setattr(search, "_PER_BYTE", 0)
         texts = [prose(number) for number in range(6)]
         prompt = "\n".join(text[100:700] for text in texts)
         matches = index_of(*texts).find(prompt)

@@ -43,7 +43,7 @@ def shared(folder: Path, namespace: str = "ours") -> TextIndex:
 
 
 def found(index: TextIndex, prompt: str, candidates: list[str] | None = None) -> list[str]:
-    return [prompt[m.start : m.stop] for m in index.find_whole(prompt, candidates or [])]
+    return [prompt[m.start : m.stop] for m in index.find(prompt, candidates or [], parts=False)]
 
 
 class TestFinding:
@@ -162,7 +162,7 @@ class TestSharing:
 
         with monkeypatch.context() as patch:
             patch.setattr(index._database, "query", interrupted)
-            matches = index.find_whole(f"{LETTERS} {new}")
+            matches = index.find(f"{LETTERS} {new}", parts=False)
         threads[0].join()
         assert len(matches) == 1
 
@@ -272,7 +272,7 @@ class TestProperties:
         parts = data.draw(st.lists(st.one_of(st.sampled_from([*texts, *candidates, "a"]), small), max_size=8), "prompt")
         prompt = "".join(parts)
         index = index_of(*texts)
-        assert [(m.start, m.stop) for m in index.find_whole(prompt, candidates)] == brute(prompt, texts + candidates)
+        assert [(m.start, m.stop) for m in index.find(prompt, candidates, parts=False)] == brute(prompt, texts + candidates)
         segments = segment_text(prompt, index, given_texts(candidates))
         assert "".join(s.text for s in segments) == prompt
         allowed = {*texts, *(c.strip() for c in candidates)}
@@ -325,7 +325,7 @@ class TestProperties:
             if pieces[8] in stored:
                 stored = [text for text in stored if text != pieces[8]]
             prompt = "".join(rng.choice([*stored, *given, *others, "b", whole]) for _ in range(6))
-            found_here = [(match.start, match.stop) for match in index.find_whole(prompt, given)]
+            found_here = [(match.start, match.stop) for match in index.find(prompt, given, parts=False)]
             assert found_here == brute(prompt, stored + given), (round_, prompt)
         assert not caplog.records
 
@@ -388,14 +388,14 @@ class TestHostileTexts:
     def test_runs_of_one_character(self, digests: list[str], compared: list[int]) -> None:
         index = index_of(*self.RUNS)
         digests.clear()
-        assert [m.stop - m.start for m in index.find_whole("-" * 8000)] == [1099] * 7 + [307]
+        assert [m.stop - m.start for m in index.find("-" * 8000, parts=False)] == [1099] * 7 + [307]
         assert len(digests) == 8
         assert sum(compared) < 30_000
 
     def test_texts_that_differ_in_the_middle(self, digests: list[str], compared: list[int]) -> None:
         index = index_of(*self.DIFFERENT_MIDDLES)
         digests.clear()
-        assert index.find_whole("-" * 8000) == [] and digests == []
+        assert index.find("-" * 8000, parts=False) == [] and digests == []
         assert max(compared) <= module._LONGEST_BLOCK + 1000
         text = self.DIFFERENT_MIDDLES[77]
         assert found(index, "-" * 2000 + text + "-" * 2000) == [text]
