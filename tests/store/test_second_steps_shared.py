@@ -78,7 +78,7 @@ class Machine:
     def known(self) -> dict[str, list[int]]:
         """Texts that each tenant finds as a whole."""
         indexes = {name: ChunkTexts(store).index for name, store in self.tenants.items()}
-        return {name: [n for n in range(1, 5) if index.find_whole(text(n))] for name, index in indexes.items()}
+        return {name: [n for n in range(1, 5) if index.find(text(n), parts=False)] for name, index in indexes.items()}
 
     def sources(self) -> dict[str, list[str]]:
         return {name: sorted(ChunkTexts(store).sources()) for name, store in self.tenants.items()}

@@ -99,7 +99,6 @@ OF_TENANT: dict[str, Callable[[TenantStore], Any]] = {
 """What tenant t gets of u: nothing, and u keeps it."""
 OF_INDEX: dict[str, Callable[[TextIndex], Any]] = {
     "find": lambda i: i.find(TEXTS[3]),
-    "find_whole": lambda i: i.find_whole(TEXTS[3]),
     "known": lambda i: i.known(TEXTS[3]),
     "holds": lambda i: i.holds(text_row(TEXTS[3])),  # type: ignore[arg-type]
     "remove": lambda i: i.remove([*TEXTS.values()]),
