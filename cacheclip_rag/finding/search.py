@@ -173,8 +173,8 @@ class Search:
         self._num_stored, self._given_whole = len(stored), given_whole
         whole = {self._compared.text[match.start : match.stop] for match in given_whole}
         for number, text in enumerate([*stored, *(text for text in given if text not in whole)], 1):
-            self._room -= len(text)
-            if self._room >= 0:
+            if len(text) <= self._room:
+                self._room -= len(text)
                 self._sources[-number] = Compared(text)
 
     def matches(self) -> list[TextMatch]:
