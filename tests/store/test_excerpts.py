@@ -20,7 +20,6 @@ from cacheclip_rag.finding import search
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
-from tests.conftest import some_of
 from tests.store.test_folding import FORMS, LANGUAGES
 
 
@@ -80,9 +79,22 @@ class TestFinding:
         assert {match.of for match in matches} == set(texts[:3])
         assert covered(matches) > 0.95 * sum(len(bare(text)) for text in written)
 
-    @some_of(5, language=LANGUAGES, form=FORMS)
+    @pytest.mark.parametrize(
+        ("language", "form"),
+        [
+            ("English", "JSON"),
+            ("Hebrew", "escapes with braces"),
+            ("emoji", "a URL"),
+            ("Korean", "a URL in a URL"),
+            ("Japanese", "bytes of Python"),
+            ("French", "entities for spaces"),
+            ("Hindi", "zero width"),
+            ("signs", "variation selectors"),
+        ],
+    )
     def test_a_text_in_another_form(self, language: str, form: str) -> None:
-        """The whole of it is told, as stretches that are alike or as what lies between them; each shows the same."""
+        """The whole of it is told, as stretches that are alike or as what lies between them; each shows the same.
+        (That every form is one is tested beside ``fold``.)"""
         text, write = LANGUAGES[language] * 3, FORMS[form]
         for stored, asked in ((text, write(text)), (write(text), text)):
             prompt = f"Read this.\n\n{asked}\n\nWhat is the rule?"
