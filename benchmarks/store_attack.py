@@ -70,6 +70,7 @@ from cacheclip_rag.store import (
     verify,
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION
+from cacheclip_rag.store.catalog_care import CatalogCare
 from cacheclip_rag.testing import SENTENCES, TINY_MODELS, FakeRuntime, build_model, s3_server, tiny_spec
 
 SHAPE = (24, 2, 2, 512, 64)
@@ -288,7 +289,7 @@ def fill_catalog(folder: Path, rng: random.Random, count: int, tenants: Sequence
     connection.execute("UPDATE meta SET value = ? WHERE name = 'uses'", (count,))
     connection.execute("COMMIT")
     connection.close()
-    catalog.count_again()
+    CatalogCare(catalog.database).count_again()
     catalog.close()
 
 
@@ -319,7 +320,7 @@ def attack_evict(args: argparse.Namespace, folder: Path) -> Result:
     evicted = store.stats().tiers[-1].evictions - first
     result.control(hits if evicted else 0, "hits or evictions")
     result.figures |= {"entries": args.entries, "tenants": args.tenants, "evicted": evicted, **spread(seconds)}
-    counted, kept = store.catalog.counted(), store.catalog.total()
+    counted, kept = CatalogCare(store.catalog.database).counted(), store.catalog.total()
     result.expect(counted == store.catalog.tenants(), "the totals of tenants are not those that are counted anew")
     result.expect(kept.bytes <= total.bytes, f"{kept.bytes} bytes are stored, the limit is {total.bytes}")
     result.expect(result.figures["median_ms"] < 5, f"a put that evicts takes {result.figures['median_ms']} ms")
@@ -627,7 +628,7 @@ def _look(where: Path, limit: int, keys: int, found: Counter[str], result: Resul
     store = ChunkStore.open(where)
     temporaries = len([*(where / "tmp").glob("*")])
     result.expect(not temporaries, f"{after}: {temporaries} temporary files are left")
-    known = {entry.key for entry in store.catalog.entries()}
+    known = {entry.key for entry in CatalogCare(store.catalog.database).entries()}
     orphans = set(store.tiers.list()) - known
     result.expect(not orphans, f"{after}: {len(orphans)} payloads have no entry")
     writes = store.catalog.database.query("SELECT * FROM writes")
@@ -834,7 +835,7 @@ def _compare(where: Path, work: Work, what: str, found: Counter[str], result: Re
     result.expect(
         len(others) == 8 or work.others_may_go, f"{what}: {8 - len(others)} entries of another tenant are lost"
     )
-    limit, total = store.catalog.limit, store.catalog.total().bytes
+    limit, total = store.catalog.limits.of_store, store.catalog.total().bytes
     result.expect(limit is None or total <= limit, f"{what}: {total} bytes are stored, the limit is {limit}")
     found["entries"] += len(held) + len(others)
     store.close()

@@ -42,7 +42,7 @@ from .prompt.tools import check_tools
 from .runtime.base import Runtime
 from .runtime.transformers.prefix_cache import PrefixCache
 from .selection.heads import HeadSet
-from .store import ChunkStore, TenantStore
+from .store import TenantStore, TieredStore
 from .timing.controller import Profile
 
 
@@ -76,14 +76,14 @@ class CacheClipEngine:
         """Settings are an :class:`EngineConfig`, keyword options with the same field names, or both (options win).
         The names of frameworks (``model``, ``model_name``) are accepted too.
 
-        ``store`` may also be a :class:`~cacheclip_rag.store.ChunkStore`, for backends of your own. Such an engine is
+        ``store`` may also be a :class:`~cacheclip_rag.store.TieredStore`, for backends of your own. Such an engine is
         not the one that another process or :func:`get_engine` finds.
 
         Args:
             load_primary: called with the primary's name and ``dtype=…``, instead of loading its weights into this
                 process.
         """
-        store = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
+        store = options.pop("store") if isinstance(options.get("store"), TieredStore) else None
         self.config = EngineConfig.from_options(config, options)
         self.parts = Parts(self.config, store, load_primary)
         """Store, models and caches, each made at first use."""

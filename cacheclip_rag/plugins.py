@@ -6,7 +6,7 @@ It brings objects by entry points, which are loaded when they are first needed:
 |---|---|---|
 | ``cacheclip.commands`` | a function that gets :class:`Commands` and adds commands to ``cacheclip`` | ``cacheclip_lab.commands:register`` |
 | ``cacheclip.runtimes`` | a subclass of :class:`ModelLoader`, asked whether a model's name is its own | ``cacheclip_llamacpp.loader:GgufLoader`` |
-| ``cacheclip.stores`` | for a scheme of URLs, what opens such a store | ``s3 = cacheclip_shared:opener`` |
+| ``cacheclip.stores`` | for a scheme of URLs, a :class:`~cacheclip_rag.store.StoreKind` | ``s3 = cacheclip_shared.kind`` |
 | ``cacheclip.observers`` | a function that gets an engine's config and returns an :class:`~cacheclip_rag.guards.Observer`, or None | |
 | ``cacheclip.methods`` | for a preset's name, its :class:`~cacheclip_rag.methods.Method` | ``mine = my_package:METHOD`` |
 
@@ -27,8 +27,10 @@ from .base.late import late_names
 if TYPE_CHECKING:
     from .base.checks import check_choice, did_you_mean
     from .base.clock import PhaseClock
+    from .base.database import Database, FormatError, OutageWarning, may_be_whole
+    from .base.errors import is_panic
     from .base.machine import processor_name, unit_name
-    from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url
+    from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url, split_hot
     from .base.progress import progress_bar
     from .base.python import python_command, python_environment
     from .base.urls import shown_url
@@ -53,67 +55,70 @@ if TYPE_CHECKING:
     from .runtime.transformers.weight_files import check_tensors
 
 _HOMES = {
-    # a command of the command line
-    "CommandSettings": "..cli.options",
-    "Commands": "..cli.plugins",
-    "Companion": "..cli.plugins",
-    "JsonOption": "..cli.common",
-    "Rows": "..cli.common",
-    "Table": "..cli.tables",
-    "VariantsOption": "..cli.common",
-    "engine_options": "..cli.options",
-    "format_bytes": "..cli.common",
-    "print_json": "..cli.common",
-    "print_tables": "..cli.common",
-    # a runtime
     "CALL_MARKERS": "..runtime.base",
     "REASONING_MARKERS": "..runtime.base",
     "ChatText": "..runtime.transformers.text",
     "Chunks": "..methods.correction",
+    "CommandSettings": "..cli.options",
+    "Commands": "..cli.plugins",
+    "Companion": "..cli.plugins",
     "ContinuedMatch": "..runtime.transformers.continued",
+    "Database": "..base.database",
     "FileState": "..models.fingerprint",
+    "FormatError": "..base.database",
     "Grammars": "..runtime.transformers.constraint",
-    "ModelLoader": "..models.loaders",
+    "JsonOption": "..cli.common",
     "Match": "..runtime.transformers.prefix_cache",
     "Message": "..runtime.base",
+    "ModelLoader": "..models.loaders",
     "OrderedRuntime": "..fusion.in_order",
+    "OutageWarning": "..base.database",
     "PhaseClock": "..base.clock",
     "PlacedKV": "..fusion.in_order",
+    "Rows": "..cli.common",
     "SchemaConstraint": "..runtime.transformers.constraint",
     "Split": "..methods.correction",
     "State": "..runtime.base",
+    "Table": "..cli.tables",
     "Tables": "..runtime.transformers.rotary",
     "TransformersLoader": "..models.checkpoints",
+    "VariantsOption": "..cli.common",
+    "atomic_path": "..base.paths",
+    "cache_home": "..base.paths",
     "check_architecture": "..runtime.transformers.architectures",
+    "check_choice": "..base.checks",
     "check_encodable": "..runtime.transformers.text",
     "check_process": "..runtime.transformers.text",
     "check_room": "..models.memory",
     "check_tensors": "..runtime.transformers.weight_files",
+    "did_you_mean": "..base.checks",
+    "engine_options": "..cli.options",
+    "expanded": "..base.paths",
     "file_digest": "..models.fingerprint",
+    "format_bytes": "..cli.common",
     "free_bytes": "..models.memory",
+    "fsync_folder": "..base.paths",
     "fuse_in_order": "..fusion.in_order",
+    "is_panic": "..base.errors",
+    "is_url": "..base.paths",
     "known_reasoning": "..runtime.base",
     "markers_among": "..runtime.base",
+    "may_be_whole": "..base.database",
     "offsets": "..methods.correction",
-    "quiet_transformers": "..runtime.transformers.text",
-    "render_chat_template": "..runtime.transformers.chat_template",
-    "rotate": "..runtime.transformers.rotary",
-    "states_of": "..models.fingerprint",
-    "uses_tools": "..models.loaders",
-    # what guests of all kinds share
-    "atomic_path": "..base.paths",
-    "cache_home": "..base.paths",
-    "check_choice": "..base.checks",
-    "did_you_mean": "..base.checks",
-    "expanded": "..base.paths",
-    "fsync_folder": "..base.paths",
-    "is_url": "..base.paths",
+    "print_json": "..cli.common",
+    "print_tables": "..cli.common",
     "processor_name": "..base.machine",
     "progress_bar": "..base.progress",
     "python_command": "..base.python",
     "python_environment": "..base.python",
+    "quiet_transformers": "..runtime.transformers.text",
+    "render_chat_template": "..runtime.transformers.chat_template",
+    "rotate": "..runtime.transformers.rotary",
     "shown_url": "..base.urls",
+    "split_hot": "..base.paths",
+    "states_of": "..models.fingerprint",
     "unit_name": "..base.machine",
+    "uses_tools": "..models.loaders",
 }
 __all__ = [
     "CALL_MARKERS",
@@ -124,13 +129,16 @@ __all__ = [
     "Commands",
     "Companion",
     "ContinuedMatch",
+    "Database",
     "FileState",
+    "FormatError",
     "Grammars",
     "JsonOption",
-    "ModelLoader",
     "Match",
     "Message",
+    "ModelLoader",
     "OrderedRuntime",
+    "OutageWarning",
     "PhaseClock",
     "PlacedKV",
     "Rows",
@@ -157,9 +165,11 @@ __all__ = [
     "free_bytes",
     "fsync_folder",
     "fuse_in_order",
+    "is_panic",
     "is_url",
     "known_reasoning",
     "markers_among",
+    "may_be_whole",
     "offsets",
     "print_json",
     "print_tables",
@@ -171,6 +181,7 @@ __all__ = [
     "render_chat_template",
     "rotate",
     "shown_url",
+    "split_hot",
     "states_of",
     "unit_name",
     "uses_tools",

@@ -29,8 +29,8 @@ from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.urls import shown_url, without_secrets
 from cacheclip_rag.cli import main
 from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.store.shared.care import create
-from cacheclip_rag.store.shared.place import SharedPlace
+from cacheclip_shared.care import create
+from cacheclip_shared.place import SharedPlace
 from tests.conftest import CHUNKS, rag_prompt
 
 SECRET = "s3cr3t"

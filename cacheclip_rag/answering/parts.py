@@ -33,7 +33,7 @@ from ..runtime.base import Runtime
 from ..runtime.transformers.prefix_cache import PrefixCache
 from ..selection.engine_head_sets import HeadSets
 from ..selection.heads import HeadSet
-from ..store import ChunkStore, ReadBuffer, TenantStore, TierStats, open_chunk_store
+from ..store import ReadBuffer, TenantStore, TieredStore, TierStats, open_chunk_store
 from ..timing.engine_controllers import Controllers
 from .turns import CALLER
 
@@ -51,7 +51,7 @@ class Parts:
     def __init__(
         self,
         config: EngineConfig,
-        store: ChunkStore | None = None,
+        store: TieredStore | None = None,
         load_primary: Callable[..., Runtime] | None = None,
     ) -> None:
         """``store`` is used instead of the store in the settings; ``load_primary`` is called with the primary's name
@@ -105,7 +105,7 @@ class Parts:
         chosen: list[str] = []
         taken = 0
         for key in reversed(store.catalog.keys(self.config.namespace)) if room else ():
-            entry = store.catalog.entry(self.config.namespace, key)
+            entry = store.catalog.entries_of(self.config.namespace, [key]).get(key)
             if entry is None:
                 continue
             if taken + entry.num_bytes > room:

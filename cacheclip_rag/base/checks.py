@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .errors import ConfigurationError
+from .guests import STORES, guests
 from .paths import HOT_SCHEMES, SCHEMES, is_url, split_hot
 from .urls import HIDDEN, shown_url
 
@@ -98,7 +99,7 @@ def check_store_url(store: str) -> None:
         raise ConfigurationError(
             f"the password of {shown_url(store)!r} was left out where it was shown. Give it again."
         )
-    if scheme not in SCHEMES or not rest or "@" in rest.partition("/")[0]:
+    if not (scheme in SCHEMES or scheme in guests(STORES)) or not rest or "@" in rest.partition("/")[0]:
         raise ConfigurationError(
             f"store must be a folder or a URL such as s3://bucket/prefix ({', '.join(SCHEMES)}) without credentials, "
             f"which are read from the environment, got {shown_url(url)!r}."

@@ -68,6 +68,7 @@ class ConfigurationError(CacheClipError):
 
 
 _FOLDERS = {
+    "hot": "cacheclip-shared[hot]",
     "ingest": "cacheclip-ingest",
     "lab": "cacheclip-lab",
     "langchain": "langchain-cacheclip",
@@ -76,6 +77,7 @@ _FOLDERS = {
     "pdf": "cacheclip-ingest[pdf]",
     "ray": "cacheclip-ingest[ray]",
     "serve": "cacheclip-serve",
+    "shared": "cacheclip-shared",
     "vllm": "cacheclip-vllm[vllm]",
 }
 """Distributions of the repository's ``integrations/``, by the extra that names them."""

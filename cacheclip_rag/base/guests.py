@@ -12,6 +12,9 @@ from typing import Any
 
 from .errors import ConfigurationError
 
+STORES = "cacheclip.stores"
+"""Group of what opens stores, by the scheme of their URLs."""
+
 
 @cache
 def guests(group: str) -> Mapping[str, EntryPoint]:

@@ -40,20 +40,20 @@ class ChunkTexts:
 
     def add_source(self, text: str, source: str, document: str = "") -> None:
         """Record that a text comes from ``source``; other sources of the text stay."""
-        self._catalog.add_source(self._namespace, source, text, document)
+        self._catalog.sources.add(self._namespace, source, text, document)
 
     def texts(self, source: str | None = None) -> list[str]:
         """Texts that have a source, each once; with ``source``, only the texts of that source."""
-        return self._catalog.source_texts(self._namespace, source)
+        return self._catalog.sources.texts(self._namespace, source)
 
     def sources(self) -> list[str]:
         """All sources, each once."""
-        return self._catalog.sources(self._namespace)
+        return self._catalog.sources.names(self._namespace)
 
     def orphans(self, gone: Collection[str], keep: Collection[str] = ()) -> list[str]:
         """Texts that would have no source without the sources and documents ``gone``, except the texts in ``keep``."""
-        return self._catalog.orphans(self._namespace, gone, keep)
+        return self._catalog.sources.orphans(self._namespace, gone, keep)
 
     def remove_sources(self, gone: Iterable[str], *, texts: Iterable[str] | None = None) -> None:
         """Remove sources and documents; with ``texts``, only from these texts. Deletes no KV."""
-        self._catalog.remove_sources(self._namespace, gone, texts=texts)
+        self._catalog.sources.remove(self._namespace, gone, texts=texts)

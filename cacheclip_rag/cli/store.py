@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +23,7 @@ from .common import (
 from .options import existing_folder
 
 if TYPE_CHECKING:
+    from ..store import StoreKind
     from ..store.care import RepairReport
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
@@ -37,11 +37,12 @@ def create(
 ) -> None:
     """Make a store in object storage. Refuses storage that lets a writer replace what another one wrote."""
     from ..config import EngineConfig
-    from ..store.shared import care
+    from ..store import store_kind
 
     if not is_url(store_place(store)):
         raise ConfigurationError(f"expected a URL such as s3://bucket/prefix, got {store!r}: folders need no create.")
-    made = care.create(str(EngineConfig(store=store).store), codec)
+    url = str(EngineConfig(store=store).store)
+    made = store_kind(url).create(url, codec)
     if as_json:
         print_json({"store": store, **made})
     else:
@@ -51,21 +52,19 @@ def create(
 @app.command("compact")
 def compact(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Put the small files of a shared store's catalog together."""
-    from ..store.shared import care
-
     if not is_url(store):
         raise ConfigurationError(
             f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc."
         )
-    _look_after(store, care.compact, as_json)
+    _look_after(store, lambda kind: kind.compact(store), as_json)
 
 
-def _look_after(store: str, run: Callable[[str], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+def _look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     """Show what was done in a shared store, also where some tenants could not be looked after."""
-    from ..store.shared.care import TenantsError
+    from ..store import TenantsError, store_kind
 
     try:
-        found = run(store)
+        found = run(store_kind(store))
     except TenantsError as error:
         _show({"store": store, **error.found}, as_json)
         raise
@@ -89,9 +88,7 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
     if is_url(store):
-        from ..store.shared import care
-
-        _look_after(store, care.stats, as_json)
+        _look_after(store, lambda kind: kind.stats(store), as_json)
         return
     from cacheclip_ingest.library import Library
 
@@ -102,7 +99,7 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     result = opened.stats().to_dict()
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
-    quotas = {name: quota for name in tenants if (quota := opened.catalog.quota(name)) is not None}
+    quotas = {name: quota for name in tenants if (quota := opened.quota(name)) is not None}
     library = Library(folder)
     documents, passages = len(library.documents()), len(library.passages())
     if as_json:
@@ -129,9 +126,9 @@ def limit(
     """Set the limit of a store, or with --namespace of one tenant. Evicts at once what is above it; in a shared store,
     which has limits of tenants only, gc does."""
     if is_url(store) and namespace is not None:
-        from ..store.shared import care
+        from ..store import store_kind
 
-        care.set_quota(store, namespace, max_bytes or None)
+        store_kind(store).set_quota(store, namespace, max_bytes or None)
         _show({"store": store, "namespace": namespace, "max_bytes": max_bytes or None}, as_json)
         return
     from ..store.care import open_store
@@ -150,9 +147,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing in a folder;
     in a shared store, what is damaged is deleted, and will be computed again."""
     if is_url(store):
-        from ..store.shared import care
-
-        found = _look_after(store, care.verify, as_json)
+        found = _look_after(store, lambda kind: kind.verify(store), as_json)
         if found["damaged"] or found["missing"]:
             raise typer.Exit(1)
         return
@@ -229,9 +224,7 @@ def gc(
 ) -> None:
     """Remove what nobody can use: what killed processes left, payloads and texts without an entry."""
     if is_url(store):
-        from ..store.shared import care
-
-        _look_after(store, partial(care.gc, grace_s=grace), as_json)
+        _look_after(store, lambda kind: kind.gc(store, grace), as_json)
         return
     from ..store.care import collect_garbage
 

@@ -1,25 +1,29 @@
 """The chunk-cache store: content-addressed KV of chunks. Nothing here knows a model.
 
-The rest of the package uses :class:`ChunkStore`, through one :class:`TenantStore` per namespace. It is built from these
-parts: a :class:`Backend` stores bytes (memory, disk); :class:`Tiers` chains backends; ``codecs`` turns KV into bytes
-and back; :class:`Catalog` lists entries, limits, texts and sources; :class:`TextIndex` finds stored texts in a prompt.
+The rest of the package uses a :class:`TieredStore`, through one :class:`TenantStore` per namespace. It is built from
+these parts: a :class:`Backend` stores bytes (memory, disk); :class:`Tiers` chains backends; ``codecs`` turns KV into
+bytes and back; a :class:`CatalogView` lists entries, texts and sources; :class:`TextIndex` finds stored texts in a
+prompt. :class:`ChunkStore` is the one in a folder, whose :class:`Catalog` also has limits; what is behind a URL is
+opened by a :class:`StoreKind` of another distribution.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.keys import chunk_key, text_digest
+from ..base.keys import FRAME_VERSION, chunk_key, is_key, text_digest
 from ..base.late import late_names
-from ..finding.texts import TextIndex
+from ..finding.texts import TextIndex, text_row
 from .ahead import ReadAgain, ReadAhead
 from .backend import Backend, Sink
-from .catalog import Catalog
+from .catalog import Catalog, SqliteCatalog, erase
 from .chunk_store import ChunkStore, is_store
 from .codecs import (
     CODECS,
     KV,
+    Frame,
     FrameError,
+    OtherVersionError,
     StoredKV,
     bytes_of,
     decode_frame,
@@ -30,57 +34,81 @@ from .codecs import (
     part_of,
 )
 from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
+from .entries import Entry, Total
 from .joined import Joined, join
 from .memory import MemoryBackend
-from .opening import open_chunk_store
+from .opening import StoreKind, TenantsError, open_chunk_store, store_kind
 from .reader import StoreReader
+from .reading_pool import each_in_pool, later
+from .sources import Sources
 from .speed import TimedRead, has_room, measure_reads
 from .tenant import ReadBuffer, TenantStore
+from .tiered import StoreStats, TieredStore
 from .tiers import Tiers, TierStats
+from .view import CatalogView, SourcesView
 
 if TYPE_CHECKING:
     from .care import clear, collect_garbage, repair, verify
 
 __all__ = [
+    "Backend",
     "CAN_DROP_PAGE_CACHE",
     "CODECS",
-    "KV",
-    "PAGE_CACHE",
-    "Backend",
     "Catalog",
+    "CatalogView",
     "ChunkStore",
     "DiskBackend",
+    "Entry",
+    "FRAME_VERSION",
+    "Frame",
     "FrameError",
     "Joined",
+    "KV",
     "MemoryBackend",
+    "OtherVersionError",
+    "PAGE_CACHE",
     "ReadAgain",
     "ReadAhead",
     "ReadBuffer",
     "Sink",
+    "Sources",
+    "SourcesView",
+    "SqliteCatalog",
+    "StoreKind",
     "StoreReader",
+    "StoreStats",
     "StoredKV",
     "TenantStore",
+    "TenantsError",
     "TextIndex",
     "TierStats",
+    "TieredStore",
     "Tiers",
     "TimedRead",
+    "Total",
     "bytes_of",
     "chunk_key",
     "clear",
     "collect_garbage",
     "decode_frame",
+    "each_in_pool",
     "encode_frame",
+    "erase",
     "frame_bytes",
     "has_room",
+    "is_key",
     "is_store",
     "join",
     "keeps",
+    "later",
     "layer_of",
     "measure_reads",
     "open_chunk_store",
     "part_of",
     "repair",
+    "store_kind",
     "text_digest",
+    "text_row",
     "verify",
 ]
 

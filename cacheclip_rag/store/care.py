@@ -18,10 +18,12 @@ from ..base.keys import is_key
 from ..base.progress import progress_bar
 from ..finding.common_parts import LEAST_SURE
 from ..finding.texts import TextIndex
-from .catalog import FILE_NAME, Catalog, Entry
+from .catalog import FILE_NAME, Catalog
+from .catalog_care import CatalogCare
 from .chunk_store import ChunkStore
 from .codecs import Frame, FrameError, OtherVersionError
 from .disk import DiskBackend
+from .entries import Entry
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -110,11 +112,11 @@ def verify(folder: Path) -> VerifyReport:
     entries: dict[str, Entry] | None = None
     try:
         report.problems += [f"catalog: {line}" for line in store.catalog.database.check()]
-        if senseless := store.catalog.senseless():
+        if senseless := _rows(store).senseless():
             report.problems.append(f"catalog: {senseless} rows that this package did not write")
-        if altered := store.catalog.altered_sources():
+        if altered := store.catalog.sources.altered():
             report.problems.append(f"catalog: {len(altered)} texts of sources were altered")
-        entries = {entry.key: entry for entry in store.catalog.entries() if is_key(entry.key)}
+        entries = {entry.key: entry for entry in _rows(store).entries() if is_key(entry.key)}
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
     report.entries = len(entries or ())
@@ -178,9 +180,9 @@ def _complaint_again(store: ChunkStore, key: str) -> str | None:
     try:
         with _at_rest(store):
             found = _look(store, key)
-            if store.catalog.is_being_written(key) and found.outcome != "unreadable":
+            if store.catalog.announcements.is_being_written(key) and found.outcome != "unreadable":
                 return None
-            return _complaint(store, key, found, store.catalog.entry_of_anyone(key), True)
+            return _complaint(store, key, found, _rows(store).entry_of_anyone(key), True)
     except StoreError:
         return None
 
@@ -198,8 +200,8 @@ def _at_rest(store: ChunkStore) -> Iterator[None]:
 def _verify_totals(store: ChunkStore, report: VerifyReport) -> None:
     try:
         with _at_rest(store):
-            counted, tenants = store.catalog.counted(), store.catalog.tenants()
-            total, limit = store.catalog.total(), store.catalog.limit
+            counted, tenants = _rows(store).counted(), store.catalog.tenants()
+            total, limit = store.catalog.total(), store.catalog.limits.of_store
     except StoreError as error:
         report.problems.append(f"catalog: {error}")
         return
@@ -239,20 +241,20 @@ def repair(folder: Path) -> RepairReport:
             report.removed_files.append(f"tmp/{name}")
         else:
             report.moved_files.append(_move_aside(("tmp", name), folder))
-    store.catalog.drop_senseless()
-    store.catalog.drop_sources(store.catalog.altered_sources())
-    entries = {entry.key: entry for entry in store.catalog.entries()}
+    _rows(store).drop_senseless()
+    store.catalog.sources.drop(store.catalog.sources.altered())
+    entries = {entry.key: entry for entry in _rows(store).entries()}
     present, failed = _listed(store)
     keys = sorted({*present, *entries})
     with progress_bar("repairing", len(keys), "chunk caches") as advance:
         for number, key in enumerate(keys, 1):
             _repair_payload(store, folder, key, entries.get(key), report)
             advance(number)
-    for namespace in store.catalog.namespaces_of_texts():
+    for namespace in _rows(store).namespaces_of_texts():
         texts = TextIndex(store.catalog.database, namespace)
-        texts.mend(store.catalog.source_texts(namespace))
-    report.found_whole_only = store.catalog.num_found_whole_only(2 * LEAST_SURE)
-    store.catalog.count_again()
+        texts.mend(store.catalog.sources.texts(namespace))
+    report.found_whole_only = _rows(store).num_found_whole_only(2 * LEAST_SURE)
+    _rows(store).count_again()
     store.catalog.set_complete()
     store.shrink()
     report.entries = store.catalog.total().entries
@@ -301,13 +303,13 @@ def collect_garbage(folder: Path) -> dict[str, int]:
         found["temporaries"] = last.remove_temporaries(left)
     present, failed = _listed(store)
     for key in present if store.catalog.is_complete else ():  # else it does not know all payloads
-        if store.catalog.is_announced(key):
+        if store.catalog.announcements.is_announced(key):
             continue
         with store.catalog.database.transaction():  # so that nobody writes it meanwhile
-            if not store.catalog.is_announced(key) and _is_garbage(store, key):
+            if not store.catalog.announcements.is_announced(key) and _is_garbage(store, key):
                 found["payloads"] += store.tiers.delete([key])
     found["evicted"] = store.shrink()
-    found["texts"] = store.catalog.drop_unused_texts()
+    found["texts"] = _rows(store).drop_unused_texts()
     store.catalog.database.compact()
     store.close()
     if failed is not None:
@@ -339,8 +341,8 @@ def clear(folder: Path, namespace: str | None = None) -> int:
         count = store.drop_tenant(namespace)
         store.close()
         return count
-    count = sum([store.drop_tenant(name) for name in store.catalog.namespaces()])
-    store.catalog.drop_texts()
+    count = sum([store.drop_tenant(name) for name in _rows(store).namespaces()])
+    _rows(store).drop_texts()
     present, failed = _listed(store)
     store.tiers.delete(present)  # payloads without an entry
     store.close()
@@ -353,6 +355,10 @@ def open_store(folder: Path) -> ChunkStore:
     """A store that is there already. Raises StoreError if the folder is none."""
     _check_is_store(folder)
     return ChunkStore.open(folder)
+
+
+def _rows(store: ChunkStore) -> CatalogCare:
+    return CatalogCare(store.catalog.database)
 
 
 def _check_is_store(folder: Path) -> None:
@@ -375,7 +381,7 @@ def _replace_damaged_catalog(folder: Path, report: RepairReport) -> None:
         catalog.close()
     aside = set_aside(folder, FILE_NAME)
     report.moved_files.append(aside)
-    catalog.salvage(folder / aside)
+    CatalogCare(catalog.database).salvage(folder / aside)
     catalog.close()
 
 
@@ -434,7 +440,7 @@ def _left_behind(store: ChunkStore) -> list[str]:
     if not isinstance(last, DiskBackend):
         return []
     found = last.temporaries()
-    living = store.living_writers()  # after ``found``: a writer registers before it writes
+    living = store.writes.living()  # after ``found``: a writer registers before it writes
     return [name for name in found if last.writer_of(name) not in living]
 
 

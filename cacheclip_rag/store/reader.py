@@ -13,17 +13,14 @@ from pathlib import Path
 from ..base.paths import is_url, split_hot
 from .codecs import HEAD_BYTES, Frame, FrameError, FrameSink, StoredKV, keeps
 from .disk import DiskBackend
+from .opening import store_kind
 from .tiers import Tiers
 
 
 @lru_cache(maxsize=256)
-def _shared(url: str, namespace: str, codec: str | None) -> Tiers:
+def _tiers_at(url: str, namespace: str, codec: str | None) -> Tiers:
     """One for all plans: an outage is waited for once."""
-    from .shared.hot import with_hot
-    from .shared.objects import ObjectBackend
-    from .shared.place import SharedPlace
-
-    return Tiers(with_hot(ObjectBackend(SharedPlace(url), namespace, codec)))
+    return store_kind(url).tiers(url, namespace, codec)
 
 
 class StoreReader:
@@ -47,7 +44,7 @@ class StoreReader:
         self.store, self.namespace = store, namespace
         self._heads = heads
         is_shared = is_url(store)
-        self._tiers = _shared(str(store), namespace, codec) if is_shared else Tiers([DiskBackend(Path(store))])
+        self._tiers = _tiers_at(str(store), namespace, codec) if is_shared else Tiers([DiskBackend(Path(store))])
 
     def get(self, key: str, *, codec: str) -> StoredKV:
         """The KV of a key, compared with its checksums. Raises FrameError if the payload is missing, damaged, of a

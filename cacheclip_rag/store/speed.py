@@ -13,9 +13,9 @@ import torch
 from ..base.errors import StoreError
 from .ahead import ReadAgain, ReadAhead
 from .backend import Backend
-from .chunk_store import ChunkStore
 from .codecs import frame_bytes
 from .tenant import TenantStore
+from .tiered import TieredStore
 
 _NAMESPACE = "cacheclip-profile"
 """Tenant of the KV that is read. What a killed run left of it is removed by the next one."""
@@ -34,7 +34,7 @@ class TimedRead(NamedTuple):
     """Reads that were under way together."""
 
 
-def has_room(store: ChunkStore, shapes: Sequence[Sequence[int]], codec: str) -> bool:
+def has_room(store: TieredStore, shapes: Sequence[Sequence[int]], codec: str) -> bool:
     """Whether KV of these shapes fits a store's limit, so that nothing is evicted for it."""
     limit = store.limit
     size = sum(store.tiers.round_up(frame_bytes(shape, codec, namespace=_NAMESPACE)) for shape in shapes)
@@ -42,7 +42,7 @@ def has_room(store: ChunkStore, shapes: Sequence[Sequence[int]], codec: str) -> 
 
 
 def measure_reads(
-    store: ChunkStore, kv: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], codec: str
+    store: TieredStore, kv: Sequence[torch.Tensor], groups: Sequence[Sequence[int]], codec: str
 ) -> list[TimedRead]:
     """Read groups of entries from each tier that is not in memory: first from the medium itself, as far as the system
     allows it, then once more. ``kv`` must fit the store's limit (:func:`has_room`). Raises StoreError or OSError if the

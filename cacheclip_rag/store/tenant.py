@@ -20,8 +20,6 @@ from ..base.database import is_busy, waiting_at_most
 from ..base.errors import StoreError
 from ..base.keys import text_digest
 from ..finding.texts import text_row
-from .catalog import Entry
-from .chunk_store import ChunkStore
 from .codecs import (
     CODECS,
     HEAD_BYTES,
@@ -36,7 +34,9 @@ from .codecs import (
     new_memory,
     pins_memory,
 )
+from .entries import Entry
 from .reading_pool import each_in_pool
+from .tiered import TieredStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -75,7 +75,7 @@ class _EntrySink(FrameSink):
     """Takes the payload of an entry, and nothing that its header does not explain."""
 
     def __init__(
-        self, store: ChunkStore, key: str, num_bytes: int, buffer: ReadBuffer | None, shape: Shape | None
+        self, store: TieredStore, key: str, num_bytes: int, buffer: ReadBuffer | None, shape: Shape | None
     ) -> None:
         """``num_bytes``: what the entry says."""
         super().__init__(key, shape)
@@ -116,7 +116,7 @@ class TenantStore:
     be used, payloads are read without it, with one warning.
     """
 
-    def __init__(self, store: ChunkStore, namespace: str) -> None:
+    def __init__(self, store: TieredStore, namespace: str) -> None:
         """Raises ConfigurationError for an empty ``namespace``."""
         check_namespace(namespace)
         self.chunk_store, self.catalog, self.namespace = store, store.catalog, namespace
@@ -330,8 +330,7 @@ class TenantStore:
 
     def check_writable(self) -> None:
         """Raise StoreError if nothing can be written now: another process uses the catalog, or it may only be read."""
-        with self.catalog.database.transaction():
-            pass
+        self.catalog.check_writable()
 
     def delete(self, keys: Iterable[str]) -> int:
         """Remove entries; returns how many existed. Keys of other tenants are left alone."""
@@ -384,11 +383,11 @@ class TenantStore:
     def stats(self) -> TenantStats:
         """Sizes and counters."""
         total = self.catalog.total(self.namespace)
-        quota = self.catalog.quota(self.namespace)
+        quota = self.chunk_store.quota(self.namespace)
         return TenantStats(total.entries, total.bytes, quota, self._hits, self._misses)
 
     def commit(self) -> int:
-        """As :meth:`ChunkStore.commit`, of this tenant."""
+        """As :meth:`TieredStore.commit`, of this tenant."""
         return self.chunk_store.commit(self.namespace)
 
     def close(self) -> None:
@@ -435,9 +434,7 @@ class TenantStore:
 
     def _is_own(self, key: str) -> bool:
         """Whether an entry, or a payload without an entry, is the tenant's or nobody's."""
-        if self.catalog.entry(self.namespace, key) is not None:
-            return True
-        return self._own_header(key) is not None
+        return key in self.catalog.entries_of(self.namespace, [key]) or self._own_header(key) is not None
 
     def _own_header(self, key: str) -> Frame | None:
         """The header of the tenant's payload; None if it is missing, another tenant's, damaged, or cannot be read."""

@@ -69,7 +69,7 @@ def asked(engine: CacheClipEngine, chunks: list[str]) -> Iterator[CacheClipEngin
     yield engine
     until(lambda: turns_of(engine.primary).is_idle)
     until(lambda: threads() <= before)
-    assert not engine.store.catalog.writers() and totals_are_right(engine.store), "bytes stay reserved"
+    assert not engine.store.catalog.announcements.writers() and totals_are_right(engine.store), "bytes stay reserved"
     engine.prefixes.clear()
     assert not engine.prefixes.stats.bytes, "blocks stay in use"
     assert all(map(engine.is_stored, chunks[:2])), "what was stored before is found"

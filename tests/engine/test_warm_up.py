@@ -50,7 +50,7 @@ def test_the_most_recently_used_chunks_are_read_as_far_as_there_is_room(
     engine.chunk_caches()[0].read(chunks[0])  # used last
     engine.close()
     caches = engine.chunk_caches()[0]
-    entry = engine.store.catalog.entry("default", caches.key(chunks[0]))
+    entry = engine.store.catalog.entries_of("default", [key := caches.key(chunks[0])]).get(key)
     assert entry is not None
     small = make(store=tmp_path, auxiliary=None, method="anchored", memory_bytes=entry.num_bytes)
     assert small.warm_up(read_chunks=False).chunks_read == 0

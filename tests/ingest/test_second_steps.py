@@ -55,7 +55,11 @@ def test_a_second_run_does_the_rest(
         Fault(patch, owner(shop), name, at)
         with pytest.raises(Broken, match=f"{name} failed at call {at}"):
             shop.run()
-    assert threads() <= before and not shop.engine.store.catalog.writers() and totals_are_right(shop.engine.store)
+    assert (
+        threads() <= before
+        and not shop.engine.store.catalog.announcements.writers()
+        and totals_are_right(shop.engine.store)
+    )
     known = [Path(path).name for path in shop.library.documents()]
     assert known == NAMES[: len(known)] and len(known) < len(NAMES) + (name == "release")
     for document in known:

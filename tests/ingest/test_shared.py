@@ -37,10 +37,10 @@ from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
 from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
 
-from cacheclip_rag.store.shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
-from cacheclip_rag.store.shared.objects import ObjectBackend  # noqa: E402
-from cacheclip_rag.store.shared.place import SharedPlace, tenant_folder  # noqa: E402
-from cacheclip_rag.store.shared.table import TextTable  # noqa: E402
+from cacheclip_shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
+from cacheclip_shared.objects import ObjectBackend  # noqa: E402
+from cacheclip_shared.place import SharedPlace, tenant_folder  # noqa: E402
+from cacheclip_shared.table import TextTable  # noqa: E402
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ class TestStages:
             made_anew(self, name, data)
 
         monkeypatch.setattr(ObjectBackend, "replace", noted)
-        monkeypatch.setattr("cacheclip_rag.store.shared.store.GRACE_S", -10.0)  # it is old by now
+        monkeypatch.setattr("cacheclip_shared.store.GRACE_S", -10.0)  # it is old by now
         encode = Encode(config)
         rows = encode(given)
         assert sum(rows["computed"].to_pylist()) == (len(CHUNKS) if is_cleaned else 0)
@@ -471,7 +471,7 @@ def test_the_commands(config: EngineConfig, documents: Path) -> None:
 _POLL_S = 0.3
 _SERVER = f"""
 from cacheclip_rag.cli import main
-from cacheclip_rag.store.shared import store
+from cacheclip_shared import store
 store.POLL_S = {_POLL_S}
 main()
 """

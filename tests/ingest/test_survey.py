@@ -22,7 +22,7 @@ from cacheclip_ingest.survey import IngestCounts, is_in
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
-from cacheclip_rag.store.shared.table import TextTable
+from cacheclip_shared.table import TextTable
 
 PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
 
@@ -91,7 +91,7 @@ class FolderDoor(Door):
 
 class SharedDoor(Door):
     def place(self, root: Path) -> str:
-        from cacheclip_rag.store.shared.care import create
+        from cacheclip_shared.care import create
 
         create(url := f"file://{root}/shared")
         return url

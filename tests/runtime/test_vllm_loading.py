@@ -37,7 +37,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader, joined
-from cacheclip_rag.store.shared.care import create
+from cacheclip_shared.care import create
 from tests.conftest import CHUNKS, rag_prompt
 from tests.object_storage import bucket, s3_address  # noqa: F401
 

@@ -18,6 +18,7 @@ import torch
 
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode_frame, text_digest
+from cacheclip_rag.store.catalog_care import CatalogCare
 
 TOKENS = 4
 BLOCK = 4096
@@ -91,7 +92,7 @@ def totals_are_right(store: TenantStore | ChunkStore) -> bool:
     """Whether the totals that the catalog keeps are those that are counted anew, of every tenant."""
     catalog = store.catalog
     kept = catalog.total(), catalog.tenants()
-    catalog.count_again()
+    CatalogCare(catalog.database).count_again()
     return kept == (catalog.total(), catalog.tenants())
 
 

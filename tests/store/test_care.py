@@ -26,6 +26,7 @@ from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.finding.common_parts import TextMatch
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
+from cacheclip_rag.store.catalog_care import CatalogCare
 from cacheclip_rag.store.eviction import make_room
 from tests.store.samples import bytes_on_disk, is_intact, key, kv, opened, path_of, payload_files, put, totals_are_right
 
@@ -40,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
         tenant = TenantStore(store, name)
         for number in range(1, count + 1):
             tenant.put(key(number, name), kv(number), "float32", text=LONG.format(number))
-    store.catalog.add_source("t", "node", LONG.format(1), "document")
+    store.catalog.sources.add("t", "node", LONG.format(1), "document")
     store.set_quota("u", 5_000_000)
     store.close()
     return tmp_path / "store"
@@ -126,8 +127,8 @@ def test_what_can_be_read_of_a_damaged_catalog_is_kept(folder: Path) -> None:
     assert not verify(folder).is_clean
     repair(folder)
     store = ChunkStore.open(folder)
-    assert verify(folder).is_clean and store.limit == 10_000_000 and store.catalog.quota("u") == 5_000_000
-    assert store.catalog.source_texts("t", "node") == [LONG.format(1)]
+    assert verify(folder).is_clean and store.limit == 10_000_000 and store.catalog.limits.quota("u") == 5_000_000
+    assert store.catalog.sources.texts("t", "node") == [LONG.format(1)]
 
 
 @pytest.mark.parametrize("of", ["store", "tenant"])
@@ -158,13 +159,13 @@ def test_garbage_is_what_nobody_can_use(folder: Path) -> None:
 
 def test_clear_of_one_tenant_and_of_all(folder: Path) -> None:
     assert clear(folder, "u") == 3 and clear(folder, "nobody") == 0
-    assert intact(folder, 1, 2, 3, 4, 5) and opened(folder).catalog.quota("u") is None
+    assert intact(folder, 1, 2, 3, 4, 5) and opened(folder).catalog.limits.quota("u") is None
     assert clear(folder) == 5 and payload_files(folder) == []
     report = verify(folder)
     assert report.is_clean and report.entries == 0
     store = opened(folder)
     assert store.chunk_store.limit == 10_000_000 and not store.index.known(LONG.format(1))
-    assert store.catalog.source_texts("t") == []
+    assert store.catalog.sources.texts("t") == []
     put(store, 1)
     assert is_intact(store, 1)
 
@@ -179,20 +180,22 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
 def test_verify_reads_while_others_write(folder: Path) -> None:
     """An announced payload that has no entry yet is not garbage."""
     store = opened(folder)
-    number, _ = store.catalog.reserve("t", key(9), 4096, store.chunk_store._writer.name, lambda keys: None)  # type: ignore[union-attr]
+    number, _ = store.catalog.announcements.reserve(
+        "t", key(9), 4096, store.chunk_store.writes.writer.name, lambda keys: None
+    )  # type: ignore[union-attr]
     assert number is not None
     store.chunk_store.tiers.put(key(9), b"half")
     assert verify(folder).unknown_files == []
     assert collect_garbage(folder)["payloads"] == 0 and path_of(folder, 9).exists()
-    store.catalog.abandon(number)
+    store.catalog.announcements.abandon(number)
     assert verify(folder).unknown_files == [str(path_of(folder, 9).relative_to(folder))]
 
 
 def test_entries_are_those_of_before(folder: Path) -> None:
     """A catalog made anew says of every payload what the old one said."""
-    before = [*ChunkStore.open(folder).catalog.entries()]
+    before = [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()]
     (folder / "catalog.sqlite3").unlink()
-    assert [*ChunkStore.open(folder).catalog.entries()] == before
+    assert [*CatalogCare(ChunkStore.open(folder).catalog.database).entries()] == before
     assert torch.equal(opened(folder).get(key(3)).tensor(), kv(3))  # type: ignore[union-attr]
 
 
@@ -286,18 +289,18 @@ class TestWhatSomethingElseWrote:
 
     def test_altered_texts_of_sources_are_not_used(self, folder: Path) -> None:
         store = opened(folder)
-        store.catalog.add_source("t", "other", LONG.format(2))
-        store.catalog.add_source("t", "third", LONG.format(3))
+        store.catalog.sources.add("t", "other", LONG.format(2))
+        store.catalog.sources.add("t", "third", LONG.format(3))
         store.close()
         with sqlite3.connect(folder / "catalog.sqlite3") as catalog:
             catalog.execute("UPDATE sources SET text = 'altered' WHERE source = 'node'")
             catalog.execute("UPDATE sources SET text = CAST(x'ff' AS TEXT) WHERE source = 'other'")
         catalog.close()
-        assert opened(folder).catalog.source_texts("t") == [LONG.format(3)]
-        assert opened(folder).catalog.orphans("t", ["node", "third"]) == [LONG.format(3)]
+        assert opened(folder).catalog.sources.texts("t") == [LONG.format(3)]
+        assert opened(folder).catalog.sources.orphans("t", ["node", "third"]) == [LONG.format(3)]
         assert verify(folder).problems == ["catalog: 2 texts of sources were altered"]
         repair(folder)
-        assert verify(folder).is_clean and opened(folder).catalog.source_texts("t") == [LONG.format(3)]
+        assert verify(folder).is_clean and opened(folder).catalog.sources.texts("t") == [LONG.format(3)]
 
     def test_a_folder_among_temporary_files(self, folder: Path) -> None:
         (folder / "tmp" / "things").mkdir()
@@ -383,11 +386,11 @@ def test_a_write_that_is_not_complete_goes_with_its_tenant(folder: Path) -> None
     assert tenant.get(key(8, "u")) is None and not path_of(folder, 8, "u").exists()
     assert totals_are_right(store) and store.stats().bytes == bytes_on_disk(folder)
     # a writer that is killed meanwhile
-    store.catalog.reserve("u", key(9, "u"), 4096, "0" * 32, lambda keys: None)
+    store.catalog.announcements.reserve("u", key(9, "u"), 4096, "0" * 32, lambda keys: None)
     writing(key(9, "u"), b"x" * 99)
     ChunkStore.open(folder, max_bytes=None)
     assert payload_files(folder) != []
-    store.catalog.reserve("u", key(7, "u"), 4096, "1" * 32, lambda keys: None)
+    store.catalog.announcements.reserve("u", key(7, "u"), 4096, "1" * 32, lambda keys: None)
     writing(key(7, "u"), bytes(path_of(folder, 1).read_bytes()))
     store.drop_tenant("u")
     ChunkStore.open(folder)
@@ -467,15 +470,14 @@ def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> Non
         def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
             return [(0, b"path", 0, b"text", b"", b"") if what == "library" else (key(1), "t", None, 1, 1, "float32")]
 
-    owner: Library | Catalog
+    owner: Library | CatalogCare
     if what == "library":
         owner = library = Library(folder)
         reading: Callable[[], Iterator[object]] = library._rows
-        name = "_database"
     else:
-        owner = catalog = Catalog(folder)
-        reading, name = catalog.entries, "database"
-    setattr(owner, name, Repeating(None, "", 1))
+        owner = care = CatalogCare(Catalog(folder).database)
+        reading = care.entries
+    owner._database = Repeating(None, "", 1)
     with pytest.raises(StoreError, match="out of order"):
         deque(itertools.islice(reading(), 1000), maxlen=0)
 
@@ -604,7 +606,7 @@ class TestPartsOfTexts:
         for number, text in enumerate(self.TEXTS, 1):
             store.put(key(number), kv(number), "float32", text=text)
         store.index.add(self.TEXTS)
-        store.catalog.add_source("t", "node", self.TEXTS[0])
+        store.catalog.sources.add("t", "node", self.TEXTS[0])
         store.close()
         assert self.found(tmp_path) == [True, True]
         return tmp_path

@@ -14,6 +14,7 @@ import torch
 from cacheclip_rag.base.errors import ConfigurationError, StoreError
 from cacheclip_rag.store import ChunkStore, DiskBackend, MemoryBackend, TenantStore, Tiers, is_store, text_digest
 from cacheclip_rag.store.catalog import Catalog
+from cacheclip_rag.store.catalog_care import CatalogCare
 from cacheclip_rag.testing.backends import problems_in_threads
 from tests.store.samples import (
     BLOCK,
@@ -282,21 +283,21 @@ class TestLimit:
     def test_announced_writes_count(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 3 * BLOCK), opened(tmp_path)
         put(store, 1, 2, 3)
-        number, evicted = other.catalog.reserve(
-            "t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict
+        number, evicted = other.catalog.announcements.reserve(
+            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
         )
         assert number is not None and evicted == 2
         assert store.stats().bytes == 3 * BLOCK and store.stats().entries == 1
         put(store, 4)
         assert store.keys() == [key(4)] and store.stats().bytes == 3 * BLOCK
-        other.catalog.abandon(number)
+        other.catalog.announcements.abandon(number)
         assert store.stats().bytes == BLOCK and totals_are_right(store)
 
     def test_a_writer_waits_for_room_that_others_have_announced(self, tmp_path: Path) -> None:
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(other, 1)
-        number, _ = other.catalog.reserve(
-            "t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict
+        number, _ = other.catalog.announcements.reserve(
+            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
         )
         assert number is not None
         done = threading.Event()
@@ -310,17 +311,17 @@ class TestLimit:
         try:
             assert not done.wait(0.3) and list(store.chunk_store.tiers.list()) == []
         finally:
-            other.catalog.abandon(number)
+            other.catalog.announcements.abandon(number)
             writer.join(10)
         assert done.is_set() and is_intact(store, 2)
 
     def test_waiting_for_room_ends_with_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cacheclip_rag.store.chunk_store._WAIT_S", 0.1)
+        monkeypatch.setattr("cacheclip_rag.store.writes._WAIT_S", 0.1)
         store, other = opened(tmp_path, 2 * BLOCK), opened(tmp_path)
         put(store, 1)
-        assert other.catalog.reserve("t", key(9), 2 * BLOCK, other.chunk_store._writer.name, other.chunk_store._evict)[
-            0
-        ]
+        assert other.catalog.announcements.reserve(
+            "t", key(9), 2 * BLOCK, other.chunk_store.writes.writer.name, other.chunk_store.writes.evict
+        )[0]
         with pytest.raises(StoreError, match="other writers have announced"):
             put(store, 2)
 
@@ -377,12 +378,12 @@ class TestTenants:
         for tenant in both:
             put(tenant, 1, 2)
             tenant.index.add(["A text that is long enough to be found in a prompt, and a little longer."])
-            tenant.catalog.add_source(tenant.namespace, "node", "text 1")
+            tenant.catalog.sources.add(tenant.namespace, "node", "text 1")
         assert is_intact(ours, 1)  # in the memory tier too
         ours.chunk_store.set_quota("t", 10**6)
         assert ours.chunk_store.drop_tenant("t") == 2 and ours.chunk_store.drop_tenant("t") == 0
         assert ours.get(key(1)) is None and ours.keys() == [] and ours.stats().max_bytes is None
-        assert ours.catalog.source_texts("t") == [] and theirs.catalog.source_texts("u") == ["text 1"]
+        assert ours.catalog.sources.texts("t") == [] and theirs.catalog.sources.texts("u") == ["text 1"]
         assert set(ours.catalog.tenants()) == {"u"} and totals_are_right(ours)
         assert is_intact(theirs, 1) and is_intact(theirs, 2)
         assert sorted(ours.chunk_store.tiers.list()) == sorted(theirs.keys())
@@ -400,7 +401,7 @@ class TestTenants:
         disk.path_of(key(1)).write_bytes(copied)  # in place of ours: its header names another key
         assert ours.get(key(1)) is None and "is damaged" in caplog.text
         # an entry in our name for their payload
-        entry = store.catalog.entry("u", key(1, "u"))
+        entry = store.catalog.entries_of("u", [key(1, "u")]).get(key(1, "u"))
         assert entry is not None
         store.catalog.record(replace(entry, namespace="t"))
         caplog.clear()
@@ -448,8 +449,8 @@ class TestRelease:
 
     def test_the_entry_knows_its_text_tokens_and_codec(self, kind: Kind, store: TenantStore) -> None:
         put(store, 1)
-        entry = store.catalog.entry("t", key(1))
-        assert entry is not None and list(store.catalog.entries()) == [entry]
+        entry = store.catalog.entries_of("t", [key(1)]).get(key(1))
+        assert entry is not None and list(CatalogCare(store.catalog.database).entries()) == [entry]
         assert (entry.digest, entry.num_tokens, entry.codec) == (text_digest("text 1"), TOKENS, "float32")
         assert entry.num_bytes == kind.bytes_of()
 

@@ -20,6 +20,7 @@ from cacheclip_rag.finding import search
 from cacheclip_rag.finding.common_parts import LEAST_SURE, TextMatch
 from cacheclip_rag.finding.folding import fold
 from cacheclip_rag.store import Catalog, TextIndex
+from cacheclip_rag.store.catalog_care import CatalogCare
 from tests.store.test_folding import FORMS, LANGUAGES
 
 
@@ -257,14 +258,14 @@ class TestSharing:
         index = index_of(text, catalog=catalog)
         catalog.drop("ours", lambda keys: None)
         assert index.find(text[50:600]) == []
-        catalog.drop_unused_texts()
+        CatalogCare(catalog.database).drop_unused_texts()
         assert catalog.database.query("SELECT count(*) FROM anchors") == [(0,)]
 
     def test_texts_that_nobody_uses_are_collected(self) -> None:
         catalog, texts = Catalog(), [prose(1), prose(2)]
         index = index_of(*texts, catalog=catalog)
-        catalog.add_source("ours", "node", texts[0])
-        catalog.drop_unused_texts()
+        catalog.sources.add("ours", "node", texts[0])
+        CatalogCare(catalog.database).drop_unused_texts()
         assert index.find(texts[1][50:600]) == []
         assert [m.of for m in index.find(texts[0][50:600])] == [texts[0]]
 

@@ -13,9 +13,9 @@ from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, StoreReader
 from cacheclip_rag.store.reading_pool import later
-from cacheclip_rag.store.shared.hot import TTL_S, HotBackend
-from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace, object_name, tenant_folder
+from cacheclip_shared.hot import TTL_S, HotBackend
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace, object_name, tenant_folder
 from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
 from tests.conftest import CHUNKS, rag_prompt
 from tests.store.test_shared import Machine, Relay, hits, machine, shared, store_url  # noqa: F401
@@ -176,12 +176,12 @@ class TestCopies:
         one = machine(store=hot_url)
         one.precompute(CHUNKS)
         objects = {each["path"] for each in shared(one).objects.objects_of("tenants/")}
-        before = {*client.keys("*")}, one.store.stats(), shared(one).shared.tenants()
+        before = {*client.keys("*")}, one.store.stats(), shared(one).catalog.tenants()
         media = one.profile_machine().media
         assert set(media) == {"s3://bucket", shared(one).tiers.backends[0].medium("")}
         assert media["s3://bucket"].first == pytest.approx(media["s3://bucket"].constant / 16)
         assert {each["path"] for each in shared(one).objects.objects_of("tenants/")} == objects
-        assert ({*client.keys("*")}, one.store.stats(), shared(one).shared.tenants()) == before
+        assert ({*client.keys("*")}, one.store.stats(), shared(one).catalog.tenants()) == before
 
     def test_payloads_that_nobody_may_keep(self, bucket: str, valkey_address: str, client: Any) -> None:
         """A server that is full can be read, and refuses copies without an error; nothing waits without end."""

@@ -82,7 +82,7 @@ class TestManyWriters:
                     os.kill(pid, signal.SIGKILL)
                 assert processes.wait() == [signal.SIGKILL] * 3
                 store = opened(folder)
-                assert not list((folder / "tmp").iterdir()) and store.catalog.writers() == []
+                assert not list((folder / "tmp").iterdir()) and store.catalog.announcements.writers() == []
                 listed = store.keys()
                 for name in listed:  # an eviction that was cut off leaves entries, and no payloads
                     store.get(name)
@@ -124,13 +124,13 @@ put(store, 3)
 
     def test_between_payload_and_entry(self, folder: Path) -> None:
         """The payload is whole: it is kept, with its text."""
-        store = self.die(folder, "store.catalog.finish = die")
+        store = self.die(folder, "store.catalog.announcements.finish = die")
         assert set(store.keys()) == {key(1), key(3)} and is_intact(store, 3) and agree(store, folder)
         assert store.release(["text 3"]) == 1 and store.get(key(3)) is None
 
     def test_between_payload_and_entry_of_an_older_version(self, folder: Path) -> None:
         """The entry follows the payload."""
-        patch = "put(store, 3)\nstore.catalog.finish = die\nstore.put(key(3), kv(9, 300), 'bfloat16', text='other')"
+        patch = "put(store, 3)\nstore.catalog.announcements.finish = die\nstore.put(key(3), kv(9, 300), 'bfloat16', text='other')"
         store = self.die(folder, patch)
         assert store.codec_of(key(3)) == "bfloat16" and agree(store, folder)
         got = store.get(key(3))
@@ -172,9 +172,9 @@ put(store, 3)
 class TestLivingWriters:
     def announced(self, store: TenantStore, folder: Path) -> tuple[int, Path]:
         """A write in progress: its number, and its temporary file."""
-        writer = store.chunk_store._writer
+        writer = store.chunk_store.writes.writer
         assert writer is not None
-        number, _ = store.catalog.reserve("t", key(9), BLOCK, writer.name, store.chunk_store._evict)
+        number, _ = store.catalog.announcements.reserve("t", key(9), BLOCK, writer.name, store.chunk_store.writes.evict)
         temporary = folder / "tmp" / f"{writer.name}-abcd"
         temporary.write_bytes(b"half")
         assert number is not None
@@ -187,13 +187,13 @@ class TestLivingWriters:
         number, temporary = self.announced(store, folder)
         for _ in range(2):
             other = opened(folder)
-            assert temporary.exists() and len(other.catalog.writers()) == 1
+            assert temporary.exists() and len(other.catalog.announcements.writers()) == 1
             assert other.chunk_store.stats().bytes == 2 * BLOCK
         done = run(f"store = opened(Path({str(folder)!r})); put(store, 2); store.close()")
         assert done.returncode == 0, done.stderr
         assert temporary.exists() and store.chunk_store.stats().bytes == 3 * BLOCK
         temporary.unlink()
-        store.catalog.abandon(number)
+        store.catalog.announcements.abandon(number)
         assert agree(store, folder)
 
     def test_a_writer_that_registers_during_a_sweep_is_not_dead(
@@ -213,11 +213,11 @@ class TestLivingWriters:
             return looked
 
         newcomer = opened(folder)
-        writer, catalog = sweeping.chunk_store._writer, sweeping.catalog
+        writer, catalog = sweeping.chunk_store.writes.writer, sweeping.catalog
         monkeypatch.setattr(writer, "names", and_then_another_begins(writer.names))  # type: ignore[union-attr]
-        monkeypatch.setattr(catalog, "writers", and_then_another_begins(catalog.writers))
+        monkeypatch.setattr(catalog.announcements, "writers", and_then_another_begins(catalog.announcements.writers))
         sweeping.chunk_store.sweep()
-        assert begun[0].exists() and len(newcomer.catalog.writers()) == 1
+        assert begun[0].exists() and len(newcomer.catalog.announcements.writers()) == 1
 
     def test_a_forked_child_has_a_name_of_its_own(self, folder: Path) -> None:
         """And closing the store in the child does not end the parent's."""
@@ -225,7 +225,7 @@ class TestLivingWriters:
 folder = Path({str(folder)!r})
 store = opened(folder, memory_bytes=10_000)
 put(store, 1)
-writer = store.chunk_store._writer
+writer = store.chunk_store.writes.writer
 name = writer.name
 child = os.fork()
 if child == 0:
@@ -235,7 +235,7 @@ if child == 0:
     os._exit(0 if ok and is_intact(store, 3) else 3)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert writer.name == name and (folder / "writers" / name).exists()
-assert name not in list(opened(folder).chunk_store._writer.dead())
+assert name not in list(opened(folder).chunk_store.writes.writer.dead())
 put(store, 2)
 assert is_intact(store, 2) and is_intact(store, 3) and totals_are_right(store)
 """
@@ -256,9 +256,9 @@ assert is_intact(store, 2) and is_intact(store, 3) and totals_are_right(store)
     def test_a_backend_without_a_folder_of_its_own(self, folder: Path) -> None:
         """Its writes are announced in the catalog under a name too, which other processes do not sweep."""
         store = ChunkStore(Catalog(folder), Tiers([MemoryBackend()]))
-        number = store._reserve("t", key(1), 100, store._writer.name)  # type: ignore[union-attr]
+        number = store.writes.begin("t", key(1), 100)
         assert number is not None and ChunkStore(Catalog(folder), Tiers([MemoryBackend()])).sweep() == 0
-        assert len(store.catalog.writers()) == 1
+        assert len(store.catalog.announcements.writers()) == 1
 
 
 class TestAtOnce:
@@ -279,13 +279,13 @@ class TestAtOnce:
     ) -> None:
         """Its entry still says the older size."""
         reader, writer = both
-        finish, seen = writer.catalog.finish, []
+        finish, seen = writer.catalog.announcements.finish, []
 
         def read_before(*arguments: Any) -> None:
             seen.append(is_intact(reader, 1, tokens=600))
             finish(*arguments)
 
-        monkeypatch.setattr(writer.catalog, "finish", read_before)
+        monkeypatch.setattr(writer.catalog.announcements, "finish", read_before)
         put(writer, 1, tokens=600)
         assert seen == [True] and "damaged" not in caplog.text
         assert is_intact(reader, 1, tokens=600) and agree(reader, folder)

@@ -39,7 +39,7 @@ def test_what_is_too_large_is_not_stored_and_costs_nobody_anything(
     ours.chunk_store.set_limit(bounds[limit])
     assert ours.put(key(2), kv(2, LARGE), "float32") is fits
     assert ours.keys() == [key(1), *([key(2)] if fits else [])] and theirs.keys() == [key(1, "u")]
-    assert not ours.catalog.writers() and totals_are_right(ours)
+    assert not ours.catalog.announcements.writers() and totals_are_right(ours)
     assert ours.put(key(1), kv(1, LARGE), "float32") is fits, "in place of an older version"
     assert (key(1) in ours) is fits
 
@@ -69,16 +69,16 @@ def test_any_quotas_limits_and_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("quota", "limit"), [(3, 3), (3, None), (None, 3), (None, None)])
 def test_writes_under_way_count_for_both(quota: int | None, limit: int | None) -> None:
     catalog = ChunkStore.open(None).catalog
-    catalog.set_quota("t", quota)
-    catalog.set_limit(limit)
-    first, _ = catalog.reserve("t", key(1), 2, "", lambda keys: None)
+    catalog.limits.set_quota("t", quota)
+    catalog.limits.set_of_store(limit)
+    first, _ = catalog.announcements.reserve("t", key(1), 2, "", lambda keys: None)
     assert first is not None
     bounded = not (quota is None and limit is None)
-    second, _ = catalog.reserve("t", key(2), 2, "", lambda keys: None)
+    second, _ = catalog.announcements.reserve("t", key(2), 2, "", lambda keys: None)
     assert (second is None) == bounded
-    third, _ = catalog.reserve("u", key(1, "u"), 2, "", lambda keys: None)
+    third, _ = catalog.announcements.reserve("u", key(1, "u"), 2, "", lambda keys: None)
     assert (third is None) == (limit is not None), "another tenant has no part in a quota"
-    catalog.abandon(first)
+    catalog.announcements.abandon(first)
     assert bounded == (second is None)
     if bounded and third is None:
-        assert catalog.reserve("t", key(2), 2, "", lambda keys: None)[0] is not None
+        assert catalog.announcements.reserve("t", key(2), 2, "", lambda keys: None)[0] is not None

@@ -171,10 +171,10 @@ def check(folder: Path, store: TenantStore, operation: Operation, for_good: bool
             assert is_right(store, number, operation.tokens.get(number, TOKENS)), f"text {number} is missing"
         elif operation.forgets_texts:
             assert is_gone(store, number, operation.by_another), f"text {number} is there"
-    assert totals_are_right(store) and not store.catalog.writers()
+    assert totals_are_right(store) and not store.catalog.announcements.writers()
     store.close()
     assert verify(folder).is_clean, verify(folder)
-    living = store.chunk_store.living_writers()  # what one of these could not remove is swept after its end
+    living = store.chunk_store.writes.living()  # what one of these could not remove is swept after its end
     left = [name.name for name in (folder / "tmp").iterdir() if not for_good or name.name[:32] not in living]
     assert not left, left
 
@@ -206,7 +206,7 @@ def test_any_step_fails(prepared: Path, tmp_path: Path, name: str, for_good: boo
                 others = () if known in operation.untouched else (None, operation.tokens.get(known))
                 assert is_right(store, known, TOKENS, *others), f"text {known} is lost, or not what was put"
             is_told = for_good or steps.failed.startswith(CHANGES)  # to the catalog, later
-            assert is_told or not store.catalog.writers(), "announced bytes were not given back"
+            assert is_told or not store.catalog.announcements.writers(), "announced bytes were not given back"
             if failure is not None:
                 operation.run(folder, store)
             check(folder, store, operation, for_good)

@@ -24,11 +24,11 @@ import torch
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import TenantStore, chunk_key
-from cacheclip_rag.store.shared import care
-from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace
-from cacheclip_rag.store.shared.store import GRACE_S, SharedStore
-from cacheclip_rag.store.shared.table import TextTable
+from cacheclip_shared import care
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace
+from cacheclip_shared.store import GRACE_S, SharedStore
+from cacheclip_shared.table import TextTable
 from tests.store.steps import Steps, counted_catalogs, full_disk
 from tests.store.steps import failing as failing_catalog
 

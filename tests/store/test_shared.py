@@ -27,12 +27,12 @@ from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs
 from cacheclip_rag.store.erasures import look_at_all
-from cacheclip_rag.store.shared import place
-from cacheclip_rag.store.shared.care import create, gc, stats, verify
-from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace, need, object_name, tenant_folder
-from cacheclip_rag.store.shared.store import SharedStore
-from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
+from cacheclip_shared import place
+from cacheclip_shared.care import create, gc, stats, verify
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
+from cacheclip_shared.store import SharedStore
+from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from cacheclip_rag.testing.backends import BackendConformance
 from tests.conftest import CHUNKS, rag_prompt
 
@@ -149,7 +149,7 @@ class TestMachines:
         else:
             monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / "home 1"))
             beside = SharedStore.at(SharedPlace(str(one.config.store)))
-            beside.shared.text_index("default")
+            beside.catalog.text_index("default")
             beside.poll()
             look_at_all()
             beside.close()

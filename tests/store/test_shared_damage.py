@@ -19,10 +19,10 @@ from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore
-from cacheclip_rag.store.shared.care import TenantsError, compact, create, gc, stats, verify
-from cacheclip_rag.store.shared.place import SharedPlace, need, object_name, tenant_folder
-from cacheclip_rag.store.shared.store import SharedStore
-from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
+from cacheclip_shared.care import TenantsError, compact, create, gc, stats, verify
+from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
+from cacheclip_shared.store import SharedStore
+from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from tests.store.samples import key, kv
 
 pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
@@ -54,7 +54,7 @@ class Scene:
     def __init__(self, root: Path) -> None:
         self.root, self.url = root, f"file://{root}"
         self.store = SharedStore(SharedPlace(self.url))
-        self.store.shared.on_tenant = lambda: None  # polls are the test's
+        self.store.catalog.tables.on_tenant = lambda: None  # polls are the test's
         self.tenants = {name: TenantStore(self.store, name) for name in (*DAMAGED, "whole")}
 
     def fill(self) -> None:
@@ -535,7 +535,7 @@ def test_a_panic_of_a_library_is_an_error_of_its_tenant(
     monkeypatch.setattr(delta, "DeltaTable", panics)
     failed = go_on(scene)
     assert f"'{NAME}' wait: " in failed and "index out of bounds" in failed and f"tenant '{NAME}'" in caplog.text
-    assert scene.store.shared.namespaces_waiting() == [NAME]
+    assert scene.store.catalog.changes.namespaces() == [NAME]
     care(scene, 1)
     monkeypatch.undo()
     monkeypatch.setenv("CACHECLIP_HOME", str(scene.root.parent / "home"))
@@ -549,7 +549,7 @@ def test_a_commit_that_fails_though_nobody_commits_is_given_up(scene: Scene, mon
     newest.unlink()
     newest.mkdir()
     pauses: list[float] = []
-    monkeypatch.setattr("cacheclip_rag.store.shared.table.time.sleep", pauses.append)
+    monkeypatch.setattr("cacheclip_shared.table.time.sleep", pauses.append)
     with pytest.raises(StoreError, match=FOLDER):
         TextTable(scene.store.place, NAME).commit(rows_of(NAME, [SharedText("A text.")]))
     assert 0 < len(pauses) < 10

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from cacheclip_rag.store import TenantStore, encode_frame, text_digest
-from cacheclip_rag.store.shared.care import create
-from cacheclip_rag.store.shared.objects import Breaker, ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace, object_name
-from cacheclip_rag.store.shared.store import GRACE_S, SharedStore
+from cacheclip_shared.care import create
+from cacheclip_shared.objects import Breaker, ObjectBackend
+from cacheclip_shared.place import SharedPlace, object_name
+from cacheclip_shared.store import GRACE_S, SharedStore
 from tests.store.samples import is_intact, key, kv, put
 
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
@@ -159,7 +159,7 @@ def test_what_is_damaged_is_not_made_young(
     overwrite(one, stored(one)[0][:-1])
     before = stored(one)
     later = time.time() + GRACE_S
-    monkeypatch.setattr("cacheclip_rag.store.shared.store.time.time", lambda: later)
+    monkeypatch.setattr("cacheclip_shared.store.time.time", lambda: later)
     assert isinstance(one.chunk_store, SharedStore)
     one.chunk_store.look_again("t", [text_digest(f"text {number}").hex() for number in (1, 3)])
     assert stored(one) == before and [key(number) in one for number in (1, 3)] == [False, True]

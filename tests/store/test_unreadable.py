@@ -98,11 +98,11 @@ class TestFaults:
 
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     def test_of_the_catalog_do_not_replace_it(self, folder: Path, error: Callable[[], BaseException]) -> None:
-        opened(folder).catalog.add_source("t", "node", "a text")
+        opened(folder).catalog.sources.add("t", "node", "a text")
         with failing("open", error, lambda path: "catalog" in path), suppress(StoreError, MemoryError):
             repair(folder)
         assert not list(folder.glob("*.damaged"))
-        assert opened(folder).catalog.source_texts("t") == ["a text"]
+        assert opened(folder).catalog.sources.texts("t") == ["a text"]
 
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     @pytest.mark.parametrize("name", ["catalog.sqlite3", "library.sqlite3"])
@@ -140,7 +140,7 @@ class TestFaults:
 def kill_between_payload_and_entry(folder: Path) -> None:
     program = f"""
 store = opened(Path({str(folder)!r}))
-store.catalog.finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+store.catalog.announcements.finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 put(store, 6)
 """
     assert run(program).returncode == -9

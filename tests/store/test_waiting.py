@@ -87,7 +87,7 @@ class TestAnswers:
         del first
         program = f"""
 store = opened(Path({str(tmp_path)!r}))
-store.catalog.finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+store.catalog.announcements.finish = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 put(store, 6)
 """
         assert run(program).returncode == -9
@@ -177,7 +177,7 @@ class TestLater:
         monkeypatch.setattr(tiers, "put", write)
         put(store, 3)
         assert all(is_intact(store, number) for number in (1, 2, 3)) and totals_are_right(store)
-        assert not store.catalog.writers() and verify(tmp_path).is_clean
+        assert not store.catalog.announcements.writers() and verify(tmp_path).is_clean
 
     def test_a_block_within_waits_no_longer(self, tmp_path: Path, waited: list[float]) -> None:
         store = opened(tmp_path)

@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError
-from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace
 
 from .documents import document_text
 from .text import DocumentText

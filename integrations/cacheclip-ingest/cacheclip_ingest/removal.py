@@ -11,8 +11,8 @@ from cacheclip_rag.base.checks import did_you_mean
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
 from cacheclip_rag.base.paths import expanded, is_url
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.store.shared.place import SharedPlace
-from cacheclip_rag.store.shared.table import Removal, TextTable, schema
+from cacheclip_shared.place import SharedPlace
+from cacheclip_shared.table import Removal, TextTable, schema
 
 from .documents import printable
 from .library import Library

@@ -30,11 +30,11 @@ from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.prompt.segments import normalise_chunk
-from cacheclip_rag.store.shared.care import room
-from cacheclip_rag.store.shared.objects import ObjectBackend
-from cacheclip_rag.store.shared.place import SharedPlace, need
-from cacheclip_rag.store.shared.store import SharedStore, read_store_file
-from cacheclip_rag.store.shared.table import Removal, SharedText, TextTable, rows_of, schema
+from cacheclip_shared.care import room
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace, need
+from cacheclip_shared.store import SharedStore, read_store_file
+from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 
 from .library import LibrarySettings, differences
 from .passages import PassageReader, read_each

@@ -35,7 +35,7 @@ from cacheclip_rag.prompt.messages import Documents, Prompt
 from cacheclip_rag.prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from cacheclip_rag.prompt.tools import check_tools
 from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
-from cacheclip_rag.store import ChunkStore
+from cacheclip_rag.store import TieredStore
 
 from .served import Served
 
@@ -82,7 +82,7 @@ class Planner:
     def __init__(self, config: EngineConfig | None = None, *, served: Served | None = None, **options: Any) -> None:
         """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be vLLM's, and ``store``
         a folder or URL that vLLM's workers can read. Planners of several tenants may share its
-        :class:`~cacheclip_rag.store.ChunkStore`: ``Planner(config, store=shared)``.
+        :class:`~cacheclip_rag.store.TieredStore`: ``Planner(config, store=shared)``.
 
         Args:
             served: what vLLM runs; default a CPU without quantisation. A
@@ -91,7 +91,7 @@ class Planner:
         Raises:
             ConfigurationError: there is no store, or a setting has no effect on vLLM's answers.
         """
-        shared = options.pop("store") if isinstance(options.get("store"), ChunkStore) else None
+        shared = options.pop("store") if isinstance(options.get("store"), TieredStore) else None
         self.config = EngineConfig.from_options(config, options)
         if self.config.store is None:
             raise ConfigurationError("vLLM's workers read chunks from a store, and none is set. Set store.")

@@ -13,12 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ...base.database import OutageWarning
-from ...base.errors import ConfigurationError
-from ...base.urls import shown_url
-from ..backend import Backend, Sink
-from ..codecs import CODECS
-from ..reading_pool import later
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import OutageWarning, shown_url
+from cacheclip_rag.store import CODECS, Backend, Sink, later
+
 from .objects import ObjectBackend
 from .place import key_and_codec, key_folder, need, object_name, tenant_folder
 

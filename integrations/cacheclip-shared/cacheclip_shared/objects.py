@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..backend import Backend, Sink
-from ..codecs import CODECS, Frame, FrameError
-from ..reading_pool import each_in_pool
+from cacheclip_rag.store import CODECS, Backend, Frame, FrameError, Sink, each_in_pool
+
 from .place import SharedPlace, key_and_codec, key_folder, need, object_name, said, tenant_folder
 
 if TYPE_CHECKING:

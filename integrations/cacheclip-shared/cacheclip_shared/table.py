@@ -18,10 +18,9 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...base.errors import StoreError
-from ...base.keys import is_key, text_digest
-from ...finding.texts import TextRow, text_row
-from ..codecs import CODECS
+from cacheclip_rag import StoreError
+from cacheclip_rag.store import CODECS, is_key, text_digest, text_row
+
 from .place import SharedPlace, failing_as, need, said, tenant_folder
 
 if TYPE_CHECKING:
@@ -33,7 +32,8 @@ _TRIES = 6
 """Of reading all files, while commits replace some; and of a commit that fails though nobody else committed."""
 _CONFLICTS_S = 30.0
 """For which a commit is tried again that others come before."""
-_PLACES = TextRow._fields[1:]
+_PLACES = ("reach", "anchor", "start", "length", "ending", "whole")
+"""Columns of a text's row in the text index."""
 _IDENTITY = ["digest", "source", "document", "version"]
 _CONFIGURATION = {
     "delta.dataSkippingStatsColumns": "document",  # beginnings of texts would stand in the log
@@ -136,13 +136,6 @@ def is_payload(kv: Any) -> bool:
     sizes = [kv[name] for name in ("bytes", "tokens")] if kv is not None else [None]
     whole = all(isinstance(size, int) and 0 <= size < _MOST_BYTES for size in sizes)
     return whole and is_key(kv["key"]) and kv["codec"] in CODECS
-
-
-def place_of(row: dict[str, Any]) -> TextRow | None:
-    """The row of the text index that a row of the table holds; None for a short text."""
-    if row["reach"] is None:
-        return None
-    return TextRow(bytes.fromhex(row["digest"]), *(row[name] for name in _PLACES))
 
 
 class TextTable:

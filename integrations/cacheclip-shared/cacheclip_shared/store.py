@@ -10,16 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ...base.errors import ConfigurationError, StoreError
-from ...base.keys import text_digest
-from ..chunk_store import ChunkStore
-from ..codecs import CODECS, Frame, FrameError
-from ..memory import MemoryBackend
-from ..tiers import Tiers
+from cacheclip_rag import StoreError
+from cacheclip_rag.store import CODECS, Entry, Frame, FrameError, MemoryBackend, TieredStore, Tiers, text_digest
+
 from .hot import HotBackend, with_hot
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace, failing_as
-from .replica import SharedCatalog, entry_of_frame
+from .replica import SharedCatalog
 from .table import rows_of
 
 logger = logging.getLogger(__name__)
@@ -34,12 +31,14 @@ _MOST_USED = 1 << 20
 STORE_FILE = "store.json"
 
 
-class SharedStore(ChunkStore):
+class SharedStore(TieredStore):
     """Payloads are written once and replaced only if they are damaged, nothing is evicted, and servers delete nothing.
 
     A thread takes what others committed every ``POLL_S`` seconds, and commits what this process stored by itself after
     answers. :meth:`close` ends it.
     """
+
+    catalog: SharedCatalog
 
     def __init__(self, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> None:
         """
@@ -51,9 +50,10 @@ class SharedStore(ChunkStore):
         catalog = SharedCatalog(objects)
         memory = [MemoryBackend(memory_bytes)] if memory_bytes else []
         super().__init__(catalog, Tiers([*memory, *with_hot(objects)]))
-        self.place, self.objects, self.shared = place, objects, catalog
+        self.place, self.objects = place, objects
         catalog.on_forgotten = self._drop_copies
-        catalog.on_tenant = self._wake
+        catalog.tables.on_tenant = self._wake
+        catalog.database.on_replaced = self.erasures.doubt  # the next poll makes it anew
         self.codec = codec
         self.encoding = threading.Lock()
         self.commits = True
@@ -71,7 +71,7 @@ class SharedStore(ChunkStore):
 
     @classmethod
     def at(cls, place: SharedPlace, *, codec: str | None = None, memory_bytes: int = 0) -> SharedStore:
-        """A store that was made (:func:`~cacheclip_rag.store.shared.care.create`), with its codec unless another one is
+        """A store that was made (:func:`~cacheclip_shared.care.create`), with its codec unless another one is
         given. If storage does not answer, nothing is found until it does.
 
         Raises:
@@ -92,7 +92,7 @@ class SharedStore(ChunkStore):
 
     def poll(self) -> tuple[int, int]:
         """Take what others committed: rows added and removed."""
-        found = self.shared.poll()
+        found = self.catalog.tables.poll()
         self._polled.set()
         self.erasures.look()
         return found
@@ -111,7 +111,7 @@ class SharedStore(ChunkStore):
         """The number of new rows, and what failed by tenant."""
         count, failed = 0, dict[str, StoreError]()
         # also of those that another thread commits now
-        for namespace in {*self.shared.namespaces_waiting(), *list(self._committing)} if only is None else [only]:
+        for namespace in {*self.catalog.changes.namespaces(), *list(self._committing)} if only is None else [only]:
             try:
                 with self._committing[namespace]:
                     count += self._commit(namespace)
@@ -120,18 +120,18 @@ class SharedStore(ChunkStore):
         return count, failed
 
     def _commit(self, namespace: str) -> int:
-        removed = self.shared.take_removed(namespace)
-        texts = self.shared.waiting(namespace) if self.commits else []
+        removed = self.catalog.changes.take_removed(namespace)
+        texts = self.catalog.changes.take(namespace) if self.commits else []
         if not (removed or texts):
             return 0
         try:
             with failing_as("not committed"):
                 self.look_again(namespace, [each.digest for each in texts])
-                texts = self.shared.with_kv(namespace, texts)
-                count = self.shared.table(namespace).commit(rows_of(namespace, texts), removed)
-                self.shared.after_commit(namespace, texts)
+                texts = self.catalog.with_kv(namespace, texts)
+                count = self.catalog.tables.table(namespace).commit(rows_of(namespace, texts), removed)
+                self.catalog.tables.after_commit(namespace, texts)
         except BaseException:
-            self.shared.put_back(namespace, texts, removed)
+            self.catalog.changes.put_back(namespace, texts, removed)
             raise
         return count
 
@@ -140,7 +140,7 @@ class SharedStore(ChunkStore):
         and which a cleaning might take, are made as young as new ones, or forgotten if they are damaged. Raises
         OSError."""
         before = time.time() - GRACE_S / 2
-        old = self.shared.old_payloads(namespace, digests, before)
+        old = self.catalog.old_payloads(namespace, digests, before)
         found = self.objects.locate(namespace, [*{key for key, *_ in old}]) if old else {}
         for key, codec, is_named in old:
             each = next((each for each in found.get(key, ()) if each.codec == codec), None)
@@ -151,15 +151,15 @@ class SharedStore(ChunkStore):
                     data = self.objects.fetch(each.name)
                     Frame.parse(data, key).verify()  # else another machine may have replaced it by now
                     self.objects.replace(each.name, data)
-                self.shared.seen(key, codec)
+                self.catalog.seen(key, codec)
             except (FileNotFoundError, FrameError):
-                self.shared.remove(namespace, [key])
+                self.catalog.remove(namespace, [key])
 
     def take_rows(self, namespace: str) -> Any:
         """Rows of what was stored since the last call, for another process to commit (a ``pyarrow.Table``)."""
-        texts = self.shared.waiting(namespace)
+        texts = self.catalog.changes.take(namespace)
         self.look_again(namespace, [each.digest for each in texts])
-        return rows_of(namespace, self.shared.with_kv(namespace, texts))
+        return rows_of(namespace, self.catalog.with_kv(namespace, texts))
 
     def _wake(self) -> None:
         """Start the thread, and give it a moment: a first question should find the texts."""
@@ -195,44 +195,23 @@ class SharedStore(ChunkStore):
                 f"could not write a chunk cache of {len(data) / 1e6:.1f} MB to {self.place.url}: {error}. Check that "
                 "the storage answers, and who may write to it."
             ) from error
-        self.catalog.record(entry_of_frame(Frame.parse(data, key)))
+        frame = Frame.parse(data, key)
+        self.catalog.record(Entry.of(frame, frame.num_bytes))
         return True
 
     def wants(self, namespace: str, text: str) -> bool:
         """A text that was ingested without KV, or lost it to a quota, pays for it from the second use on."""
         digest = text_digest(text)
-        if (namespace, digest) in self._used or not self.shared.lacks_kv(namespace, digest):
+        if (namespace, digest) in self._used or not self.catalog.tables.lacks_kv(namespace, digest):
             return True
         if len(self._used) >= _MOST_USED:
             self._used.clear()
         self._used.add((namespace, digest))
         return False
 
-    def apply_limit(self) -> None:
-        """There is none."""
-
-    def shrink(self, most_s: float = 0.0) -> int:
-        return 0
-
     def drop_tenant(self, namespace: str) -> int:
         """Forget a tenant's entries on this machine."""
-        return self.shared.remove(namespace, self.shared.keys(namespace))
-
-    def sweep(self, most_s: float = 0.0) -> int:
-        return 0
-
-    def complete(self) -> int:
-        """Never lists a bucket: keys are looked for one by one."""
-        return 0
-
-    def _replaced(self) -> None:
-        """The copy of the catalog was thrown away: the next poll makes it anew."""
-        self.erasures.doubt()
-
-    def set_quota(self, namespace: str, max_bytes: int | None) -> int:
-        raise ConfigurationError(
-            "set quotas of a shared store with cacheclip store limit --store URL --namespace NAME."
-        )
+        return self.catalog.remove(namespace, self.catalog.keys(namespace))
 
     def close(self) -> None:
         self._stop.set()

@@ -12,8 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...base.errors import ConfigurationError, StoreError
-from ..codecs import CODECS, Frame, FrameError, OtherVersionError
+from cacheclip_rag import ConfigurationError, StoreError
+from cacheclip_rag.store import CODECS, Frame, FrameError, OtherVersionError, TenantsError
+
 from .objects import ObjectBackend
 from .place import LAYOUT, SharedPlace, failing_as, key_and_codec, tenant_folder
 from .store import GRACE_S, STORE_FILE, read_store_file
@@ -70,15 +71,6 @@ def _opened(url: str) -> ObjectBackend:
     read_store_file(objects)
     objects.is_patient = True
     return objects
-
-
-class TenantsError(StoreError):
-    """Some tenants could not be looked after. The others were."""
-
-    def __init__(self, message: str, found: dict[str, Any]) -> None:
-        """``found``: what was done for the others."""
-        super().__init__(message)
-        self.found = found
 
 
 def _storage(objects: ObjectBackend) -> AbstractContextManager[None]:

@@ -20,10 +20,9 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ...base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError, is_panic
-from ...base.keys import FRAME_VERSION
-from ...base.paths import cache_home, split_hot
-from ...base.urls import shown_url
+from cacheclip_rag import CacheClipError, ConfigurationError, MissingExtraError, StoreError
+from cacheclip_rag.plugins import cache_home, is_panic, shown_url, split_hot
+from cacheclip_rag.store import FRAME_VERSION
 
 LAYOUT = 1
 """Increase this number when names of objects or columns of the table change meaning."""
