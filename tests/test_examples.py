@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from cacheclip_lab.evaluation import certify, exactness
-
 from cacheclip_shared.care import create
+
 from tests.conftest import build_model, of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

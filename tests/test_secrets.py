@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from cacheclip_serve.access import Access
+from cacheclip_shared.care import create
+from cacheclip_shared.place import SharedPlace
 from cacheclip_vllm.launch import command
 from cacheclip_vllm.parameters import STORE_VARIABLE, Settings
 from cacheclip_vllm.settings import ServerSettings
@@ -29,8 +31,6 @@ from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.urls import shown_url, without_secrets
 from cacheclip_rag.cli import main
 from cacheclip_rag.config import EngineConfig
-from cacheclip_shared.care import create
-from cacheclip_shared.place import SharedPlace
 from tests.conftest import CHUNKS, rag_prompt
 
 SECRET = "s3cr3t"

@@ -9,8 +9,8 @@ import pytest
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
+from cacheclip_rag.testing.steps import Steps
 from tests.ingest.test_job import Workshop, workshop  # noqa: F401
-from tests.store.steps import Steps
 
 CHANGES: dict[str, Callable[[Workshop, str], object]] = {
     "gone": lambda shop, name: (shop.corpus / name).unlink(),

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 import typer.testing
+from cacheclip_shared.testing import bucket, s3_address, set_environment  # noqa: F401
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, StoreError
@@ -26,7 +27,6 @@ from cacheclip_rag.cli import app
 from cacheclip_rag.config import EngineConfig
 from tests.conftest import CHUNKS, rag_prompt
 from tests.ingest.test_survey import OneVector
-from tests.object_storage import bucket, s3_address, set_environment  # noqa: F401
 
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
@@ -36,7 +36,6 @@ from cacheclip_ingest.job import ingest  # noqa: E402
 from cacheclip_ingest.library import Library, LibrarySettings  # noqa: E402
 from cacheclip_ingest.removal import remove_documents  # noqa: E402
 from cacheclip_ingest.shared import SharedReport, ingest_shared, plan_shared  # noqa: E402
-
 from cacheclip_shared.care import compact, create, gc, room, set_quota, stats, verify  # noqa: E402
 from cacheclip_shared.objects import ObjectBackend  # noqa: E402
 from cacheclip_shared.place import SharedPlace, tenant_folder  # noqa: E402

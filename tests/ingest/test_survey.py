@@ -19,10 +19,10 @@ from cacheclip_ingest.job import ingest, plan_ingestion
 from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.removal import remove_documents
 from cacheclip_ingest.survey import IngestCounts, is_in
+from cacheclip_shared.table import TextTable
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
-from cacheclip_shared.table import TextTable
 
 PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
 

@@ -30,7 +30,7 @@ from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from cacheclip_rag.base import errors
 from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError
 from cacheclip_rag.models.load import _registry, unload_models
-from cacheclip_shared.care import TenantsError
+from cacheclip_rag.store import TenantsError
 from tests.integrations.fakes import fake_models, watched
 from tests.integrations.test_llama_index import WordEmbedding
 

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 from cacheclip_lab.variants import RANDOM
+from cacheclip_shared.care import create
+from cacheclip_shared.testing import bucket, s3_address  # noqa: F401
 from cacheclip_vllm import loading
 from cacheclip_vllm.captures import write_context
 from cacheclip_vllm.loading import Loader, local_heads
@@ -37,9 +39,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.models.fingerprint import file_states
 from cacheclip_rag.models.load import load_planning
 from cacheclip_rag.store import StoreReader, joined
-from cacheclip_shared.care import create
 from tests.conftest import CHUNKS, rag_prompt
-from tests.object_storage import bucket, s3_address  # noqa: F401
 
 BLOCK = 16
 BLOCKS = 128

@@ -11,8 +11,8 @@ from cacheclip_vllm.passes import passes
 from cacheclip_vllm.scheduling import Load
 
 from cacheclip_rag.store import StoreReader
+from cacheclip_rag.testing.steps import Steps
 from tests.runtime.test_vllm_loading import BLOCKS, Rows, Worker, Writer, made  # noqa: F401
-from tests.store.steps import Steps
 
 
 def no_memory() -> RuntimeError:

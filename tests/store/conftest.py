@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cacheclip_shared.testing import bucket, s3_address, valkey_address  # noqa: F401
 
 from cacheclip_rag.store import TenantStore
-from tests.object_storage import bucket, s3_address, valkey_address  # noqa: F401
 from tests.store.samples import opened, put
 
 

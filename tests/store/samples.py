@@ -14,40 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cacheclip_rag.finding.texts import text_row
-from cacheclip_rag.store import ChunkStore, TenantStore, chunk_key, encode_frame, text_digest
+from cacheclip_rag.store import ChunkStore, TenantStore, encode_frame, text_digest
 from cacheclip_rag.store.catalog_care import CatalogCare
+from cacheclip_rag.testing.entries import TOKENS, is_intact, key, kv, put  # noqa: F401
 
-TOKENS = 4
 BLOCK = 4096
 """Bytes of a disk block."""
-
-
-def key(number: int, namespace: str = "t") -> str:
-    return chunk_key(model_fingerprint="m", prefix_ids=[1], chunk_ids=[number], rope_pin="", namespace=namespace)
-
-
-def kv(number: int, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(2, 2, 2, tokens, 4, generator=generator).to(dtype)
 
 
 def opened(folder: Path | None, max_bytes: int | None = None, memory_bytes: int = 0) -> TenantStore:
     """Tenant t of a store."""
     return TenantStore(ChunkStore.open(folder, max_bytes, memory_bytes), "t")
-
-
-def put(store: TenantStore, *numbers: int, tokens: int = TOKENS) -> None:
-    """Entries ``kv(number)`` under ``key(number)``, of the texts ``text <number>``."""
-    for number in numbers:
-        store.put(key(number, store.namespace), kv(number, tokens), "float32", text=f"text {number}")
-
-
-def is_intact(store: TenantStore, number: int, tokens: int = TOKENS) -> bool:
-    got = store.get(key(number, store.namespace))
-    return got is not None and torch.equal(got.tensor(), kv(number, tokens))
 
 
 def frame(number: int, tokens: int = TOKENS) -> bytearray:

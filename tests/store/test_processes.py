@@ -130,7 +130,8 @@ put(store, 3)
 
     def test_between_payload_and_entry_of_an_older_version(self, folder: Path) -> None:
         """The entry follows the payload."""
-        patch = "put(store, 3)\nstore.catalog.announcements.finish = die\nstore.put(key(3), kv(9, 300), 'bfloat16', text='other')"
+        patch = "put(store, 3)\nstore.catalog.announcements.finish = die\n"
+        patch += "store.put(key(3), kv(9, 300), 'bfloat16', text='other')"
         store = self.die(folder, patch)
         assert store.codec_of(key(3)) == "bfloat16" and agree(store, folder)
         got = store.get(key(3))

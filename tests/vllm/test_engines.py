@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_shared.testing import bucket, s3_address  # noqa: F401
 
-from tests.object_storage import bucket, s3_address  # noqa: F401
 from tests.vllm.conftest import CHUNKS, CORRECTED, PROMPTS, TOKENS, Setting, ask, outcomes, outputs, started
 
 METHODS = ["cacheclip", CORRECTED]

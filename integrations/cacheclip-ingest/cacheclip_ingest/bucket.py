@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError
-from cacheclip_shared.objects import ObjectBackend
-from cacheclip_shared.place import SharedPlace
+from cacheclip_rag.base.errors import ConfigurationError, DocumentError, MissingExtraError
 
 from .documents import document_text
 from .text import DocumentText
+
+if TYPE_CHECKING:
+    from cacheclip_shared.objects import ObjectBackend
 
 
 def find_objects(url: str) -> Iterator[tuple[str, str, int]]:
@@ -40,6 +42,12 @@ def read_object(url: str) -> DocumentText:
 
 def _bucket(url: str) -> tuple[ObjectBackend, str]:
     """The bucket of a URL, and the name in it, which may hold what means something in URLs."""
+    try:
+        from cacheclip_shared.objects import ObjectBackend
+        from cacheclip_shared.place import SharedPlace
+    except ImportError as error:
+        raise MissingExtraError("cacheclip-shared (for documents in object storage)", "shared") from error
+
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.partition("/")
     if scheme == "file":

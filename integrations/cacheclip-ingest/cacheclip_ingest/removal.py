@@ -11,12 +11,9 @@ from cacheclip_rag.base.checks import did_you_mean
 from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
 from cacheclip_rag.base.paths import expanded, is_url
 from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_shared.place import SharedPlace
-from cacheclip_shared.table import Removal, TextTable, schema
 
 from .documents import printable
 from .library import Library
-from .shared import documents_of, read_settings
 from .survey import is_in
 
 
@@ -39,14 +36,9 @@ def remove_documents(
     if under == "" or not (documents or under):
         raise ConfigurationError("expected documents, or a path that they are under (--under PATH), got none.")
     if is_url(store):
-        settings = read_settings(str(store))
-        chosen = namespace or (settings.namespace if settings is not None else "default")
-        table = TextTable(SharedPlace(str(store)), chosen)
-        if not (known := documents_of(table)):
-            raise DocumentError(f"namespace {chosen!r} of {store} has no documents, so nothing is removed.")
-        gone = _chosen(known, documents, under)
-        table.commit(schema().empty_table(), Removal(names={*gone}))
-        return gone
+        from .shared import remove_shared
+
+        return remove_shared(str(store), namespace, lambda known: _chosen(known, documents, under))
     with closing(Library.open(store)) as library:
         return _remove_from(library, store, documents, under, namespace)
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cacheclip_rag.base.checks import check_choice
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError, StoreError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.base.paths import cache_home
 from cacheclip_rag.base.progress import progress_bar
@@ -30,16 +30,20 @@ from cacheclip_rag.base.urls import shown_url
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.prompt.segments import normalise_chunk
-from cacheclip_shared.care import room
-from cacheclip_shared.objects import ObjectBackend
-from cacheclip_shared.place import SharedPlace, need
-from cacheclip_shared.store import SharedStore, read_store_file
-from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 
 from .library import LibrarySettings, differences
 from .passages import PassageReader, read_each
 from .plan import IngestPlan, plan_documents
 from .survey import IngestCounts, Survey
+
+try:
+    from cacheclip_shared.care import room
+    from cacheclip_shared.objects import ObjectBackend
+    from cacheclip_shared.place import SharedPlace, need
+    from cacheclip_shared.store import SharedStore, read_store_file
+    from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
+except ImportError as error:
+    raise MissingExtraError("cacheclip-shared (for stores in object storage)", "shared") from error
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -302,6 +306,27 @@ def documents_of(table: TextTable) -> dict[str, str]:
     """Version of each document of a tenant."""
     rows = table.rows(["document", "version"]).to_pylist()
     return {row["document"]: row["version"] or "" for row in rows if row["document"]}
+
+
+def remove_shared(url: str, namespace: str | None, choose: Callable[[Collection[str]], list[str]]) -> list[str]:
+    """Take documents out of a shared store; returns their names.
+
+    Args:
+        namespace: tenant; None: the one that the store was made for.
+        choose: of the names of the tenant's documents, those that go.
+
+    Raises:
+        DocumentError: the tenant has no documents.
+        StoreError: there is no store, or it cannot be used.
+    """
+    settings = read_settings(url)
+    chosen = namespace or (settings.namespace if settings is not None else "default")
+    table = TextTable(SharedPlace(url), chosen)
+    if not (known := documents_of(table)):
+        raise DocumentError(f"namespace {chosen!r} of {url} has no documents, so nothing is removed.")
+    gone = choose(known)
+    table.commit(schema().empty_table(), Removal(names={*gone}))
+    return gone
 
 
 def fix_settings(url: str, settings: LibrarySettings) -> None:

@@ -6,19 +6,24 @@ import http.server
 import io
 import re
 import shutil
-import socket
 import sqlite3
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
+from cacheclip_shared import place
+from cacheclip_shared.care import create, gc, stats, verify
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
+from cacheclip_shared.store import SharedStore
+from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
+from cacheclip_shared.testing import Machine, Relay, hits, shared
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base import keys
@@ -27,16 +32,8 @@ from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, FrameError, StoreReader, codecs
 from cacheclip_rag.store.erasures import look_at_all
-from cacheclip_shared import place
-from cacheclip_shared.care import create, gc, stats, verify
-from cacheclip_shared.objects import ObjectBackend
-from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
-from cacheclip_shared.store import SharedStore
-from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 from cacheclip_rag.testing.backends import BackendConformance
-from tests.conftest import CHUNKS, rag_prompt
-
-obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
+from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 
 class TestObjectBackend(BackendConformance):
@@ -59,47 +56,6 @@ class TestObjectBackend(BackendConformance):
     def write_raw(self, backend: Backend, key: str, data: bytes) -> None:
         assert isinstance(backend, ObjectBackend)
         obstore.put(backend.place.objects, object_name("default", key, "raw"), data)
-
-
-# -- machines that share a store ------------------------------------------------------------------------------------
-
-Machine = Callable[..., CacheClipEngine]
-
-
-@pytest.fixture
-def store_url(bucket: str) -> str:
-    create(bucket)
-    return bucket
-
-
-@pytest.fixture
-def machine(
-    tiny_models: dict[str, str], store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Machine]:
-    """Makes engines, each with a home of its own."""
-    made: list[CacheClipEngine] = []
-
-    def make(**options: Any) -> CacheClipEngine:
-        monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path / f"home {len(made)}"))
-        given = {"primary": tiny_models["llama"], "auxiliary": None, "method": "anchored", "store": store_url}
-        made.append(CacheClipEngine(**{**given, **options}))
-        _ = made[-1].store
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "cacheclip-shared"]
-
-
-def shared(engine: CacheClipEngine) -> SharedStore:
-    found = engine.store.chunk_store
-    assert isinstance(found, SharedStore)
-    return found
-
-
-def hits(engine: CacheClipEngine, chunks: Sequence[str] = CHUNKS, **options: Any) -> int:
-    return engine.generate(rag_prompt(chunks), SamplingParams(max_tokens=2), **options).stats.hits
 
 
 class TestMachines:
@@ -327,29 +283,24 @@ class TestMachines:
 
 
 def of_llama_index(options: dict[str, Any]) -> tuple[str, int]:
-    from llama_index.llms.cacheclip import CacheClipLLM
-
-    llm = CacheClipLLM(**options, max_tokens=4)
+    llm = pytest.importorskip("llama_index.llms.cacheclip").CacheClipLLM(**options, max_tokens=4)
     found = llm.complete(rag_prompt(CHUNKS))
     llm.engine.close()
     return found.text, found.additional_kwargs["cacheclip"]["hits"]
 
 
 def of_langchain(options: dict[str, Any]) -> tuple[str, int]:
-    from langchain_cacheclip import CacheClipLLM
-
-    llm = CacheClipLLM(**options, max_tokens=4)
+    llm = pytest.importorskip("langchain_cacheclip").CacheClipLLM(**options, max_tokens=4)
     (found,) = llm.generate([rag_prompt(CHUNKS)]).generations[0]
     llm.engine.close()
     return found.text, found.generation_info["cacheclip"]["hits"]  # type: ignore[index]
 
 
 def of_the_server(options: dict[str, Any]) -> tuple[str, int]:
-    from tests.serving.conftest import running
-
-    with running(EngineConfig(**options)) as served:
-        found = served.chat(rag_prompt(CHUNKS)).json()
-    return found["choices"][0]["message"]["content"], found["cacheclip"]["hits"]
+    server = pytest.importorskip("cacheclip_serve.transformers").TransformersBackend(EngineConfig(**options))
+    answer = server.engine("default").generate(rag_prompt(CHUNKS), SamplingParams(max_tokens=4))
+    server.close()
+    return answer.text, answer.stats.hits
 
 
 @pytest.mark.parametrize("way", [of_llama_index, of_langchain, of_the_server])
@@ -469,53 +420,6 @@ def test_two_versions_of_the_package_leave_each_others_payloads(
 
 
 # -- outages --------------------------------------------------------------------------------------------------------
-
-
-class Relay:
-    """Stands between a client and the server: passes bytes on, or is silent, or gone, or cannot write conditionally."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.removeprefix("http://").partition(":")
-        self._to, self.is_silent, self.hides = (host, int(port)), False, b""
-        self.upload_s = 0.0
-        """Seconds for each MB that a client sends."""
-        self.connections = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client = self._listener.accept()[0]
-                self.connections += 1
-                server = socket.create_connection(self._to)
-                self._open += [client, server]
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self._pass, args=(*pair, pair[0] is client), daemon=True).start()
-
-    def _pass(self, source: socket.socket, target: socket.socket, is_upload: bool) -> None:
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                time.sleep(is_upload * self.upload_s * len(data) / 1e6)
-                if not self.is_silent:
-                    target.sendall(data.replace(self.hides, self.hides[::-1]) if self.hides else data)
-
-    def go(self) -> None:
-        self._listener.close()
-        for each in self._open:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-
-@pytest.fixture
-def relay(s3_address: str, store_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    made = Relay(s3_address)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", made.address)
-    yield made
-    made.go()
 
 
 @pytest.mark.parametrize("kind", ["gone", "silent"])

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_shared.care import TenantsError, compact, create, gc, stats, verify
+from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
+from cacheclip_shared.store import SharedStore
+from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore
-from cacheclip_shared.care import TenantsError, compact, create, gc, stats, verify
-from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
-from cacheclip_shared.store import SharedStore
-from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
-from tests.store.samples import key, kv
-
-pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
+from cacheclip_rag.testing.entries import key, kv
 
 WHOLE = tenant_folder("whole")
 DAMAGED = {f"damaged {number}": tenant_folder(f"damaged {number}") for number in range(8)}

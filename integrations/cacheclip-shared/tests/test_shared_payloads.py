@@ -10,16 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
-
-from cacheclip_rag.store import TenantStore, encode_frame, text_digest
 from cacheclip_shared.care import create
 from cacheclip_shared.objects import Breaker, ObjectBackend
 from cacheclip_shared.place import SharedPlace, object_name
 from cacheclip_shared.store import GRACE_S, SharedStore
-from tests.store.samples import is_intact, key, kv, put
 
-obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")
+from cacheclip_rag.store import TenantStore, encode_frame, text_digest
+from cacheclip_rag.testing.entries import is_intact, key, kv, put
 
 SHAPE = tuple(kv(1).shape)
 

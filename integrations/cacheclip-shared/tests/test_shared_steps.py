@@ -20,20 +20,17 @@ from typing import Any
 
 import pytest
 import torch
-
-from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.store import TenantStore, chunk_key
 from cacheclip_shared import care
 from cacheclip_shared.objects import ObjectBackend
 from cacheclip_shared.place import SharedPlace
 from cacheclip_shared.store import GRACE_S, SharedStore
 from cacheclip_shared.table import TextTable
-from tests.store.steps import Steps, counted_catalogs, full_disk
-from tests.store.steps import failing as failing_catalog
 
-for name in ("obstore", "deltalake", "pyarrow"):
-    pytest.importorskip(name, reason="the extra shared is not installed: pip install -e '.[shared]'")
+from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag.chunks.texts import ChunkTexts
+from cacheclip_rag.store import TenantStore, chunk_key
+from cacheclip_rag.testing.steps import Steps, counted_catalogs, full_disk
+from cacheclip_rag.testing.steps import failing as failing_catalog
 
 TENANTS = ("t", "u")
 

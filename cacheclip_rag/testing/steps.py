@@ -1,4 +1,5 @@
-"""Fails one step of an operation: every write of the catalog, of a payload and of a copy in memory is a step."""
+"""Fails one step of an operation on a store: every write of the catalog, of a payload and of a copy in memory is a
+step."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag.base.folder import Folder
-from cacheclip_rag.store import disk
-from cacheclip_rag.store.memory import MemoryBackend
+from ..base.folder import Folder
+from ..store import disk
+from ..store.memory import MemoryBackend
 
 CHANGES = ("INSERT", "UPDATE", "DELETE", "COMMIT", "VACUUM")
 

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_shared.hot import TTL_S, HotBackend
+from cacheclip_shared.objects import ObjectBackend
+from cacheclip_shared.place import SharedPlace, object_name, tenant_folder
+from cacheclip_shared.testing import Machine, Relay, hits, shared
 
 from cacheclip_rag import SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.store import Backend, StoreReader
 from cacheclip_rag.store.reading_pool import later
-from cacheclip_shared.hot import TTL_S, HotBackend
-from cacheclip_shared.objects import ObjectBackend
-from cacheclip_shared.place import SharedPlace, object_name, tenant_folder
 from cacheclip_rag.testing.backends import BackendConformance, sample_key, sample_payload
-from tests.conftest import CHUNKS, rag_prompt
-from tests.store.test_shared import Machine, Relay, hits, machine, shared, store_url  # noqa: F401
+from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
-redis = pytest.importorskip("redis", reason="the extra hot is not installed: pip install -e '.[hot]'")
+redis = pytest.importorskip("redis", reason="redis is not installed")
 
 
 @pytest.fixture
