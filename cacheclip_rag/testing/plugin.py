@@ -6,7 +6,7 @@ pytest_plugins = ["cacheclip_rag.testing.plugin"]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ CACHECLIP: dict[str, Any] = {"method": "cacheclip", "chunk_context": "prefix"}
 """Settings of engines in most tests: both models take part, and a chunk right behind the prefix is exact."""
 
 
-def rag_prompt(chunks: list[str], question: str = QUESTION) -> str:
+def rag_prompt(chunks: Sequence[str], question: str = QUESTION) -> str:
     """Chunks first, then the question: as the command line writes it."""
     return "\n\n".join(chunks) + f"\n\nQuestion: {question}"
 

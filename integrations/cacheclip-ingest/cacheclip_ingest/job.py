@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cacheclip_rag.base.errors import CacheClipError
+from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
 from cacheclip_rag.base.progress import progress_bar
 from cacheclip_rag.engine import CacheClipEngine
 from cacheclip_rag.models.load import concrete
 from cacheclip_rag.prompt.segments import chunk_texts
+from cacheclip_rag.store import ChunkStore
 
 from .embedding import Embedder
 from .library import Library, LibrarySettings
@@ -66,7 +67,10 @@ def ingest(
         StoreError: the library or the store cannot be used.
     """
     if max_bytes is not None:
-        engine.store.chunk_store.set_limit(max_bytes)
+        store = engine.store.chunk_store
+        if not isinstance(store, ChunkStore):
+            raise ConfigurationError(f"max_bytes limits a store folder, got {engine.config.store!r}. Leave it out.")
+        store.set_limit(max_bytes)
     settings = _concrete(settings, engine)
     survey = _survey(paths, library, engine, settings)
     report = survey.begin(IngestReport)
