@@ -24,7 +24,7 @@ from .options import existing_folder
 
 if TYPE_CHECKING:
     from ..store import StoreKind
-    from ..store.care import RepairReport
+    from ..store.reports import RepairReport
 
 app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
 

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import contextvars
 import math
+import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from .codecs import StoredKV, keeps, pins_memory
-from .reading_pool import in_order
-
-if TYPE_CHECKING:
-    from .tenant import TenantStore
+from .codecs import HEAD_BYTES, Frame, StoredKV, checked_frame, keeps, new_memory, pins_memory
+from .entries import Entry
+from .reading_pool import each_in_pool, in_order
+from .tenant import FAILURES, Shape, TenantStore
 
 _AHEAD_BYTES = 1 << 26
 """Bytes that reading keeps ahead of layers that are used once. More would take memory and hide nothing."""
@@ -70,6 +70,7 @@ class ReadAhead:
             shapes: that the KV must have, by key; default any shape.
         """
         self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
+        self._layers = LayerReads(store)
         # a GPU takes KV faster than one thread copies it and compares it with its checksum
         self._is_pinned = pins_memory()
         self._once = once and not store.promotes and not self._is_pinned  # which take whole payloads
@@ -164,7 +165,7 @@ class ReadAhead:
             self._changed.notify_all()
             opened = [*self._opened.values()]
         for stored in opened:
-            self._store.give_back(stored, layer)
+            self._layers.give_back(stored, layer)
 
     def busy_s(self) -> float:
         """Seconds for which the thread has been reading, without those in which it was far enough ahead."""
@@ -234,7 +235,7 @@ class ReadAhead:
                 yield partial(self._read_whole, key)
             return
         pieces = list[tuple[int, int, str, StoredKV, int]]()
-        for number, (key, begun) in enumerate(zip(keys, self._store.begin_each(keys, self._shapes), strict=True)):
+        for number, (key, begun) in enumerate(zip(keys, self._layers.begin(keys, self._shapes), strict=True)):
             if self._stop.is_set():
                 return
             if begun is None:
@@ -262,7 +263,7 @@ class ReadAhead:
     def _read_piece(self, key: str, stored: StoredKV, first: int, stop: int) -> None:
         if key not in self._opened or self._stop.is_set():
             return
-        if not self._store.read_layers(stored, first, stop):
+        if not self._layers.read(stored, first, stop):
             with self._changed:
                 if self._opened.pop(key, None) is not None:
                     self._failed.append(key)
@@ -278,7 +279,7 @@ class ReadAhead:
             is_last = self._ready[key] == _ALL
             self._changed.notify_all()
         if is_last:
-            self._store.count_read(stored, is_whole=last == stored.shape[0])
+            self._layers.count(stored, is_whole=last == stored.shape[0])
 
     def _step(self, stored: StoredKV) -> int:
         """Layers that are read together."""
@@ -317,3 +318,76 @@ class ReadAhead:
             self._is_stale |= key in self._given
             self._given.discard(key)
             self._changed.notify_all()
+
+
+class LayerReads:
+    """Reads a tenant's payloads in parts, from the fastest tier outside memory that has them."""
+
+    def __init__(self, tenant: TenantStore) -> None:
+        self._tenant, self._tiers = tenant, tenant.chunk_store.tiers
+
+    def begin(self, keys: Sequence[str], shapes: Mapping[str, Shape] | None = None) -> Iterator[StoredKV | None]:
+        """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read` reads.
+        None where the payload must be read by :meth:`TenantStore.get`, which also says what is wrong with it."""
+        shapes = shapes or {}
+        known, entries = self._tenant.look_up(keys)
+        wanted = [key for key in keys if not known or key in entries]
+        if self._tiers.reads_at_once > 1:
+            begun = iter(each_in_pool(lambda key: self._header(key, entries.get(key), shapes.get(key)), wanted))
+        else:
+            begun = (self._header(key, entries.get(key), shapes.get(key)) for key in wanted)
+        for key in keys:
+            yield next(begun) if not known or key in entries else None
+
+    def _header(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
+        try:
+            found = self._tiers.begin(key, HEAD_BYTES)
+            if found is None:
+                return None
+            head, num_bytes, tier = found
+            frame = checked_frame(Frame.parse(head, key, num_bytes=num_bytes), shape)
+            if frame.namespace != self._tenant.namespace or (entry is not None and entry.codec != frame.codec):
+                return None
+            memory = _returnable_memory(num_bytes)
+            memory[: frame.start] = memoryview(head)[: frame.start]
+            return StoredKV(replace(frame, data=memory), tier=tier)
+        except FAILURES:
+            return None
+
+    def read(self, stored: StoredKV, first: int, stop: int) -> bool:
+        """Read layers ``first`` to ``stop - 1`` into memory and compare them with their checksums. False if they could
+        not be read or are not what the header says."""
+        frame = stored.frame
+        begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
+        try:
+            if self._tiers.read_part(frame.key, begin, frame.data[begin:end], stored.tier) != end - begin:
+                return False
+            frame.verify(first, end)
+        except FAILURES:
+            return False
+        return True
+
+    @staticmethod
+    def give_back(stored: StoredKV, layer: int) -> None:
+        """Return the memory of a layer that :meth:`read` read, and of those before it, to the system."""
+        frame, memory = stored.frame, stored.frame.data.obj
+        if isinstance(memory, mmap.mmap):
+            begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
+            begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
+            if begin < end:
+                memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+    def count(self, stored: StoredKV, *, is_whole: bool) -> None:
+        """Count a payload of which :meth:`read` read all layers that are used; if they are the whole, faster
+        tiers may get a copy."""
+        self._tiers.count_hit(stored.tier)
+        self._tenant.record_use(stored.frame.key, is_hit=True)
+        if is_whole:
+            self._tenant.promote(stored.frame.key, stored.frame.data, stored.tier)
+
+
+def _returnable_memory(num_bytes: int) -> memoryview:
+    """Memory of which parts can be given back, where the system has that."""
+    if pins_memory() or not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return new_memory(num_bytes)
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

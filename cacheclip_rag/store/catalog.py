@@ -20,7 +20,7 @@ from ..finding.texts import TextIndex
 from .announcements import Announcements
 from .entries import COLUMNS, Entry, Total, correct, record, take_uses
 from .eviction import BATCH, EVERYONE, Run
-from .limits import Limits
+from .limits import StoreLimits
 from .sources import SCHEMA as SOURCES_SCHEMA
 from .sources import Sources
 
@@ -141,7 +141,7 @@ class Catalog(SqliteCatalog):
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__(folder / FILE_NAME if folder is not None else None)
         self.folder = folder
-        self.limits = Limits(self.database)
+        self.limits = StoreLimits(self.database)
         self.announcements = Announcements(self.database)
 
     def entries_of(self, namespace: str, keys: Sequence[str]) -> dict[str, Entry]:

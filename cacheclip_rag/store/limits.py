@@ -15,7 +15,7 @@ _ABOVE_QUOTA = (
 )
 
 
-class Limits:
+class StoreLimits:
     """Bytes that may be stored, incomplete writes included."""
 
     def __init__(self, database: Database) -> None:

@@ -6,11 +6,10 @@ A key of another tenant is answered exactly as a key that does not exist: by the
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +21,6 @@ from ..base.keys import text_digest
 from ..finding.texts import text_row
 from .codecs import (
     CODECS,
-    HEAD_BYTES,
     Frame,
     FrameError,
     FrameSink,
@@ -32,10 +30,8 @@ from .codecs import (
     encode_frame,
     most_bytes,
     new_memory,
-    pins_memory,
 )
 from .entries import Entry
-from .reading_pool import each_in_pool
 from .tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -52,7 +48,8 @@ _MOST_USES = 64 * _USES
 """Uses that are remembered while another process has the catalog."""
 _MOST_HEADER_BYTES = 1 << 20
 _ANY: Mapping[str, Shape] = {}
-_FAILURES = (FrameError, OSError, MemoryError, StoreError)
+FAILURES = (FrameError, OSError, MemoryError, StoreError)
+"""Why a payload may not be read."""
 
 
 class ReadBuffer:
@@ -140,25 +137,24 @@ class TenantStore:
     ) -> Iterator[StoredKV | None]:
         """As :meth:`get`, for many keys in order. One query asks the catalog for all of them; payloads are read one by
         one, when they are asked for."""
-        known, entries = self._entries(keys)
+        known, entries = self.look_up(keys)
         for key in keys:
             stored = self._get(key, buffer, known, entries.get(key), shapes.get(key))
             if stored is None:
                 self._misses += 1
             else:
-                self._hits += 1
-                self.record_use(key)
+                self.record_use(key, is_hit=True)
             yield stored
 
     def drop_unreadable(self, keys: Sequence[str]) -> int:
         """Remove entries whose payloads on the last tier are damaged or missing; returns how many. For entries that
         another process failed to read. Reads all the payloads, which counts as no use."""
         self.chunk_store.tiers.drop_copies(keys)
-        known, entries = self._entries(keys)
+        known, entries = self.look_up(keys)
         buffer = ReadBuffer()
         for key, entry in entries.items():
             self._get(key, buffer, known, entry)
-        return len(entries) - len(self._entries([*entries])[1])
+        return len(entries) - len(self.look_up([*entries])[1])
 
     # -- in parts -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +162,7 @@ class TenantStore:
         """What reading these keys would take: medium and bytes, by key. Entries in memory are left out. Reads no
         payload; empty if the catalog cannot be used."""
         tiers, found = self.chunk_store.tiers, dict[str, tuple[str, int]]()
-        for key, entry in self._entries(keys)[1].items():
+        for key, entry in self.look_up(keys)[1].items():
             with suppress(OSError):
                 holder = tiers.holder(key)
                 if not holder.in_memory:
@@ -183,66 +179,7 @@ class TenantStore:
         """Whether a faster tier gets a copy of every payload that is read as a whole."""
         return len(self.chunk_store.tiers.backends) > 1
 
-    def begin_each(self, keys: Sequence[str], shapes: Mapping[str, Shape] = _ANY) -> Iterator[StoredKV | None]:
-        """The headers of payloads in the last tier, each with memory for its layers, which :meth:`read_layers` reads.
-        None where the payload must be read by :meth:`get`, which also says what is wrong with it."""
-        known, entries = self._entries(keys)
-        wanted = [key for key in keys if not known or key in entries]
-        if self.chunk_store.tiers.reads_at_once > 1:
-            begun = iter(each_in_pool(lambda key: self._begin(key, entries.get(key), shapes.get(key)), wanted))
-        else:
-            begun = (self._begin(key, entries.get(key), shapes.get(key)) for key in wanted)
-        for key in keys:
-            yield next(begun) if not known or key in entries else None
-
-    def _begin(self, key: str, entry: Entry | None, shape: Shape | None) -> StoredKV | None:
-        try:
-            found = self.chunk_store.tiers.begin(key, HEAD_BYTES)
-            if found is None:
-                return None
-            head, num_bytes, tier = found
-            frame = checked_frame(Frame.parse(head, key, num_bytes=num_bytes), shape)
-            if frame.namespace != self.namespace or (entry is not None and entry.codec != frame.codec):
-                return None
-            memory = _returnable_memory(num_bytes)
-            memory[: frame.start] = memoryview(head)[: frame.start]
-            return StoredKV(replace(frame, data=memory), tier=tier)
-        except _FAILURES:
-            return None
-
-    def read_layers(self, stored: StoredKV, first: int, stop: int) -> bool:
-        """Read layers ``first`` to ``stop - 1`` into memory and compare them with their checksums. False if they could
-        not be read or are not what the header says."""
-        frame = stored.frame
-        begin, end = (frame.start + number * frame.layer_size for number in (first, stop))
-        try:
-            if self.chunk_store.tiers.read_part(frame.key, begin, frame.data[begin:end], stored.tier) != end - begin:
-                return False
-            frame.verify(first, end)
-        except _FAILURES:
-            return False
-        return True
-
-    @staticmethod
-    def give_back(stored: StoredKV, layer: int) -> None:
-        """Return the memory of a layer that :meth:`read_layers` read, and of those before it, to the system."""
-        frame, memory = stored.frame, stored.frame.data.obj
-        if isinstance(memory, mmap.mmap):
-            begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
-            begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
-            if begin < end:
-                memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def count_read(self, stored: StoredKV, *, is_whole: bool) -> None:
-        """Count a payload of which :meth:`read_layers` read all layers that are used; if they are the whole, faster
-        tiers may get a copy."""
-        self._hits += 1
-        self.chunk_store.tiers.count_hit(stored.tier)
-        self.record_use(stored.frame.key)
-        if is_whole:
-            self._promote(stored.frame.key, stored.frame.data, stored.tier)
-
-    def _promote(self, key: str, data: Buffer, tier: int) -> None:
+    def promote(self, key: str, data: Buffer, tier: int) -> None:
         if tier:
             self.chunk_store.erasures.watch(self.namespace, self)
             self.chunk_store.tiers.promote(key, data, tier)
@@ -294,10 +231,10 @@ class TenantStore:
         if entry is not None and entry.codec != frame.codec:
             if tier < len(tiers.backends) - 1:  # another process has replaced it
                 tiers.drop_copies([key])
-                known, entries = self._entries([key])
+                known, entries = self.look_up([key])
                 return self._get(key, buffer, known, entries.get(key), shape, tier + 1)
             self._correct(key)
-        self._promote(key, data, tier)
+        self.promote(key, data, tier)
         return StoredKV(frame)
 
     def put(self, key: str, kv: torch.Tensor, codec: str, *, text: str | None = None) -> bool:
@@ -366,7 +303,7 @@ class TenantStore:
 
     def codecs_of(self, keys: Sequence[str]) -> dict[str, str]:
         """As :meth:`codec_of`, for many keys by one query of the catalog. Keys without an entry are left out."""
-        known, entries = self._entries(keys)
+        known, entries = self.look_up(keys)
         if known:
             return {key: entry.codec for key, entry in entries.items() if entry.codec in CODECS}
         own = {key: frame for key in keys if (frame := self._own_header(key)) is not None}
@@ -415,15 +352,16 @@ class TenantStore:
                 with self._lock:
                     self._uses = [*uses, *self._uses][-_MOST_USES:]
 
-    def record_use(self, key: str) -> None:
-        """Count a use for eviction, as :meth:`get` does. For entries that another process reads."""
+    def record_use(self, key: str, *, is_hit: bool = False) -> None:
+        """Count a use for eviction, as :meth:`get` does. ``is_hit``: it was read by this process, not another one."""
+        self._hits += is_hit
         with self._lock:
             self._uses.append(key)
             full = len(self._uses) % _USES == 0
         if full:
             self.flush()
 
-    def _entries(self, keys: Sequence[str]) -> tuple[bool, dict[str, Entry]]:
+    def look_up(self, keys: Sequence[str]) -> tuple[bool, dict[str, Entry]]:
         """Whether the catalog could be asked, and the entries by key."""
         try:
             return True, self.catalog.entries_of(self.namespace, keys)
@@ -438,7 +376,7 @@ class TenantStore:
 
     def _own_header(self, key: str) -> Frame | None:
         """The header of the tenant's payload; None if it is missing, another tenant's, damaged, or cannot be read."""
-        with suppress(*_FAILURES):
+        with suppress(*FAILURES):
             frame = self.chunk_store.header(key)
             return frame if frame is not None and frame.namespace == self.namespace else None
         return None
@@ -447,7 +385,7 @@ class TenantStore:
         """Make the entry say what the medium holds."""
         try:
             self.catalog.correct(key, self.chunk_store.measure)
-        except _FAILURES as error:
+        except FAILURES as error:
             logger.debug("an entry was not corrected: %s", error)
 
     def _remove_damaged(self, key: str) -> None:
@@ -457,10 +395,3 @@ class TenantStore:
             self.chunk_store.warn_once(
                 "removal", "the damaged chunk cache %s… could not be removed: %s", key[:12], error
             )
-
-
-def _returnable_memory(num_bytes: int) -> memoryview:
-    """Memory of which parts can be given back, where the system has that."""
-    if pins_memory() or not hasattr(mmap, "MADV_DONTNEED") or not hasattr(mmap, "MAP_ANONYMOUS"):
-        return new_memory(num_bytes)
-    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))

@@ -22,6 +22,7 @@ from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.folder import open_folder
 from cacheclip_rag.models import register_runtime
 from cacheclip_rag.store import ChunkStore, StoreReader, TenantStore, decode_frame, encode_frame
+from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.care import clear, collect_garbage, repair, verify
 from cacheclip_rag.testing import FakeRuntime
 from tests.conftest import some_of
@@ -378,7 +379,7 @@ class TestShapes:
         store, wanted = opened(folder), {key(1): (2, 2, 2, 4, 4)}
         path_of(folder, 1).write_bytes(encode_frame(torch.zeros(shape), "float32", key(1), namespace="t"))
         if in_parts:
-            assert [*store.begin_each([key(1)], wanted)] == [None]
+            assert [*LayerReads(store).begin([key(1)], wanted)] == [None]
         assert store.get(key(1), shape=wanted[key(1)]) is None and not path_of(folder, 1).exists()
         assert store.get(key(2), shape=(2, 2, 2, 4, 4)) is not None
 

@@ -14,10 +14,11 @@ import pytest
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.finding.texts import TextIndex, TextMatch, text_row
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, encode_frame, text_digest
+from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.announcements import Announcements
 from cacheclip_rag.store.entries import Entry, Total
 from cacheclip_rag.store.eviction import EVERYONE, make_room
-from cacheclip_rag.store.limits import Limits
+from cacheclip_rag.store.limits import StoreLimits
 from cacheclip_rag.store.sources import Sources
 from tests.store.samples import is_intact, key, kv, path_of
 
@@ -92,7 +93,7 @@ WRITES: dict[str, Callable[[ChunkStore], Any]] = {
 OF_TENANT: dict[str, Callable[[TenantStore], Any]] = {
     "get": lambda t: t.get(key(1, "u")),
     "get_each": lambda t: [*t.get_each([key(n, "u") for n in TEXTS])],
-    "begin_each": lambda t: [*t.begin_each([key(n, "u") for n in TEXTS])],
+    "layers": lambda t: [*LayerReads(t).begin([key(n, "u") for n in TEXTS])],
     "codecs_of": lambda t: t.codecs_of([key(n, "u") for n in TEXTS]),
     "reads_of": lambda t: t.reads_of([key(n, "u") for n in TEXTS]),
     "drop_unreadable": lambda t: t.drop_unreadable([key(n, "u") for n in TEXTS]),
@@ -114,7 +115,7 @@ OF_INDEX: dict[str, Callable[[TextIndex], Any]] = {
 
 
 def test_every_method_of_the_catalog_with_a_namespace_is_tried() -> None:
-    parts = {"": Catalog, "sources.": Sources, "limits.": Limits, "announcements.": Announcements}
+    parts = {"": Catalog, "sources.": Sources, "limits.": StoreLimits, "announcements.": Announcements}
     members = [(f"{part}{name}", each) for part, kind in parts.items() for name, each in methods_of(kind)]
     assert {name for name, each in members if "namespace" in inspect.signature(each).parameters} == {*READS, *WRITES}
 
@@ -171,7 +172,7 @@ def test_anothers_payload_under_ones_key_is_not_read(store: ChunkStore, tmp_path
     """The catalog says that it is there; the payload says whose it is."""
     path_of(tmp_path, 1).write_bytes(encode_frame(kv(1), "float32", key(1), namespace="u"))
     tenant = TenantStore(store, "t")
-    assert [*tenant.begin_each([key(1)])] == [None] if in_parts else tenant.get(key(1)) is None
+    assert [*LayerReads(tenant).begin([key(1)])] == [None] if in_parts else tenant.get(key(1)) is None
 
 
 @pytest.mark.parametrize("flooding", ["u", "w"])

@@ -14,6 +14,7 @@ from cacheclip_ingest.library import Library, LibrarySettings, repair_library
 from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import ChunkStore, TenantStore, codecs
+from cacheclip_rag.store.ahead import LayerReads
 from cacheclip_rag.store.care import collect_garbage, repair, verify
 from tests.conftest import some_of
 from tests.store.samples import failing, is_intact, key, opened, path_of, put, run, totals_are_right
@@ -164,7 +165,9 @@ class TestOtherVersions:
         if not catalog:
             remove_catalog(folder)
         store = opened(folder)
-        assert store.get(key(1)) is None and store.get(key(1)) is None and [*store.begin_each([key(1)])] == [None]
+        assert (
+            store.get(key(1)) is None and store.get(key(1)) is None and [*LayerReads(store).begin([key(1)])] == [None]
+        )
         if catalog:
             warnings = [record for record in caplog.records if record.levelname == "WARNING"]
             assert len(warnings) == 1 and "format 99" in caplog.text
