@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from .codecs import HEAD_BYTES, Frame, StoredKV, checked_frame, keeps, new_memory, pins_memory
 from .entries import Entry
@@ -70,7 +70,6 @@ class ReadAhead:
             shapes: that the KV must have, by key; default any shape.
         """
         self._store, self._keys, self._codec, self._when_read = store, tuple(keys), codec, when_read
-        self._layers = LayerReads(store)
         # a GPU takes KV faster than one thread copies it and compares it with its checksum
         self._is_pinned = pins_memory()
         self._once = once and not store.promotes and not self._is_pinned  # which take whole payloads
@@ -165,7 +164,7 @@ class ReadAhead:
             self._changed.notify_all()
             opened = [*self._opened.values()]
         for stored in opened:
-            self._layers.give_back(stored, layer)
+            LayerReads.give_back(stored, layer)
 
     def busy_s(self) -> float:
         """Seconds for which the thread has been reading, without those in which it was far enough ahead."""
@@ -189,6 +188,10 @@ class ReadAhead:
         return self
 
     __exit__ = close
+
+    @cached_property
+    def _layers(self) -> LayerReads:
+        return LayerReads(self._store)
 
     def _begin(self) -> None:
         """Take what is in memory, and start the thread if anything else is to be read."""
