@@ -89,7 +89,11 @@ class ChunkStore(TieredStore):
         if os.path.lexists(folder / FILE_NAME) or os.path.lexists(folder / "kv"):
             with waiting_at_most(ANSWER_WAIT_S):  # the first question may be waiting for it
                 store.sweep(_SWEEP_S)
-                store._shrink_again()
+                try:
+                    if store.catalog.limits.are_exceeded:  # a process was killed before it held them
+                        store.shrink(_SWEEP_S)
+                except StoreError as error:
+                    logger.debug("the store's limits are not applied yet: %s", error)
         return store
 
     def on(self, backend: Backend) -> ChunkStore:
@@ -135,14 +139,6 @@ class ChunkStore(TieredStore):
         count = self.catalog.limits.shrink(self.writes.evict, most_s)
         self.tiers.count_evictions(count)
         return count
-
-    def _shrink_again(self) -> None:
-        """Hold the limits if a process was killed before it had."""
-        try:
-            if self.catalog.limits.are_exceeded:
-                self.shrink(_SWEEP_S)
-        except StoreError as error:
-            logger.debug("the store's limits are not applied yet: %s", error)
 
     # -- writes -------------------------------------------------------------------------------------------------
 
