@@ -45,11 +45,10 @@ if TYPE_CHECKING:
     from .models.loaders import ModelLoader, uses_tools
     from .models.memory import check_room, free_bytes
     from .runtime.base import CALL_MARKERS, REASONING_MARKERS, Message, State, known_reasoning, markers_among
+    from .runtime.kept_kv import KVMatch
     from .runtime.transformers.architectures import check_architecture
     from .runtime.transformers.chat_template import render_chat_template
     from .runtime.transformers.constraint import Grammars, SchemaConstraint
-    from .runtime.transformers.continued import ContinuedMatch
-    from .runtime.transformers.prefix_cache import Match
     from .runtime.transformers.rotary import Tables, rotate
     from .runtime.transformers.text import ChatText, check_encodable, check_process, quiet_transformers
     from .runtime.transformers.weight_files import check_tensors
@@ -62,13 +61,12 @@ _HOMES = {
     "CommandSettings": "..cli.options",
     "Commands": "..cli.plugins",
     "Companion": "..cli.plugins",
-    "ContinuedMatch": "..runtime.transformers.continued",
     "Database": "..base.database",
     "FileState": "..models.fingerprint",
     "FormatError": "..base.database",
     "Grammars": "..runtime.transformers.constraint",
     "JsonOption": "..cli.common",
-    "Match": "..runtime.transformers.prefix_cache",
+    "KVMatch": "..runtime.kept_kv",
     "Message": "..runtime.base",
     "ModelLoader": "..models.loaders",
     "OrderedRuntime": "..fusion.in_order",
@@ -128,13 +126,12 @@ __all__ = [
     "CommandSettings",
     "Commands",
     "Companion",
-    "ContinuedMatch",
     "Database",
     "FileState",
     "FormatError",
     "Grammars",
     "JsonOption",
-    "Match",
+    "KVMatch",
     "Message",
     "ModelLoader",
     "OrderedRuntime",

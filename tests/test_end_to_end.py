@@ -11,6 +11,7 @@ from cacheclip_lab.evaluation.exactness import check_exactness
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt, bundled_prompts
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet
@@ -84,7 +85,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
         keep = [] if rotten == 0 else [layout.chunks[0]]
         if rotten:
             runtime.fill(cache, pieces[1][1], slot=pieces[1][0], position=pieces[1][0] + rotten)
-        rows = choose_rows(layout, keep, [])
+        rows = choose_rows(known_kv(layout, keep), [])
         logits = runtime.run_slots(cache, layout.ids[rows], rows)
         assert logits is not None
         return logits

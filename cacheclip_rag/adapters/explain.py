@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..chunks.context import CONTEXTS, context_name
 from ..finding.common_parts import WINDOW, standing_in
-from ..prompt.occurrences import MOST_PARTIAL, share_of
+from ..prompt.layout import MOST_PARTIAL, share_of
 from ..prompt.segments import check_messages, normalise_chunk
 
 if TYPE_CHECKING:

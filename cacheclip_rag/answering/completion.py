@@ -39,7 +39,7 @@ class _Prompt:
     runtime: Runtime
     prefix_cache: PrefixCache
     ids: np.ndarray[Any, Any]
-    cleared: int
+    generation: int
     state: Any = None
     """Exact KV of the first ``done`` tokens; None if it is only in the prefix cache."""
     done: int = 0
@@ -70,14 +70,14 @@ class IdleCompletion:
         """Leaves when the worker must not wait for its turn any longer."""
         self._changed = threading.Condition()
 
-    def add(self, runtime: Runtime, prefix_cache: PrefixCache, ids: Sequence[int], cleared: int) -> None:
+    def add(self, runtime: Runtime, prefix_cache: PrefixCache, ids: Sequence[int], generation: int) -> None:
         """Complete the exact KV of these tokens later, in whole blocks of the prefix cache. Takes the place of an
-        earlier prompt of the same conversation. ``cleared`` is what :attr:`PrefixCache.cleared` was when the question
-        came: if it is another number later, texts may have been released, and nothing is kept."""
+        earlier prompt of the same conversation. ``generation`` is what :attr:`PrefixCache.generation` was when the
+        question came: if it is another number later, texts may have been released, and nothing is kept."""
         whole = len(ids) - len(ids) % prefix_cache.block_tokens
         if not runtime.can_extend or not 0 < whole <= runtime.reuse_tokens:
             return
-        new = _Prompt(runtime, prefix_cache, np.asarray(ids[:whole], np.int64), cleared)
+        new = _Prompt(runtime, prefix_cache, np.asarray(ids[:whole], np.int64), generation)
         with self._changed:
             others = [each for each in self._prompts if not new.takes_place_of(each)]
             self._prompts = [*others, new][-_MOST_PROMPTS:]
@@ -146,7 +146,7 @@ class IdleCompletion:
         wait_for(runtime.device)
         prompt.done += len(rows)
         done = ids[: prompt.done].tolist()
-        prefix_cache.insert(done, prompt.state, cleared=prompt.cleared)
+        prefix_cache.insert(done, prompt.state, generation=prompt.generation)
         seconds = max(self._clock() - started, 1e-6)
         self._rows = min(int(len(rows) * _SLICE_S / seconds), _MOST_ROWS)
         has_room = prefix_cache.known(done) + prefix_cache.block_tokens > prompt.done

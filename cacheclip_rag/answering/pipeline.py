@@ -22,16 +22,14 @@ from ..base.sampling import is_greedy
 from ..fusion.answer import Event
 from ..guards.base import ObservedAnswer, Observer
 from ..methods.base import Method
-from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan
-from ..plan.planner import least_computed, make_plan
+from ..plan.plan import Plan, least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from .completion import IdleCompletion
 from .decoding import decode
 from .options import Request
 from .parts import Parts
-from .prefill import Prefilled, keep, prefill_plan
+from .prefill import Prefilled, Prefilling
 from .sampler import room_for
 from .text import read_calls
 from .turns import turns_of
@@ -40,8 +38,10 @@ from .writer import ChunkWriter
 
 
 class _PromptSegments(NamedTuple):
-    """A prompt that was searched for stored texts."""
+    """A request whose prompt was searched for stored texts."""
 
+    request: Request
+    prefilling: Prefilling
     segments: list[Segment]
     question: str | None
     """Text that scores the chunks; None: what stands after the last one."""
@@ -78,18 +78,19 @@ class Answering:
     @torch.inference_mode()
     def _stream(self, request: Request) -> Iterator[Event]:
         with waiting_at_most(ANSWER_WAIT_S):
-            kv_sources = self.parts.kv_sources(request.method)  # weights are loaded before the clock starts
-            options, runtime = request.options, kv_sources.primary.runtime
+            # weights are loaded before the clock starts
+            runtime, options = self.parts.kv_sources(request.method).primary.runtime, request.options
             schema = options.params.json_schema
             constraint = runtime.constrain(schema) if schema else None
             text_of = runtime.decode_calls if options.tools or runtime.marks_reasoning else None
-            clock, turns, cleared = PhaseClock(), turns_of(runtime), kv_sources.prefix_cache.cleared
-            prompt = self._segment(request, kv_sources, clock)  # before the turn: a long prompt holds up no other one
+            turns = turns_of(runtime)
+            prompt = self._segment(request)  # before the turn: a long prompt holds up no other one
+            kv_sources, generation = prompt.prefilling.kv_sources, prompt.prefilling.generation
         with turns.answer():
             with turns.prompt():  # until the first token is there, whether or not its text waits
                 with waiting_at_most(ANSWER_WAIT_S):
-                    plan, prefilled = self._plan_and_prefill(request, prompt, kv_sources, clock, self.observers)
-                verification = _verification(request, plan.method, kv_sources, cleared, prefilled)
+                    plan, prefilled = self._plan_and_prefill(prompt, self.observers)
+                verification = _verification(prompt, plan.method, prefilled)
                 # finish completes the exact KV in any case, so that it needs no gate
                 beside = (
                     verification
@@ -97,7 +98,8 @@ class Answering:
                     else Gate(verification, plan.method.min_confidence)
                 )
                 logits, missing = prefilled.logits, prefilled.missing
-                completes = options.finish == "idle" and not prefilled.is_exact and kv_sources.shares_prefixes(plan)
+                shares = kv_sources.shares_prefixes(plan.method, plan.layout)
+                completes = options.finish == "idle" and not prefilled.is_exact and shares
                 events = decode(
                     runtime,
                     prefilled,
@@ -119,53 +121,54 @@ class Answering:
                         observer.on_answer(answered)
                     if completes:
                         ids = [*plan.layout.token_ids, *event.answer.token_ids]
-                        self.completion.add(runtime, kv_sources.prefix_cache, ids, cleared)
+                        self.completion.add(runtime, kv_sources.prefix_cache, ids, generation)
                 yield event
             if missing or self.writer.late:
                 self.writer.store_missing(missing, request.prompt, options.documents, kv_sources.primary.context)
 
-    def plan(
-        self,
-        request: Request,
-        kv_sources: KVSources | None = None,
-        clock: PhaseClock | None = None,
-        prompt: _PromptSegments | None = None,
-    ) -> Plan:
-        """Decide how to answer. Computes no tensor. ``clock`` was started when the request came in."""
-        kv_sources = kv_sources or self.parts.kv_sources(request.method)
-        clock = clock or PhaseClock()
-        segments, question, documents = prompt or self._segment(request, kv_sources, clock)
-        with clock.phase("lookup"):
-            plan = make_plan(segments, request.method, kv_sources, question=question, documents=documents)
+    def plan(self, request: Request) -> Plan:
+        """Decide how to answer. Computes no tensor."""
+        return self._plan(self._segment(request))
+
+    def _plan(self, prompt: _PromptSegments) -> Plan:
+        options, kv_sources = prompt.request.options, prompt.prefilling.kv_sources
+        with prompt.prefilling.clock.phase("lookup"):
+            plan = make_plan(
+                prompt.segments, prompt.request.method, kv_sources, question=prompt.question, documents=prompt.documents
+            )
             if not plan.reused:
                 return plan
-            known, continued = kv_sources.known_tokens(plan)
-            plan = least_computed(plan, known, continued)
-            if not request.options.auto_ratio or plan.continues or plan.bypass is not None:
+            with kv_sources.match(plan.method, plan.layout, continued=True) as match:
+                plan, known = least_computed(plan, match.runs), match.num_exact
+            if not options.auto_ratio or plan.continues or plan.bypass is not None:
                 return plan
-            controller = self.parts.controllers.of(request.method)
+            controller = self.parts.controllers.of(prompt.request.method)
             if controller is None:  # there is no profile
                 return plan
             reading = controller.profile.reading(plan, kv_sources, known)
-            decided = controller.decide(plan, known, request.options.max_ttft_s, reading)
+            decided = controller.decide(plan, known, options.max_ttft_s, reading)
             if decided.bypass is None:  # an earlier prompt may have left KV at the ratio that is chosen now
-                shorter = least_computed(decided, *kv_sources.known_tokens(decided))
+                with kv_sources.match(decided.method, decided.layout, continued=True) as match:
+                    shorter = least_computed(decided, match.runs)
                 if shorter.continues or shorter.bypass is not None:
                     return replace(shorter, prediction=None)
             return decided
 
-    def _segment(self, request: Request, kv_sources: KVSources, clock: PhaseClock) -> _PromptSegments:
-        with clock.phase("lookup"):
-            options, prompt, documents = request.options, request.prompt, given_texts(request.options.documents)
-            segments = as_segments(prompt)
+    def _segment(self, request: Request) -> _PromptSegments:
+        """Search a prompt for stored texts. Loads the method's models first, if they are not loaded."""
+        options, prompt = request.options, request.prompt
+        kv_sources = self.parts.kv_sources(request.method)
+        generation, room = kv_sources.prefix_cache.generation, room_for(options.params)
+        prefilling = Prefilling(kv_sources, PhaseClock(), generation, room, options.trace)
+        with prefilling.clock.phase("lookup"):
+            documents, segments = given_texts(options.documents), as_segments(prompt)
             if segments is None:
-                isolated = kv_sources.primary.context.isolated
                 segments = self.parts.segment(
                     prompt,  # type: ignore[arg-type]
                     documents,
                     tools=options.tools,
                     variables=options.chat_template_kwargs,
-                    isolated=isolated,
+                    isolated=kv_sources.primary.context.isolated,
                 )
             question = options.question
             if question is None and not isinstance(prompt, str):
@@ -173,56 +176,44 @@ class Answering:
                 if messages and messages[-1]["role"] == "tool":
                     # after results of tools there is no question: it is the user's last message
                     question = next((m["content"] for m in reversed(messages) if m["role"] == "user"), None)
-            return _PromptSegments(segments, question, documents)
+            return _PromptSegments(request, prefilling, segments, question, documents)
 
     @torch.inference_mode()
     def prefill_only(self, request: Request) -> Prefilled:
         """Prefill up to the first token's logits. Calls no observer and stores nothing."""
-        kv_sources = self.parts.kv_sources(request.method)  # weights are loaded before the clock starts
-        clock = PhaseClock()
-        prompt = self._segment(request, kv_sources, clock)
-        with turns_of(kv_sources.primary.runtime).prompt():
-            return self._plan_and_prefill(request, prompt, kv_sources, clock, ())[1]
+        prompt = self._segment(request)
+        with turns_of(prompt.prefilling.kv_sources.primary.runtime).prompt():
+            return self._plan_and_prefill(prompt, ())[1]
 
-    def _plan_and_prefill(
-        self,
-        request: Request,
-        prompt: _PromptSegments,
-        kv_sources: KVSources,
-        clock: PhaseClock,
-        observers: Sequence[Observer],
-    ) -> tuple[Plan, Prefilled]:
+    def _plan_and_prefill(self, prompt: _PromptSegments, observers: Sequence[Observer]) -> tuple[Plan, Prefilled]:
+        clock = prompt.prefilling.clock
         queued_s = clock.elapsed() - clock.seconds["lookup"]
-        plan = self.plan(request, kv_sources, clock, prompt)
+        plan = self._plan(prompt)
         for observer in observers:
-            plan = observer.on_plan(plan, kv_sources) or plan
-        room = room_for(request.options.params)
-        prefilled = prefill_plan(plan, kv_sources, answer_tokens=room, clock=clock, trace=request.options.trace)
-        if plan.prediction is not None and (controller := self.parts.controllers.of(request.method)) is not None:
+            plan = observer.on_plan(plan, prompt.prefilling.kv_sources) or plan
+        prefilled = prompt.prefilling.run(plan)
+        if plan.prediction is not None and (controller := self.parts.controllers.of(prompt.request.method)) is not None:
             controller.observe(plan, prefilled.stats)
             prefilled = replace(prefilled, stats=replace(prefilled.stats, predicted_ttft_s=plan.prediction.seconds))
         return plan, replace(prefilled, stats=replace(prefilled.stats, queued_s=queued_s))
 
 
-def _verification(
-    request: Request, method: Method, kv_sources: KVSources, cleared: int, prefilled: Prefilled
-) -> Verification | None:
+def _verification(prompt: _PromptSegments, method: Method, prefilled: Prefilled) -> Verification | None:
     """What completes the exact KV while the answer is decoded; None if neither ``finish`` nor a confidence gate asks
     for it, the KV is exact already, or the runtime cannot."""
-    runtime, layout = kv_sources.primary.runtime, prefilled.layout
-    asked = request.options.finishes or method.min_confidence > 0
+    kv_sources, options, layout = prompt.prefilling.kv_sources, prompt.request.options, prefilled.layout
+    runtime = kv_sources.primary.runtime
+    asked = options.finishes or method.min_confidence > 0
     if not asked or not runtime.can_extend or prefilled.is_exact:
         return None
     # the exact KV is that of plain prefill: the prefix cache takes and gives it even if the method uses no prefixes
-    keeps = runtime.keeps_prefixes
-    known = list(layout.token_ids[:-1]) if keeps else []
-    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
+    known = list(layout.token_ids[:-1]) if runtime.keeps_prefixes else []
     return Verification(
         runtime,
         layout.ids,
-        capacity=layout.num_tokens + room_for(request.options.params),
+        capacity=layout.num_tokens + prompt.prefilling.answer_tokens,
         find_match=lambda: kv_sources.prefix_cache.match(known),
-        keeping=partial(keep, insert, max_tokens=runtime.reuse_tokens) if keeps else None,
-        is_greedy=is_greedy(request.options.params),
-        revises=request.options.finish == "revise",
+        keeping=prompt.prefilling.keep_exact() if runtime.keeps_prefixes else None,
+        is_greedy=is_greedy(options.params),
+        revises=options.finish == "revise",
     )

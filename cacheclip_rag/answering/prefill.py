@@ -16,9 +16,10 @@ from ..fusion.answer import FusionStats, Trace
 from ..fusion.fused import Fused
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..prompt.layout import Layout, Span
-from ..prompt.occurrences import MOST_PARTIAL, occurrences
+from ..prompt.known_kv import known_kv
+from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
 from ..runtime.base import State, wait_for
+from ..runtime.kept_kv import KVSource
 from .sampler import confidence
 
 logger = logging.getLogger(__name__)
@@ -80,129 +81,122 @@ class Prefilled:
             self.continuing(ids, cache)
 
 
-def prefill_plan(
-    plan: Plan, kv_sources: KVSources, *, answer_tokens: int, clock: PhaseClock, trace: bool = False
-) -> Prefilled:
-    """Carry out a plan, with room for ``answer_tokens``. ``clock`` was started when the request came in. ``trace``:
-    also record which tokens were computed again."""
-    capacity = plan.layout.num_tokens + answer_tokens
-    cleared = kv_sources.prefix_cache.cleared  # texts that are released from now on stay out of it
-    if not plan.reused:
-        return _plain(plan, kv_sources, cleared, capacity, clock)
-    if plan.bypass is not None:
-        planned = stats_of(plan, clock)  # hits and misses are those of the plan
-        found = _plain_instead(plan, plan.bypass, planned, kv_sources, cleared, capacity, clock)
-        return replace(found, stats=replace(found.stats, bypassed=True))
-    fused = kv_sources.primary.runtime.fuse(plan, kv_sources, capacity=capacity, clock=clock)
-    if fused is None:
-        why = f"no chunk of {len(plan.layout.chunks)} could be read"
-        return _plain(replace(plan.reusing(()), fallback=why), kv_sources, cleared, capacity, clock)
-    found = _fused(fused, kv_sources, cleared, clock, trace)
-    sure = found.stats.confidence
-    assert sure is not None, "every prefill has a confidence"
-    if found.is_exact or sure >= plan.method.min_confidence:
-        return found
-    plan, tried, seen = fused.plan, found.stats, found.trace
-    del fused, found  # memory holds one prompt's KV at a time
-    least = plan.method.min_confidence
-    why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
-    found = _plain_instead(plan, why, tried, kv_sources, cleared, capacity, clock)
-    charged = found.stats.charged_ratio + tried.charged_ratio
-    return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
-
-
 _COUNTS = ("hits", "partial_hits", "partial_share", "misses", "missed_tokens")
 """Statistics of a reusing plan that stay although its prompt is prefilled in full."""
 
 
-def _plain_instead(
-    plan: Plan, why: str, planned: FusionStats, kv_sources: KVSources, cleared: int, capacity: int, clock: PhaseClock
-) -> Prefilled:
-    """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
-    found = _plain(replace(plan.reusing(()), fallback=why), kv_sources, cleared, capacity, clock)
-    counts = {name: getattr(planned, name) for name in _COUNTS}
-    return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """Carries out the plan of one request."""
 
+    kv_sources: KVSources
+    clock: PhaseClock
+    """Started when the request came in."""
+    generation: int
+    """That of the prefix cache when the request came in: once texts are released, none of its KV is kept."""
+    answer_tokens: int
+    """For which there is room after the prompt."""
+    trace: bool = False
+    """Whether it is recorded which tokens were computed again."""
 
-def _fused(fused: Fused, kv_sources: KVSources, cleared: int, clock: PhaseClock, trace: bool) -> Prefilled:
-    plan, recomputed = fused.plan, fused.recomputed
-    stats = stats_of(plan, clock, fused.logits, len(recomputed), fused.charged_tokens)
-    keeping = None if fused.first_computed is None else _keeping(plan, kv_sources, cleared, fused.first_computed)
-    # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
-    stale = _chunk_tokens([span for span in plan.reused if not _is_plain(plan, span, kv_sources)])
-    is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
-    is_plain = fused.first_computed is not None and not plan.layout.is_continued
-    is_exact = is_plain and (not stale or is_recomputed)
-    continuing = None
-    if not is_exact and fused.stale is not None and kv_sources.shares_prefixes(plan):
-        insert = partial(kv_sources.prefix_cache.continued.insert, plan.method, cleared=cleared)
-        continuing = partial(keep, partial(insert, stale=fused.stale, turns=fused.turns + 1))
-    if plan.layout.is_continued and fused.stale is not None:
-        first = int(fused.stale.argmax()) if fused.stale.any() else None
-        stats = replace(stats, continued_tokens=plan.layout.num_cached, continued_turns=fused.turns, stale_from=first)
-    seen = None
-    if trace:
-        chunks = tuple((span.start, span.stop) for span in plan.reused)
-        seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
-    return Prefilled(
-        plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, seen, is_exact
-    )
+    def run(self, plan: Plan) -> Prefilled:
+        """Fused prefill if the plan reuses chunks, else plain prefill; plain, too, if no chunk can be read, or the
+        fused prefill is unsure of the first token."""
+        if not plan.reused:
+            return self._plain(plan)
+        if plan.bypass is not None:
+            planned = stats_of(plan, self.clock)  # hits and misses are those of the plan
+            found = self._plain_instead(plan, plan.bypass, planned)
+            return replace(found, stats=replace(found.stats, bypassed=True))
+        capacity = plan.layout.num_tokens + self.answer_tokens
+        fused = self.kv_sources.primary.runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock)
+        if fused is None:
+            why = f"no chunk of {len(plan.layout.chunks)} could be read"
+            return self._plain(replace(plan.reusing(()), fallback=why))
+        found = self._fused(fused)
+        sure, least = found.stats.confidence, plan.method.min_confidence
+        assert sure is not None, "every prefill has a confidence"
+        if found.is_exact or sure >= least:
+            return found
+        plan, tried, seen = fused.plan, found.stats, found.trace
+        del fused, found  # memory holds one prompt's KV at a time
+        why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
+        found = self._plain_instead(plan, why, tried)
+        charged = found.stats.charged_ratio + tried.charged_ratio
+        return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
 
+    def keep_exact(self, num_plain: int | None = None) -> Keep:
+        """Takes KV into the prefix cache: that of the first ``num_plain`` tokens, which equals plain prefill's."""
+        insert = partial(self.kv_sources.prefix_cache.insert, generation=self.generation)
+        return partial(keep, insert, max_tokens=self.kv_sources.primary.runtime.reuse_tokens, num_plain=num_plain)
 
-def _is_plain(plan: Plan, span: Span, kv_sources: KVSources) -> bool:
-    """Whether a reused chunk's KV equals plain prefill's. Exact KV differs from it if a codec coarser than the compute
-    dtype stored it."""
-    layout = plan.layout
-    if kv_sources.primary.is_lossy:
-        return span.stop <= layout.num_exact
-    return layout.is_exact(span)
+    def _plain_instead(self, plan: Plan, why: str, planned: FusionStats) -> Prefilled:
+        """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
+        found = self._plain(replace(plan.reusing(()), fallback=why))
+        counts = {name: getattr(planned, name) for name in _COUNTS}
+        return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
 
+    def _fused(self, fused: Fused) -> Prefilled:
+        plan, recomputed, sources = fused.plan, fused.recomputed, self.kv_sources
+        known, shares = plan.known, sources.shares_prefixes(plan.method, plan.layout)
+        stats = stats_of(plan, self.clock, fused.logits, len(recomputed), fused.charged_tokens)
+        # exact KV differs from plain prefill's if a codec coarser than the compute dtype stored it
+        other = known.source != KVSource.CACHED if sources.primary.is_lossy else ~known.exact
+        keeping = continuing = None
+        # the prefix cache may keep all tokens before the first one whose KV differs from plain prefill's; if they were
+        # not computed, the store or the cache has them already
+        of_source = other & (known.source != KVSource.COMPUTED)
+        num_plain = int(of_source.argmax()) if of_source.any() else None
+        if shares and fused.first_computed is not None and (num_plain is None or num_plain > fused.first_computed):
+            keeping = self.keep_exact(num_plain)
+        # all KV is plain prefill's if every reused chunk's was, or was computed again; what follows continued KV is not
+        stale = int((known.chunk & other).sum())
+        is_recomputed = plan.method.exact_at_one and len(recomputed) == stale
+        is_exact = fused.first_computed is not None and not known.turns and (not stale or is_recomputed)
+        if not is_exact and fused.stale is not None and shares:
+            insert = partial(sources.prefix_cache.continued.insert, plan.method, generation=self.generation)
+            continuing = partial(keep, partial(insert, stale=fused.stale, turns=known.turns + 1))
+        if known.turns and fused.stale is not None:
+            first = int(fused.stale.argmax()) if fused.stale.any() else None
+            num_held = int(known.held.sum())
+            stats = replace(stats, continued_tokens=num_held, continued_turns=known.turns, stale_from=first)
+        seen = None
+        if self.trace:
+            chunks = tuple((span.start, span.stop) for span in plan.reused)
+            seen = Trace(plan.layout.token_ids, chunks, tuple(recomputed))
+        return Prefilled(
+            plan.layout, fused.state, fused.logits, stats, plan.missing_texts, keeping, continuing, seen, is_exact
+        )
 
-def _keeping(plan: Plan, kv_sources: KVSources, cleared: int, first_computed: int) -> Keep | None:
-    """What the prefix cache may keep: all tokens before the first reused chunk whose KV differs from plain prefill's.
-    None if the store holds those tokens already."""
-    layout, is_lossy, runtime = plan.layout, kv_sources.primary.is_lossy, kv_sources.primary.runtime
-    if not kv_sources.shares_prefixes(plan) or is_lossy and layout.num_prefix > layout.num_cached:
-        return None
-    if layout.is_continued:  # of which the cache holds what is exact
-        return None
-    num_plain = min((span.start for span in plan.reused if not _is_plain(plan, span, kv_sources)), default=None)
-    if num_plain is not None and num_plain <= first_computed:
-        return None
-    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
-    return partial(keep, insert, max_tokens=runtime.reuse_tokens, num_plain=num_plain)
-
-
-def _plain(plan: Plan, kv_sources: KVSources, cleared: int, capacity: int, clock: PhaseClock) -> Prefilled:
-    """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
-    runtime, layout, method = kv_sources.primary.runtime, plan.layout, plan.method
-    with clock.phase("lookup"):
-        match = kv_sources.match(plan)
-    with match:
-        # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
-        known = match.num_tokens
-        used = replace(plan, layout=replace(layout, num_prefix=0, num_cached=known, num_exact=known))
-        if match.num_tokens:
-            state, logits = runtime.prefill_from(match, layout.ids, capacity, clock)
-        else:
-            with clock.phase("recompute"):
-                state, logits = runtime.prefill(layout.ids, capacity)
-                wait_for(logits.device)
-    stats = replace(stats_of(used, clock, logits), misses=0, missed_tokens=0)
-    stats = replace(stats, charged_ratio=stats.effective_ratio)
-    insert = partial(kv_sources.prefix_cache.insert, cleared=cleared)
-    keeping = partial(keep, insert, max_tokens=runtime.reuse_tokens) if kv_sources.shares_prefixes(plan) else None
-    if not method.reuses_chunks:
-        return Prefilled(layout, state, logits, stats, (), keeping)
-    stats = replace(
-        stats,
-        method="prefix" if match.num_tokens else "full",
-        misses=len(occurrences(layout.chunks)) + len(layout.altered),
-        missed_tokens=_chunk_tokens(layout.chunks) + sum(layout.altered.values()),
-        fallback=plan.fallback,
-    )
-    logger.info("answered by plain prefill: %s", plan.fallback)
-    return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
+    def _plain(self, plan: Plan) -> Prefilled:
+        """Plain prefill of the same token ids: the method asks for it, or nothing can be reused."""
+        runtime, layout, method = self.kv_sources.primary.runtime, plan.layout, plan.method
+        capacity = layout.num_tokens + self.answer_tokens
+        with self.clock.phase("lookup"):
+            match = self.kv_sources.match(method, layout)
+        with match:
+            # the stored shared prefix is not read: a coarser codec would make its KV unfit for the prefix cache
+            used = replace(plan, known=known_kv(replace(layout, num_prefix=0), (), match.runs))
+            if match.num_tokens:
+                state, logits = runtime.prefill_from(match, layout.ids, capacity, self.clock)
+            else:
+                with self.clock.phase("recompute"):
+                    state, logits = runtime.prefill(layout.ids, capacity)
+                    wait_for(logits.device)
+        stats = replace(stats_of(used, self.clock, logits), misses=0, missed_tokens=0)
+        stats = replace(stats, charged_ratio=stats.effective_ratio)
+        keeping = self.keep_exact() if self.kv_sources.shares_prefixes(method, layout) else None
+        if not method.reuses_chunks:
+            return Prefilled(layout, state, logits, stats, (), keeping)
+        stats = replace(
+            stats,
+            method="prefix" if match.num_tokens else "full",
+            misses=len(occurrences(layout.chunks)) + len(layout.altered),
+            missed_tokens=_chunk_tokens(layout.chunks) + sum(layout.altered.values()),
+            fallback=plan.fallback,
+        )
+        logger.info("answered by plain prefill: %s", plan.fallback)
+        return Prefilled(layout, state, logits, stats, plan.missing_texts, keeping)
 
 
 def stats_of(
@@ -210,11 +204,11 @@ def stats_of(
 ) -> FusionStats:
     """Statistics of a plan that is carried out. ``charged``: chunk tokens that got fresh KV, as in
     :class:`~cacheclip_rag.fusion.fused.Fused`."""
-    layout, reused = plan.layout, plan.reused
+    layout, known = plan.layout, plan.known
     chunk_tokens = plan.chunk_tokens
-    found = occurrences((*reused, *plan.in_full))
+    found = occurrences((*plan.reused, *plan.in_full))
     partial = [chunk.share for chunk in found if chunk.share <= MOST_PARTIAL]
-    prefix_tokens = layout.num_known - _chunk_tokens([span for span in reused if layout.is_cached(span)])
+    prefix_tokens = int((~known.chunk & (known.source != KVSource.COMPUTED)).sum())
     return FusionStats(
         method=plan.method.name,
         fallback=None,
@@ -233,7 +227,7 @@ def stats_of(
         reading_s=clock.reading_s,
         ttft_s=clock.elapsed(),
         charged_ratio=charged / chunk_tokens if chunk_tokens else 0.0,
-        cached_prefix_tokens=layout.num_exact,
+        cached_prefix_tokens=known.count(KVSource.CACHED),
         confidence=None if logits is None else confidence(logits),
         unusable=plan.unusable,
         not_found=plan.not_found,

@@ -20,7 +20,7 @@ import torch
 
 from ..guards.base import Verified
 from ..runtime.base import Runtime, wait_for
-from ..runtime.transformers.prefix_cache import Match
+from ..runtime.kept_kv import KVMatch
 from .beside import Beside, Continuation
 from .prefill import Keep
 from .sampler import confidence
@@ -51,7 +51,7 @@ class Verification(Beside):
         ids: torch.Tensor,
         *,
         capacity: int,
-        find_match: Callable[[], Match],
+        find_match: Callable[[], KVMatch],
         keeping: Keep | None,
         is_greedy: bool,
         revises: bool,

@@ -36,8 +36,8 @@ class FusionStats:
     """The requested recompute ratio."""
     hits: int
     """Chunks of the prompt found in the store, whole or in part. A chunk that stands twice counts twice; pieces of one
-    chunk, in any order, count once (:mod:`cacheclip_rag.prompt.occurrences`). With ``gated`` or ``bypassed``, none was
-    reused."""
+    chunk, in any order, count once (:func:`cacheclip_rag.prompt.layout.occurrences`). With ``gated`` or ``bypassed``,
+    none was reused."""
     misses: int
     """Chunks of the prompt not found in the store, counted alike, and chunks of which half or more stands in the prompt
     in a form that has other tokens (escaped, or with accents apart): computed as fresh text. With ``on_miss="store"``,

@@ -15,7 +15,6 @@ keys at positions up to p and no other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -26,15 +25,15 @@ from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
-from ..prompt.layout import Layout, Span, question_slots, question_text
-from ..runtime.base import wait_for
+from ..prompt.known_kv import KnownKV, known_kv
+from ..prompt.layout import Span, question_slots, question_text
+from ..runtime.base import State, wait_for
+from ..runtime.kept_kv import KVMatch, KVSource
 from ..runtime.transformers.attention_pattern import Geometry
 from ..runtime.transformers.cache import FusedCache
-from ..runtime.transformers.continued import ContinuedMatch
 from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.prefix_cache import Match
 from ..selection.views import CacheView, PromptView
-from ..store import KV, ReadAgain, ReadAhead, part_of
+from ..store import KV, ReadAhead, part_of
 from .fused import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
 
@@ -43,18 +42,14 @@ def fuse(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, capacity: 
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     geometry = plan.method.positions(plan.layout, plan.reused)
     with clock.phase("lookup"):
-        match: Match | ContinuedMatch
-        if plan.continues and geometry is None:
-            match = kv_sources.continued_match(plan)
-        else:
-            match = kv_sources.match(plan, usable=geometry is None)
+        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues)
     with match:
-        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
+        # KV of other prompts has their positions
+        known = known_kv(plan.layout, plan.reused, match.runs if geometry is None else ())
         pass_ = _FusedPass(
-            plan=replace(plan, layout=layout),
+            plan=replace(plan, known=known),
             kv_sources=kv_sources,
             clock=clock,
-            stale=None if match.stale is None else match.stale[: layout.num_cached],
             runtime=runtime,
             capacity=capacity,
             geometry=geometry,
@@ -69,12 +64,14 @@ class _Choice:
     plan: Plan
     kv_sources: KVSources
     clock: PhaseClock
-    stale: np.ndarray[Any, Any] | None = None
-    """Of continued KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored."""
 
     def seen(self, scorable: Sequence[Span], when_read: Callable[[], None] | None = None) -> dict[str, Any]:
         """Fields of a :class:`PromptView`. ``when_read``: called when the auxiliary's KV is read."""
-        layout, auxiliary = self.plan.layout, self.kv_sources.auxiliary
+        layout, known, auxiliary = self.plan.layout, self.plan.known, self.kv_sources.auxiliary
+        candidates, continued = None, known.held if known.turns else None
+        if known.turns:
+            stale = torch.from_numpy(known.stale)
+            candidates = [stale[span.start : span.stop] for span in scorable]
 
         def auxiliary_scores(scorer: Any) -> list[torch.Tensor]:
             assert auxiliary is not None, "a method that asks for the auxiliary's scores declares needs_auxiliary"
@@ -83,22 +80,14 @@ class _Choice:
 
         return {
             "layout": layout,
+            "known": known,
             "spans": scorable,
-            "num_chunk_tokens": self.plan.rated_tokens,
-            "candidates": None if self.stale is None else self._candidates(scorable),
-            "question": question_slots(layout, self.plan.question),
-            "fresh": choose_rows(layout, self.plan.reused, []),
+            "num_chunk_tokens": known.rated_tokens,
+            "candidates": candidates,
+            "question": question_slots(layout, self.plan.question, continued),
+            "fresh": choose_rows(known, []),
             "auxiliary_scores": auxiliary_scores,
         }
-
-    def _candidates(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Per span the tokens whose KV is a chunk's as it was stored."""
-        assert self.stale is not None
-        known = torch.from_numpy(self.stale)
-        return [
-            known[span.start : span.stop] if span.stop <= len(known) else torch.ones(len(span.tokens), dtype=torch.bool)
-            for span in spans
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +98,9 @@ class _FusedPass(_Choice):
     capacity: int
     geometry: Geometry | None
 
-    def run(self, match: Match | ContinuedMatch) -> Fused | None:
+    def run(self, match: KVMatch) -> Fused | None:
         plan, clock = self.plan, self.clock
-        unread = [span for span in plan.reused if not plan.layout.is_cached(span)]
+        unread = [span for span in plan.reused if not plan.known.is_held(span)]
         texts = list(dict.fromkeys(span.whole for span in unread))
         numbers = {text: number for number, text in enumerate(texts)}
         with self.kv_sources.primary.read_ahead(texts, once=True) as reading:
@@ -119,18 +108,14 @@ class _FusedPass(_Choice):
                 with clock.phase("read"):
                     reading.start()
             with clock.phase("select"):
-                scorable = [span for span in plan.reused if not plan.layout.is_exact(span)]
+                scorable = [span for span in plan.reused if not plan.known.is_exact(span)]
                 view = PromptView(**self.seen(scorable, reading.start))
                 scores = dict(zip(scorable, plan.method.score(view), strict=True))
-            with suppress(ReadAgain):
-                return self._assemble_and_recompute(match, reading, numbers, scores)
-        while True:  # something turned out to be damaged, and is gone
-            with reading.again() as reading, suppress(ReadAgain):
-                return self._assemble_and_recompute(match, reading, numbers, scores)
+            return reading.until_whole(lambda reading: self._assemble_and_recompute(match, reading, numbers, scores))
 
     def _assemble_and_recompute(
         self,
-        match: Match | ContinuedMatch,
+        match: KVMatch,
         reading: ReadAhead,
         numbers: Mapping[str, int],
         scores: Mapping[Span, torch.Tensor],
@@ -142,8 +127,8 @@ class _FusedPass(_Choice):
         with clock.phase("assemble"):
             cache = self.runtime.new_cache(self.capacity)
             cache.geometry = self.geometry
-            if layout.num_cached:
-                match.write_to(cache)  # tokens after num_cached are overwritten
+            if plan.known.held.any():
+                match.write_to(cache)  # tokens that are not held are overwritten
             reused, pieces = self._pieces(reading, numbers)
             if not reused:
                 return None
@@ -180,7 +165,7 @@ class _FusedPass(_Choice):
         clock.reading_s += busy_s
         if began:
             clock.left_to_read_s = busy_s - began[0]
-        return replace(found, turns=match.turns if layout.is_continued else 0)
+        return found
 
     def _recompute(
         self,
@@ -192,7 +177,7 @@ class _FusedPass(_Choice):
         """Choose tokens on the assembled cache and recompute them. ``before_layer`` writes the stored KV of a layer;
         None if the cache has that of all layers."""
         plan, clock, runtime = self.plan, self.clock, self.runtime
-        layout, method, reused = plan.layout, plan.method, plan.reused
+        layout, known, method = plan.layout, plan.known, plan.method
         charged = 0
 
         def full_prefill() -> FusedCache:
@@ -208,7 +193,7 @@ class _FusedPass(_Choice):
                 full_prefill=full_prefill,
             )
             masks = method.select(view, scores)
-            rows = choose_rows(layout, reused, zip(scorable, masks, strict=True))
+            rows = choose_rows(known, zip(scorable, masks, strict=True))
             row_filter = method.row_filter(view, rows)
         with clock.phase("recompute"):
             method.prepare(view, masks)
@@ -226,19 +211,17 @@ class _FusedPass(_Choice):
             rows, charged = rows[row_filter.alive], charged + row_filter.charged
         else:
             charged += runtime.num_layers * int(torch.cat([*masks, torch.zeros(0, dtype=torch.bool)]).sum())
-        chosen = chunk_rows(rows, reused)
-        first = int(rows[0]) if cache.geometry is None else None
-        stale = None if cache.geometry is not None else stale_tokens(plan, rows, self.stale)
-        return Fused(cache, logits, plan, chosen, charged / runtime.num_layers, first, stale)
+        charged_tokens = charged / runtime.num_layers
+        return fused_of(cache, logits, plan, rows, charged_tokens, has_own_positions=cache.geometry is not None)
 
     def _pieces(self, reading: ReadAhead, numbers: Mapping[str, int]) -> tuple[list[Span], list[tuple[int, KV]]]:
         """The spans that could be read (a damaged one could not), and KV to write by its first slot."""
-        layout = self.plan.layout
+        layout, known = self.plan.layout, self.plan.known
         reused, pieces = list[Span](), list[tuple[int, KV]]()
-        if layout.num_prefix and not layout.num_cached:
+        if known.count(KVSource.PREFIX):
             pieces.append((0, part_of(self.kv_sources.prefix_caches.prefix_kv, 0, layout.num_prefix)))
         for span in self.plan.reused:
-            if layout.is_cached(span):
+            if known.is_held(span):
                 reused.append(span)
                 continue
             with self.clock.phase_within("read", "assemble"):
@@ -249,34 +232,30 @@ class _FusedPass(_Choice):
         return reused, pieces
 
 
-def chunk_rows(rows: torch.Tensor, reused: Sequence[Span]) -> list[int]:
-    numbers = rows.numpy()
-    borders = np.array([edge for span in reused for edge in (span.start, span.stop)])
-    inside = np.searchsorted(borders, numbers, side="right") % 2 == 1
-    found: list[int] = numbers[inside].tolist()
-    return found
+def fused_of(
+    state: State,
+    logits: torch.Tensor,
+    plan: Plan,
+    rows: torch.Tensor,
+    charged_tokens: float | None = None,
+    *,
+    has_own_positions: bool = False,
+) -> Fused:
+    """A prompt's KV after ``rows`` were computed. ``charged_tokens``: default those of the reused chunks among them.
+    ``has_own_positions``: the KV fits no other prompt."""
+    computed, stale = rows.numpy(), plan.known.stale.copy()
+    stale[computed] = False
+    chosen: list[int] = computed[plan.known.chunk[computed]].tolist()
+    charged_tokens = float(len(chosen)) if charged_tokens is None else charged_tokens
+    first = None if has_own_positions else int(computed[0])
+    return Fused(state, logits, plan, chosen, charged_tokens, first, None if has_own_positions else stale)
 
 
-def stale_tokens(plan: Plan, rows: torch.Tensor, known: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """``(num_tokens,)`` bool: tokens that keep a chunk's KV as it was stored, after ``rows`` were computed. ``known``:
-    the same of continued KV."""
-    stale = np.zeros(plan.layout.num_tokens, np.bool_)
-    for span in plan.reused:
-        stale[span.start : span.stop] = not plan.layout.is_exact(span)
-    if known is not None:
-        stale[: len(known)] = known
-    stale[rows.numpy()] = False
-    return stale
-
-
-def choose_rows(layout: Layout, reused: Iterable[Span], selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
-    """Strictly increasing int64 positions to compute: all tokens except the exact start and the ``reused`` chunks, plus
-    the selected chunk tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always
-    computed: its logits give the first new token."""
-    active = np.ones(layout.num_tokens, np.bool_)
-    active[: layout.num_known] = False
-    for span in reused:
-        active[span.start : span.stop] = False
+def choose_rows(known: KnownKV, selected: Iterable[tuple[Span, torch.Tensor]]) -> torch.Tensor:
+    """Strictly increasing int64 positions to compute: all tokens whose KV has no source, plus the selected chunk
+    tokens, of which each span has a ``(num_tokens,)`` bool mask. The prompt's last token is always computed: its logits
+    give the first new token."""
+    active = known.source == KVSource.COMPUTED
     chosen = [*selected]
     if chosen:  # all masks at once: a conversion of each would cost an operation
         lengths = [len(span.tokens) for span, _ in chosen]
@@ -295,9 +274,9 @@ def plan_ahead(runtime: ModelRuntime, plan: Plan, kv_sources: KVSources, *, cloc
     :attr:`~cacheclip_rag.methods.base.Method.plans_ahead`, for another process. Needs no weights of the primary. Raises
     ConfigurationError for another method, or one that changes positions."""
     method, layout = plan.method, plan.layout
-    assert plan.reused and plan.bypass is None and not layout.num_cached, "only stored chunks can be planned ahead"
+    assert plan.reused and plan.bypass is None and not plan.known.held.any(), "only stored chunks can be planned ahead"
     chosen = choose_ahead(plan, kv_sources, clock=clock)
-    rows = choose_rows(layout, plan.reused, chosen.items())
+    rows = choose_rows(plan.known, chosen.items())
     pieces = tuple(
         StoredPiece(span.start, key, span.first, len(span.tokens))
         for span, key in zip(plan.reused, plan.keys, strict=True)
@@ -326,19 +305,17 @@ def choose_ahead(
     *,
     clock: PhaseClock,
     when_read: Callable[[], None] | None = None,
-    stale: np.ndarray[Any, Any] | None = None,
 ) -> dict[Span, torch.Tensor]:
     """Per span that is not exact, a ``(num_tokens,)`` bool mask of the tokens to recompute, by a method that looks at
-    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. ``stale``: of continued
-    KV, ``(num_cached,)`` bool: tokens whose KV is a chunk's as it was stored. Raises ConfigurationError for another
+    no KV of the primary. ``when_read``: called when the auxiliary's KV is read. Raises ConfigurationError for another
     method."""
     method, layout = plan.method, plan.layout
     if not method.plans_ahead:
         raise ConfigurationError(f"method {method.name!r} chooses tokens by the primary's KV. Prefill with an engine.")
     if method.positions(layout, plan.reused) is not None:
         raise ConfigurationError(f"method {method.name!r} changes positions, which a fusion plan cannot say.")
-    spans = [span for span in plan.reused if not layout.is_exact(span)]
-    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock, stale=stale)
+    spans = [span for span in plan.reused if not plan.known.is_exact(span)]
+    choice = _Choice(plan=plan, kv_sources=kv_sources, clock=clock)
     unread: Any = _Unread(method.name)
     with clock.phase("select"):
         early = method.score(PromptView(**choice.seen(spans, when_read)))

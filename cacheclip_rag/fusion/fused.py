@@ -34,5 +34,3 @@ class Fused:
     stale: np.ndarray[Any, Any] | None = None
     """``(num_tokens,)`` bool: tokens whose KV is a chunk's as it was stored, but for a correction; None if no prompt
     may continue this KV."""
-    turns: int = 0
-    """Earlier answers whose KV the prompt continues."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,11 @@ import torch
 from ..base.clock import PhaseClock
 from ..plan.kv_sources import KVSources
 from ..plan.plan import Plan
+from ..prompt.known_kv import known_kv
 from ..runtime.base import State
-from ..runtime.transformers.continued import ContinuedMatch
-from ..runtime.transformers.prefix_cache import Match
-from ..store import KV, ReadAgain, ReadAhead, bytes_of
-from .fuse import choose_ahead, choose_rows, chunk_rows, stale_tokens
+from ..runtime.kept_kv import KVMatch, KVSource
+from ..store import KV, ReadAhead, bytes_of
+from .fuse import choose_ahead, choose_rows, fused_of
 from .fused import Fused
 from .wire import runs_of
 
@@ -47,9 +48,7 @@ class OrderedRuntime(Protocol):
     """What :func:`fuse_in_order` asks of a runtime beside :class:`~cacheclip_rag.runtime.Runtime`. Stored KV that is
     put together (``held``) is the runtime's own."""
 
-    def place(
-        self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
-    ) -> tuple[Any, list[PlacedKV]]:
+    def place(self, match: KVMatch, num_cached: int, pieces: Iterable[PlacedKV]) -> tuple[Any, list[PlacedKV]]:
         """KV at its positions in a prompt, and the pieces that could not be read. ``match``: KV of the prompt's first
         tokens, of which ``num_cached`` are used."""
 
@@ -85,90 +84,75 @@ def fuse_in_order(
 ) -> Fused | None:
     """See :meth:`cacheclip_rag.runtime.base.Runtime.fuse`."""
     with clock.phase("lookup"):
-        match: Match | ContinuedMatch = kv_sources.continued_match(plan) if plan.continues else kv_sources.match(plan)
+        match = kv_sources.match(plan.method, plan.layout, continued=plan.continues)
     with match:
-        layout = plan.layout.cached_until(match.num_exact, plan.reused, continued=match.num_tokens)
-        return _fused(runtime, replace(plan, layout=layout), kv_sources, match, capacity, clock)
+        known = known_kv(plan.layout, plan.reused, match.runs)
+        return _fused(runtime, replace(plan, known=known), kv_sources, match, capacity, clock)
 
 
 def _fused(
     runtime: OrderedRuntime,
     plan: Plan,
     kv_sources: KVSources,
-    match: Match | ContinuedMatch,
+    match: KVMatch,
     capacity: int,
     clock: PhaseClock,
 ) -> Fused | None:
-    known = None if match.stale is None else match.stale[: plan.layout.num_cached]
-    texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.layout.is_cached(span)))
+    texts = list(dict.fromkeys(span.whole for span in plan.reused if not plan.known.is_held(span)))
     with kv_sources.primary.read_ahead(texts) as reading:
         if not plan.method.needs_auxiliary:  # whose KV is needed first
             with clock.phase("read"):
                 reading.start()
-        chosen = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start, stale=known)
+        chosen = choose_ahead(plan, kv_sources, clock=clock, when_read=reading.start)
         with clock.phase("read"):
-            stored = _read(reading, texts)
+            stored = reading.until_whole(partial(_read, texts))
         clock.reading_s += reading.busy_s()
         with clock.phase("assemble"):
             kept, held = _placed(runtime, plan, kv_sources, match, stored)
     if not kept.reused:
         return None
-    layout, reused = kept.layout, kept.reused
-    rows = choose_rows(layout, reused, [(span, mask) for span, mask in chosen.items() if span in reused])
+    layout, known = kept.layout, kept.known
+    rows = choose_rows(known, [(span, mask) for span, mask in chosen.items() if span in kept.reused])
     runs = runs_of(rows.tolist())
     with clock.phase("recompute"):
         # continued KV was corrected when it was assembled
-        spans = [(span.start, span.stop) for span in chosen if span in reused and not layout.is_cached(span)]
+        spans = [(span.start, span.stop) for span in chosen if span in kept.reused and not known.is_held(span)]
         weight = plan.method.mean_change
         correct = runtime.late_correction(held, spans, runs, weight) if weight else None
         state, logits = runtime.compute_in_order(layout.token_ids, held, runs, capacity, before_last=correct)
-    computed = chunk_rows(rows, reused)
-    return Fused(
-        state,
-        logits,
-        kept,
-        computed,
-        float(len(computed)),
-        int(rows[0]),
-        stale_tokens(kept, rows, known),
-        match.turns if layout.is_continued else 0,
-    )
+    return fused_of(state, logits, kept, rows)
 
 
-def _read(reading: ReadAhead, texts: Sequence[str]) -> dict[str, KV | None]:
+def _read(texts: Sequence[str], reading: ReadAhead) -> dict[str, KV | None]:
     """Stored KV by text; None where it is missing or damaged."""
-    while True:
-        try:
-            found: dict[str, KV | None] = {text: reading.kv(number) for number, text in enumerate(texts)}
-            reading.wait(0)
-        except ReadAgain:  # something turned out to be damaged, and is gone
-            continue
-        return found
+    found: dict[str, KV | None] = {text: reading.kv(number) for number, text in enumerate(texts)}
+    reading.wait(0)
+    return found
 
 
 def _placed(
     runtime: OrderedRuntime,
     plan: Plan,
     kv_sources: KVSources,
-    match: Match | ContinuedMatch,
+    match: KVMatch,
     stored: Mapping[str, KV | None],
 ) -> tuple[Plan, Any]:
     """The stored KV at its positions in the prompt, and the plan without what could not be read."""
-    layout, prefix = plan.layout, None
-    by_piece = {}
-    if layout.num_prefix and not layout.num_cached:
+    layout, known = plan.layout, plan.known
+    pieces, gone = list[PlacedKV](), list[tuple[int, int]]()
+    if known.count(KVSource.PREFIX):
         kv = kv_sources.prefix_caches.prefix_kv
-        prefix = PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0)
+        pieces.append(PlacedKV(bytes_of(kv), kv.shape[3], 0, layout.num_prefix, 0))
     for span in plan.reused:
-        whole = None if layout.is_cached(span) else stored[span.whole]
-        if whole is not None:
-            by_piece[span.start] = PlacedKV(bytes_of(whole), whole.shape[3], span.first, len(span.tokens), span.start)
-    pieces = [*([prefix] if prefix is not None else []), *by_piece.values()]
-    held, unread = runtime.place(match, layout.num_cached, pieces)
-    gone = {piece.at for piece in unread}
-    if prefix is not None and any(piece is prefix for piece in unread):
-        layout = replace(layout, num_prefix=0)
-    readable = [
-        span for span in plan.reused if layout.is_cached(span) or (span.start in by_piece and span.start not in gone)
-    ]
-    return replace(plan.reusing(readable), layout=layout), held
+        if known.is_held(span):
+            continue
+        whole, count = stored[span.whole], len(span.tokens)
+        if whole is None:
+            gone.append((span.start, span.stop))
+        else:
+            pieces.append(PlacedKV(bytes_of(whole), whole.shape[3], span.first, count, span.start))
+    num_held = known.count(KVSource.CACHED, KVSource.CONTINUED)
+    held, unread = runtime.place(match, num_held, pieces)
+    gone += [(piece.at, piece.at + piece.count) for piece in unread]
+    kept = plan.reusing([span for span in plan.reused if span.start not in dict(gone)])
+    return replace(kept, known=known.without(gone)), held

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..fusion.fuse import choose_rows
     from ..guards.fidelity import Fidelity, compare, greedy, kl_divergence, own_answer, read_along
     from ..guards.identity import Identity, differences
+    from ..prompt.known_kv import known_kv
     from ..prompt.segments import segment_text
     from ..runtime.transformers.attention_pattern import Probe
     from ..runtime.transformers.cache import FusedCache, cache_argument
@@ -64,6 +65,7 @@ __all__ = [
     "greedy",
     "identity_of",
     "kl_divergence",
+    "known_kv",
     "make_texts",
     "own_answer",
     "pack_chunks",
@@ -103,6 +105,7 @@ _HOMES = {
     "greedy": "..guards.fidelity",
     "identity_of": "engines",
     "kl_divergence": "..guards.fidelity",
+    "known_kv": "..prompt.known_kv",
     "make_texts": "..timing.texts",
     "own_answer": "..guards.fidelity",
     "pack_chunks": "..selection.packed_chunks",

@@ -94,5 +94,5 @@ class Recompute(Method):
     def prepare(self, view: CacheView, masks: Sequence[torch.Tensor]) -> None:
         if self.correction:
             # continued KV was corrected when it was assembled
-            spans = [span for span in view.spans if not view.layout.is_cached(span)]
+            spans = [span for span in view.spans if not view.known.is_held(span)]
             install_correction(view.runtime, view.cache, spans, self.correction)

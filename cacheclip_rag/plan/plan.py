@@ -1,19 +1,18 @@
-"""The decisions for one request, without tensors."""
+"""From a request's segments to a plan: reused chunks, exact chunks, or the reason for plain prefill. No tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ..methods.base import Method
-    from ..prompt.layout import Layout, Span
-
-FOLLOW_UP_SHARE = 0.5
-"""Share of the recompute ratio that a prompt which continues the KV of an earlier one spends on its own question, among
-the tokens that no question has recomputed yet. The least that is shown to answer no worse than a fresh plan: on 100
-later questions F1 minus a fresh plan's is -0.11 at 0, -0.00 [-0.05, +0.04] at 0.25, +0.02 [-0.01, +0.06] at 0.5."""
+from ..finding.common_parts import standing_in
+from ..methods.base import Method
+from ..prompt.known_kv import KnownKV, known_kv
+from ..prompt.layout import Layout, Span, check_least_length, check_length, lay_out
+from ..prompt.segments import Chunk, Segment
+from ..runtime.kept_kv import KVRun, KVSource
+from .kv_sources import KVSources
 
 ROWS_FOR_EXACT_KV = 64
 """Rows that may be computed more if the KV is exact then. Few, because a pass over them takes little longer than one
@@ -69,11 +68,11 @@ class Plan:
     """The decisions for one request. A plan holds no tensors; :meth:`to_dict` is ready for JSON."""
 
     layout: Layout
-    """The prompt's token ids and the source of each token's KV."""
+    """The prompt's token ids, and what they are tokens of."""
     method: Method
     """The method, at the ratio that is used."""
-    reused: tuple[Span, ...] = ()
-    """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
+    known: KnownKV = field(compare=False, repr=False)
+    """The source of each token's KV: what is stored, and what earlier prompts left once that is held."""
     fallback: str | None = None
     """Why nothing is reused although the method reuses chunks; None otherwise."""
     obstructed: bool = False
@@ -98,6 +97,11 @@ class Plan:
     """Set if the recompute ratio was chosen by predicted time."""
 
     @property
+    def reused(self) -> tuple[Span, ...]:
+        """Chunks whose stored KV will be used, in prompt order; empty for plain prefill."""
+        return self.known.reused
+
+    @property
     def missing(self) -> tuple[Span, ...]:
         reused = {*self.reused, *self.in_full}
         return tuple(span for span in self.layout.chunks if span not in reused)
@@ -114,43 +118,18 @@ class Plan:
     @property
     def exact(self) -> tuple[Span, ...]:
         """Reused chunks whose KV equals full prefill's, so that none of their tokens is recomputed."""
-        return tuple(span for span in self.reused if self.layout.is_exact(span))
+        return tuple(span for span in self.reused if self.known.is_exact(span))
 
     @property
     def chunk_tokens(self) -> int:
-        return sum(len(span.tokens) for span in self.reused)
-
-    def computed_after(self, known: int, continued: int = 0) -> int:
-        """Number of prompt tokens that are computed if earlier prompts left the exact KV of ``known`` leading tokens,
-        and approximate KV up to ``continued``: fresh tokens, and as many of the reused chunks as the ratio allows."""
-        layout = self.layout.cached_until(known, self.reused, continued=continued)
-        unread = [span for span in self.reused if not layout.is_cached(span)]
-        of_any = self.reused if layout.is_continued else unread
-        stale = sum(span.stop - max(span.start, layout.num_exact) for span in of_any if not layout.is_exact(span))
-        budget = round(self.method.nominal_ratio * replace(self, layout=layout).rated_tokens)
-        unread_tokens = sum(len(span.tokens) for span in unread)
-        return layout.num_tokens - layout.num_known - unread_tokens + min(stale, budget)
-
-    @property
-    def rated_tokens(self) -> int:
-        """Chunk tokens of which the ratio is a share: all, but of those in continued KV none that are exact by now, and
-        :data:`FOLLOW_UP_SHARE` of the others."""
-        layout = self.layout
-        cached = [span for span in self.reused if layout.is_continued and layout.is_cached(span)]
-        continued = sum(len(span.tokens) for span in cached)
-        as_stored = replace(layout, num_exact=0)  # a chunk that is exact as stored counts as in a first question
-        approximate = sum(
-            len(span.tokens) if as_stored.is_exact(span) else max(0, span.stop - max(span.start, layout.num_exact))
-            for span in cached
-        )
-        # the same prompt again has the same answer
-        share = FOLLOW_UP_SHARE if layout.num_cached < layout.num_tokens - 1 else 0
-        return self.chunk_tokens - continued + round(share * approximate)
+        return int(self.known.chunk.sum())
 
     def reusing(self, spans: Sequence[Span]) -> Plan:
         """The plan without all reused chunks but ``spans``: the others could not be read."""
-        keys = dict(zip(self.reused, self.keys, strict=False))
-        return replace(self, reused=tuple(spans), keys=tuple(keys[span] for span in spans if span in keys))
+        kept = {span.start for span in spans}
+        keys = tuple(key for span, key in zip(self.reused, self.keys, strict=True) if span.start in kept)
+        gone = [(span.start, span.stop) for span in self.reused if span.start not in kept]
+        return replace(self, known=self.known.without(gone), keys=keys)
 
     def computing(self, texts: Collection[str]) -> Plan:
         """The plan that computes chunks of these texts in full."""
@@ -174,7 +153,7 @@ class Plan:
             "predicted_ttft_s": None if self.prediction is None else self.prediction.seconds,
             "predicted_plain_ttft_s": None if self.prediction is None else self.prediction.plain_s,
             "prompt_tokens": self.layout.num_tokens,
-            "prefix_tokens": self.layout.num_known,
+            "prefix_tokens": self.known.count(KVSource.PREFIX, KVSource.CACHED, KVSource.CONTINUED),
             "chunk_tokens": self.chunk_tokens,
             "budget_tokens": self.budget_tokens,
             "token_ids": list(self.layout.token_ids),
@@ -184,9 +163,111 @@ class Plan:
                     "stop": span.stop,
                     "kind": "chunk" if span.is_chunk else "fresh",
                     "reused": span in keys,
-                    "exact": span in keys and self.layout.is_exact(span),
+                    "exact": span in keys and self.known.is_exact(span),
                     "key": keys.get(span),
                 }
                 for span in self.layout.spans
             ],
         }
+
+
+def make_plan(
+    segments: Sequence[Segment],
+    method: Method,
+    kv_sources: KVSources,
+    *,
+    question: str | None = None,
+    documents: Sequence[str] = (),
+) -> Plan:
+    """Decide how a prompt is answered. The pipeline may then take plain prefill, or another ratio, instead.
+    ``question``: text that scores the chunks; default the text after the last chunk. ``documents``: texts that should
+    stand in the prompt. Raises PromptTooLongError."""
+    runtime = kv_sources.primary.runtime
+    context = kv_sources.primary.context
+    check_least_length([segment.text for segment in segments if not segment.control], runtime)
+    layout = lay_out(
+        segments,
+        runtime,
+        kv_sources.primary.tokenize,
+        kv_sources.prefix_caches.prefix_ids,
+        isolated=context.isolated,
+        is_after_prefix=not context.isolated and not context.text,
+    )
+    check_length(layout, runtime.context_tokens)
+    absent = count_absent(set(documents) - set(layout.altered), segments, (span.segment for span in layout.chunks))
+    plan = Plan(layout, method, known_kv(layout), question=question, not_found=absent)
+    if not method.reuses_chunks:
+        return plan
+    if layout.num_tokens > runtime.reuse_tokens:
+        obstacle = (
+            f"the prompt has {layout.num_tokens} tokens, and the rotary frequencies of model {runtime.name!r} change "
+            f"above {runtime.reuse_tokens}: reuse would not be exact"
+        )
+        return replace(plan, fallback=obstacle, obstructed=True)
+    plan = replace(plan, known=known_kv(layout, kv_sources.held(layout.chunks)))
+    missing = dict.fromkeys(span.whole for span in plan.missing)
+    plan = replace(plan, unusable=sum(map(kv_sources.primary.store.holds_text, missing)))
+    if not plan.reused:
+        return replace(plan, fallback=_nothing_found(plan, kv_sources))
+    return replace(plan, keys=tuple(kv_sources.primary.key(span.whole) for span in plan.reused))
+
+
+def least_computed(plan: Plan, runs: Sequence[KVRun]) -> Plan:
+    """The plan, or what computes fewer rows after ``runs`` of earlier prompts' KV: plain prefill after the exact ones,
+    or the recompute after all of them."""
+    exact = [run for run in runs if run.source == KVSource.CACHED]
+    known, ratio = sum(run.stop - run.start for run in exact), plan.method.nominal_ratio
+    plain = plan.layout.num_tokens - known
+    fused, shorter = (known_kv(plan.layout, plan.reused, each).computed_tokens(ratio) for each in (exact, runs))
+    if is_plain_better(plain, fused, shorter):
+        return replace(plan, bypass=f"the prefix cache holds {known} tokens of the prompt: plain prefill computes less")
+    return replace(plan, continues=shorter + ROWS_FOR_EXACT_KV < fused)
+
+
+def is_plain_better(plain: int, fused: int, continuing: int) -> bool:
+    """Whether plain prefill after exact KV, which computes ``plain`` rows, is better than a recompute after it, and
+    than one after approximate KV. Exact KV is worth a few rows."""
+    return plain < fused and plain <= continuing + ROWS_FOR_EXACT_KV
+
+
+def count_absent(documents: Iterable[str], segments: Iterable[Segment], chunks: Iterable[Segment]) -> int:
+    """Number of documents of which no part stands in a prompt, which has these chunks and parts of chunks."""
+    absent = set(documents)
+    for chunk in chunks if absent else ():
+        if isinstance(chunk, Chunk):
+            absent = {text for text in absent if not _overlaps(chunk, text)}
+    if not absent:
+        return 0  # most prompts: the whole prompt need not be compared
+    written = "".join(segment.text for segment in segments if not segment.control)
+    return len(absent - standing_in(written, absent))
+
+
+def _overlaps(chunk: Chunk, text: str) -> bool:
+    """Whether a part of a chunk holds a part of ``text``, which may itself be a part of the chunk."""
+    at = chunk.whole.find(text)
+    return at >= 0 and at < chunk.at + len(chunk.text) and chunk.at < at + len(text)
+
+
+def _nothing_found(plan: Plan, kv_sources: KVSources) -> str:
+    missing = list(dict.fromkeys(span.whole for span in plan.missing))
+    if not missing and plan.layout.altered:
+        return (
+            f"{len(plan.layout.altered)} chunks stand in the prompt in another form (escaped, with a mark in each "
+            "line, or with accents apart), which has other tokens: write them as they were precomputed, or precompute "
+            "them as the prompt has them"
+        )
+    if not missing:
+        return "no stored chunk found in the prompt"
+    why = f"none of the prompt's {len(missing)} chunks is in the store"
+    if not plan.unusable:
+        return why
+    scored = kv_sources.auxiliary is not None and len(kv_sources.primary.held(missing))
+    others = plan.unusable - scored
+    reasons = []
+    if scored:
+        assert kv_sources.auxiliary is not None
+        name = kv_sources.auxiliary.runtime.name
+        reasons.append(f"{scored} are stored for the primary model, but not for the auxiliary model {name!r}")
+    if others > 0:
+        reasons.append(f"{others} are for another model, dtype, system prompt or chunk context")
+    return f"{why} for these settings; {', '.join(reasons)}"

@@ -1,4 +1,4 @@
-"""The layout of a prompt: each token's position, and the source of its KV (shared prefix, chunk cache, fresh).
+"""The layout of a prompt: each token's position, and whether it is the shared prefix's, a chunk's or fresh.
 
 A prompt's text is tokenised as a whole, as by every other engine, so that ``full`` computes what anyone else computes.
 A stored chunk was tokenised by itself. Where its tokens stand in the prompt, with the same ids over the same
@@ -22,6 +22,8 @@ from .segments import Chunk, Fresh, Segment, tokenize_whole, without_parts
 
 LEAST_PART = 32
 """Least tokens of a chunk that are reused if only a part of it stands in the prompt."""
+MOST_PARTIAL = 0.9
+"""Largest share of a chunk's tokens in a partial hit."""
 _LEAST_RUN = 2
 """Least neighbouring tokens that are reused, if the chunk has more."""
 _NEAR = 16
@@ -65,33 +67,20 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A prompt's token ids and the source of each token's KV."""
+    """A prompt's token ids, and what they are tokens of."""
 
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...]
     num_prefix: int
     """Leading tokens that are those of the engine's shared prefix, exact as stored."""
-    opens_with_prefix: bool
-    """Whether the prompt begins with the whole shared prefix; always True for an empty prefix."""
-    exact_after_prefix: bool = True
-    """Whether chunk caches were computed right after the shared prefix. A chunk right after the prefix is then
-    exact."""
-    num_cached: int = 0
-    """Leading tokens whose KV earlier prompts left. If not 0, they exceed the shared prefix."""
-    is_continued: bool = False
-    """Whether these are continued KV, which is approximate; else they are from the prefix cache, which is exact."""
-    num_exact: int = 0
-    """Leading tokens of them that are from the prefix cache."""
+    exact_from: int | None = None
+    """Where a whole chunk is exact as it was stored: after the whole shared prefix, if chunk caches were computed right
+    behind that. None: nowhere."""
     altered: Mapping[str, int] = field(default_factory=dict)
     """Texts of which half or more stands in the prompt, but in another form (escaped, with a mark in each line, or
     with accents apart), so that no part of 32 or more tokens is alike; and how many tokens they have as chunks."""
     generation_prompt: str | None = None
     """What the chat template wrote before the answer; None if the prompt does not end with text of a template."""
-
-    @property
-    def num_known(self) -> int:
-        """Leading tokens whose KV is available as a whole. They are not computed again."""
-        return max(self.num_prefix, self.num_cached)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -105,29 +94,6 @@ class Layout:
     def chunks(self) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.is_chunk)
 
-    def is_exact(self, span: Span) -> bool:
-        """Whether a chunk's KV equals full prefill's: it comes right after the prefix it was computed with, or from the
-        prefix cache."""
-        after_prefix = self.exact_after_prefix and self.opens_with_prefix and span.start == self.num_prefix
-        return span.is_chunk and ((after_prefix and not span.first) or span.stop <= self.num_exact)
-
-    def is_cached(self, span: Span) -> bool:
-        """Whether all KV of a segment was left by earlier prompts."""
-        return span.stop <= self.num_cached
-
-    def cached_until(self, num_tokens: int, reused: Sequence[Span], *, continued: int = 0) -> Layout:
-        """This layout with ``num_tokens`` leading tokens from the prefix cache, and up to ``continued`` of continued KV
-        if that is more. If they end inside a reused chunk, they are cut to the chunk's start. If the shared prefix has
-        as many tokens, they are not used.
-        """
-        is_continued, num_exact = continued > num_tokens, num_tokens
-        num_tokens = max(num_tokens, continued)
-        num_cached = min((span.start for span in reused if span.start < num_tokens < span.stop), default=num_tokens)
-        is_continued &= num_cached > num_exact
-        if num_cached <= self.num_prefix:
-            num_cached, is_continued = 0, False
-        return replace(self, num_cached=num_cached, is_continued=is_continued, num_exact=min(num_exact, num_cached))
-
 
 def lay_out(
     segments: Sequence[Segment],
@@ -136,10 +102,11 @@ def lay_out(
     prefix_ids: Sequence[int],
     *,
     isolated: bool = False,
+    is_after_prefix: bool = False,
 ) -> Layout:
     """Tokenise a prompt and find the tokens of its chunks, as ``tokenize_chunk`` gives those of a whole stored chunk.
     ``isolated`` tokenises every chunk apart from the text around it, for models that were trained so: parts of chunks
-    are fresh text then."""
+    are fresh text then. ``is_after_prefix``: chunk caches were computed right behind the shared prefix."""
     spans: list[Span] = []
     for group in _groups(without_parts(segments) if isolated else segments, isolated):
         start = spans[-1].stop if spans else 0
@@ -155,8 +122,8 @@ def lay_out(
     most = max(0, min(len(prefix_ids), first_chunk, len(ids) - 1))
     num_prefix = next((n for n in range(most) if ids[n] != prefix_ids[n]), most)
     end = segments[-1].text if segments and segments[-1].control else None
-    opens_with_prefix = num_prefix == len(prefix_ids)
-    layout = Layout(tuple(ids), tuple(spans), num_prefix, opens_with_prefix, generation_prompt=end)
+    exact_from = num_prefix if is_after_prefix and num_prefix == len(prefix_ids) else None
+    layout = Layout(tuple(ids), tuple(spans), num_prefix, exact_from, generation_prompt=end)
     placed = {span.whole for span in spans if span.is_chunk}
     lost = [segment for segment in segments if isinstance(segment, Chunk) and segment.whole not in placed]
     return replace(layout, altered=_altered(lost, tokenize_chunk)) if lost else layout
@@ -306,6 +273,51 @@ def _equal_runs(
             low += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """A chunk, or what there is of it, in a prompt."""
+
+    spans: tuple[Span, ...]
+    """Its pieces, in prompt order."""
+    share: float
+    """Share of the chunk's tokens that stand here, each counted once."""
+
+
+def occurrences(spans: Iterable[Span]) -> list[Occurrence]:
+    """The chunks of a prompt, in the order in which they begin.
+
+    A chunk may stand in a prompt in several pieces: quoted line by line, split again, or in another order. Its pieces
+    count as one chunk. A piece of which half or more stood before, since the chunk last began, begins the chunk once
+    more: a text that stands twice counts twice.
+    """
+    found: list[tuple[list[Span], np.ndarray[Any, Any]]] = []
+    last: dict[str, int] = {}
+    for span in spans:
+        number = last.get(span.whole)
+        own = slice(span.first, span.first + len(span.tokens))
+        if number is None or not (span.continues or 2 * int(found[number][1][own].sum()) < len(span.tokens)):
+            number = last[span.whole] = len(found)
+            found.append(([], np.zeros(span.whole_tokens, np.bool_)))
+        pieces, there = found[number]
+        pieces.append(span)
+        there[own] = True
+    return [Occurrence(tuple(pieces), _share(there)) for pieces, there in found]
+
+
+def share_of(spans: Sequence[Span]) -> float:
+    """Share of a chunk's tokens in spans of this chunk, each counted once."""
+    there = np.zeros(spans[0].whole_tokens, np.bool_)
+    for span in spans:
+        there[span.first : span.first + len(span.tokens)] = True
+    return _share(there)
+
+
+def _share(there: np.ndarray[Any, Any]) -> float:
+    """The token at either end does not count as missing: the text around a chunk often changes it."""
+    tokens = int(there.sum())
+    return 1.0 if tokens + 2 >= len(there) else tokens / len(there)
+
+
 def check_least_length(texts: Sequence[str], runtime: Runtime) -> None:
     """Raise PromptTooLongError if the bytes of a prompt's texts prove that it does not fit the model's context. Such
     prompts are neither searched nor tokenised, which takes seconds for a megabyte."""
@@ -351,12 +363,15 @@ def question_text(layout: Layout) -> str:
     return after or "".join(span.segment.text for span in own if span.stop <= chunks[0].start).strip()
 
 
-def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
+def question_slots(
+    layout: Layout, question: str | None = None, continued: np.ndarray[Any, Any] | None = None
+) -> torch.Tensor:
     """Slots of the question's tokens, at least one. They come after the chunks, because the primary's rows attend to
     what is before them only.
 
     The question is ``question`` if it occurs after the last chunk, else all of the user's text after the last chunk,
-    else the prompt's last token. Text of the chat template does not belong to the question.
+    else the prompt's last token. Text of the chat template does not belong to the question, and nothing that is
+    ``continued`` (``(num_tokens,)`` bool): what earlier turns said is not computed again.
     """
     chunks = layout.chunks
     after = [s for s in layout.spans if not s.is_chunk and not s.segment.control and s.start >= chunks[-1].stop]
@@ -374,6 +389,6 @@ def question_slots(layout: Layout, question: str | None = None) -> torch.Tensor:
             for n, (a, b) in enumerate(span.tokens.offsets)
             if span.segment.text[a:b].strip()
         ]
-    if layout.is_continued:  # what earlier turns said is not computed again
-        found = [slot for slot in found if slot >= layout.num_cached]
+    if continued is not None:
+        found = [slot for slot in found if not continued[slot]]
     return torch.tensor(found or [layout.num_tokens - 1], dtype=torch.int64)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..base.clock import PhaseClock
-    from .transformers.prefix_cache import Match
+    from .kept_kv import KVMatch
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
@@ -287,7 +287,7 @@ class Runtime(ABC):
         last token's logits, ``(vocab_size,)``."""
 
     def prefill_from(
-        self, match: Match, ids: torch.Tensor, capacity: int, clock: PhaseClock
+        self, match: KVMatch, ids: torch.Tensor, capacity: int, clock: PhaseClock
     ) -> tuple[State, torch.Tensor]:
         """Plain prefill of ``ids`` that takes the KV of their first tokens from ``match``. Called only if
         ``keeps_prefixes``, for which ``can_extend`` is needed."""
@@ -299,7 +299,7 @@ class Runtime(ABC):
             wait_for(logits.device)
         return state, logits
 
-    def begin(self, match: Match, capacity: int) -> State:
+    def begin(self, match: KVMatch, capacity: int) -> State:
         """A state that holds the KV of ``match``, with room for ``capacity`` tokens. Called only if ``can_extend``."""
         raise AssertionError("begin was called on a runtime whose can_extend is False")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
 from ..runtime.transformers.model import ModelRuntime
-from ..store import KV, ReadAgain, ReadAhead, part_of
+from ..store import KV, ReadAhead, part_of
 from .heads import HeadSet
 from .packed_chunks import score_chunks
 from .scorers.auxiliary_attention import AuxiliaryAttention
@@ -80,7 +81,7 @@ class AuxiliaryPass:
         layers = pick_layers(unset, runtime.num_layers) if heads is None else heads.layers
         chosen = [pieces[text] for text in texts]
         with caches.read_ahead(texts, num_layers=max(layers) + 1, once=True, when_read=when_read) as reading:
-            raw = self._scores(chosen, asked, heads, layers, clock, reading)
+            raw = reading.until_whole(partial(self._scores, chosen, asked, heads, layers, clock))
             clock.reading_s += reading.busy_s()
         return _mapped(spans, dict(zip(texts, raw, strict=True)), pieces)
 
@@ -126,21 +127,17 @@ class AuxiliaryPass:
             with clock.phase_within("read", "select"):
                 reading.wait(layer)
 
-        try:
-            return score_chunks(
-                runtime,
-                caches.prefix_kv,
-                chunks(),
-                asked,
-                [len(piece.tokens) for piece in pieces],
-                layers=layers,
-                heads=heads,
-                before_layer=before_layer,
-                after_layer=reading.done,
-            )
-        except ReadAgain:  # something turned out to be damaged, and is gone
-            with reading.again() as another:
-                return self._scores(pieces, asked, heads, layers, clock, another)
+        return score_chunks(
+            runtime,
+            caches.prefix_kv,
+            chunks(),
+            asked,
+            [len(piece.tokens) for piece in pieces],
+            layers=layers,
+            heads=heads,
+            before_layer=before_layer,
+            after_layer=reading.done,
+        )
 
 
 @dataclass(frozen=True, slots=True)

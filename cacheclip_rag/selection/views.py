@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..prompt.known_kv import KnownKV
 from ..prompt.layout import Layout, Span
 from ..runtime.transformers.cache import FusedCache
 from ..runtime.transformers.model import ModelRuntime
@@ -18,6 +19,8 @@ class PromptView:
     """A prompt whose stored chunks are known but not read yet."""
 
     layout: Layout
+    known: KnownKV
+    """The source of each token's KV."""
     spans: Sequence[Span]
     """Reused chunks in prompt order, without exact chunks."""
     num_chunk_tokens: int

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import TypeVar
 
 from .codecs import HEAD_BYTES, Frame, StoredKV, checked_frame, keeps, new_memory, pins_memory
 from .entries import Entry
@@ -36,8 +37,12 @@ GPU's work."""
 _ALL = sys.maxsize
 
 
+T = TypeVar("T")
+
+
 class ReadAgain(Exception):
-    """KV that :meth:`ReadAhead.kv` gave turned out to be damaged or was replaced. Ask for all KV again."""
+    """KV that :meth:`ReadAhead.kv` gave turned out to be damaged or was replaced. Ask for all KV again
+    (:meth:`ReadAhead.until_whole`)."""
 
 
 class ReadAhead:
@@ -64,8 +69,7 @@ class ReadAhead:
         Args:
             codec: KV of a coarser codec counts as missing; default any codec will do.
             num_layers: read the first layers only, if no others are used; default all.
-            once: the caller uses the layers in order, each once, and calls :meth:`done` after each. After
-                :exc:`ReadAgain` it must go on with :meth:`again`.
+            once: the caller uses the layers in order, each once, and calls :meth:`done` after each.
             when_read: called when all is read, by the thread that read it. Not called if reading was stopped or failed.
             shapes: that the KV must have, by key; default any shape.
         """
@@ -151,9 +155,17 @@ class ReadAhead:
                 self._is_stale = False
                 raise ReadAgain
 
-    def again(self) -> ReadAhead:
-        """Another reading of the same keys, after :exc:`ReadAgain`."""
-        return self._again()
+    def until_whole(self, work: Callable[[ReadAhead], T]) -> T:
+        """What ``work`` returns, which asks a reading for KV. While KV that it got turns out to be damaged, which is
+        gone then, it is called once more; if layers are used once, with another reading of the same keys."""
+        try:
+            return work(self)
+        except ReadAgain:
+            if not self._once:
+                return self.until_whole(work)
+            self.close()
+        with self._again() as another:
+            return another.until_whole(work)
 
     def done(self, layer: int) -> None:
         """This layer is not used any more: its memory is given back if layers are used once."""

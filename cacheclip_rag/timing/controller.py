@@ -37,6 +37,8 @@ from ..base.paths import cache_home, write_json
 from ..fusion.answer import FusionStats
 from ..plan.kv_sources import KVSources
 from ..plan.plan import PayloadRead, Plan, Prediction, ReadTime
+from ..prompt.known_kv import known_kv
+from ..runtime.kept_kv import KVRun, KVSource
 from ..store import PAGE_CACHE, TimedRead
 
 logger = logging.getLogger(__name__)
@@ -99,12 +101,10 @@ class Work:
     def of(cls, plan: Plan, known: int) -> Work:
         """The work of a plan that reuses chunks. Where the ``known`` leading tokens of the prefix cache end inside a
         reused chunk, plain prefill goes on from there, and a fused prefill takes the whole chunk from the store."""
-        layout = plan.layout.cached_until(known, plan.reused)
-        unknown = [span for span in plan.reused if not layout.is_cached(span)]
-        exact = sum(len(span.tokens) for span in unknown if layout.is_exact(span))
-        stale = sum(len(span.tokens) for span in unknown) - exact
+        of_plan = known_kv(plan.layout, plan.reused, [KVRun(KVSource.CACHED, 0, known)])
+        exact = of_plan.count(KVSource.PREFIX, KVSource.CACHED, KVSource.OWN_CONTEXT)
         chunks = len({span.whole for span in plan.reused})
-        return cls(layout.num_tokens, known, layout.num_known + exact, stale, chunks)
+        return cls(plan.layout.num_tokens, known, exact, of_plan.count(KVSource.STORED), chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Profile:
             return NOTHING_TO_READ
         primary, scorer = kv_sources.primary, kv_sources.auxiliary
         unread = [span for span in plan.reused if span.stop > known]
-        scored = dict.fromkeys(span.whole for span in unread if not plan.layout.is_exact(span))
+        scored = dict.fromkeys(span.whole for span in unread if not plan.known.is_exact(span))
         found = {True: primary.reads_of(dict.fromkeys(span.whole for span in unread))}
         if scorer is not None:
             found[False] = scorer.caches.reads_of(scored)

@@ -17,8 +17,8 @@ from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.guards.fidelity import kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
-from cacheclip_rag.runtime.transformers.continued import ContinuedMatch
+from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE
+from cacheclip_rag.runtime.kept_kv import KVMatch, KVSource
 from cacheclip_rag.timing.controller import Controller, Cost, Profile
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -54,13 +54,13 @@ def wrong_in_history(
     ``planted``: exact KV is not looked at."""
     if planted:
         monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", lambda plan, *_: plan)
-    used, write = list[bool](), ContinuedMatch.write_to
+    used, write = list[bool](), KVMatch.write_to
 
-    def write_to(self: ContinuedMatch, cache: Any) -> None:
-        used.append(self.num_exact < self.num_tokens)
+    def write_to(self: KVMatch, cache: Any) -> None:
+        used.append(any(run.source == KVSource.CONTINUED for run in self.runs))
         write(self, cache)
 
-    monkeypatch.setattr(ContinuedMatch, "write_to", write_to)
+    monkeypatch.setattr(KVMatch, "write_to", write_to)
     generator, wrong, exact = random.Random(11), 0, list[tuple[int, ...]]()
     for _ in range(8):
         chosen = generator.sample(passages, generator.randint(1, len(passages)))
@@ -129,7 +129,7 @@ class TestContinued:
         self, make: Make, passages: list[str], method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The reference: the first prompt's own state, cut to what is equal, and extended by the rest."""
-        monkeypatch.setattr("cacheclip_rag.plan.plan.FOLLOW_UP_SHARE", 0.0)
+        monkeypatch.setattr("cacheclip_rag.prompt.known_kv.FOLLOW_UP_SHARE", 0.0)
         engine = make(method=method, recompute_ratio=0.4)
         engine.precompute(passages)
         chosen = engine.make_method(method, 0.4)
@@ -174,7 +174,7 @@ class TestContinued:
         plan = engine.plan(rag(passages))
         engine.generate(rag(passages), SHORT)
         with engine.prefixes.continued.match(engine.make_method("epic", 0.4), plan.layout.token_ids) as match:
-            stale = match.stale
+            (run,) = match.runs
         engine.prefixes.clear()
         trace = engine.generate(rag(passages), SHORT, trace=True).trace
         assert trace is not None
@@ -182,7 +182,7 @@ class TestContinued:
         for span in plan.reused:
             expected[span.start : span.stop] = span not in plan.exact
         expected[list(trace.recomputed)] = False
-        assert stale.tolist() == expected[: len(stale)].tolist()
+        assert run.stale is not None and run.stale.tolist() == expected[: run.stop].tolist()
 
     @pytest.mark.parametrize("is_cancelled", [False, True])
     @pytest.mark.parametrize("method", METHODS)

@@ -17,7 +17,7 @@ from cacheclip_rag.answering import completion
 from cacheclip_rag.answering.completion import IdleCompletion
 from cacheclip_rag.answering.turns import turns_of
 from cacheclip_rag.methods import preset
-from cacheclip_rag.plan.plan import FOLLOW_UP_SHARE
+from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag
@@ -140,7 +140,7 @@ class TestHalfDone:
     ) -> None:
         """The reference: plain prefill's KV in the first slots, and that of the first prompt after them. Planted: the
         approximate KV in all of them."""
-        monkeypatch.setattr("cacheclip_rag.plan.plan.FOLLOW_UP_SHARE", 0.0)
+        monkeypatch.setattr("cacheclip_rag.prompt.known_kv.FOLLOW_UP_SHARE", 0.0)
         chosen = half.make_method("cacheclip", 0.4)
         found = logits(half, rag(passages, "Where was it?"), chosen)
         exact, start = found.stats.cached_prefix_tokens, found.stats.continued_tokens
@@ -159,7 +159,7 @@ class TestHalfDone:
     ) -> None:
         """Also where every chunk is exact: what comes after it followed approximate KV. None of it is put into the
         prefix cache."""
-        monkeypatch.setattr("cacheclip_rag.plan.planner.ROWS_FOR_EXACT_KV", 0)
+        monkeypatch.setattr("cacheclip_rag.plan.plan.ROWS_FOR_EXACT_KV", 0)
         messages = [{"role": "user", "content": rag(passages, "Who?")}]
         answer = half.generate(messages, SHORT, finish="none")
         prefilled = logits(half, messages, preset("full"))

@@ -15,6 +15,7 @@ from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.layout import Layout, lay_out
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.cache import FusedCache, cache_argument
@@ -75,7 +76,7 @@ class Case:
         return [(s, torch.rand(len(s.tokens), generator=generator) < ratio) for s in self.layout.chunks]
 
     def rows(self, ratio: float) -> torch.Tensor:
-        return choose_rows(self.layout, self.layout.chunks, self.masks(ratio))
+        return choose_rows(known_kv(self.layout, self.layout.chunks), self.masks(ratio))
 
     def assembled(self, shift: int = 0, kv: dict[int, torch.Tensor] | None = None) -> Any:
         """The cache before recompute; with ``shift`` the chunks' keys are rotated to wrong positions."""

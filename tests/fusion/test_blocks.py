@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.runtime.kept_kv import KVMatch
 from cacheclip_rag.runtime.transformers import prefix_cache as blocks
 from cacheclip_rag.runtime.transformers.cache import FusedCache, FusedLayer
-from cacheclip_rag.runtime.transformers.prefix_cache import Match, PrefixCache
+from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from tests.conftest import CHUNKS, QUESTION
 from tests.fusion.cases import BROKEN, EXACT, gap, reference_logits
 
@@ -50,7 +51,7 @@ def filled(ids: Sequence[int]) -> FusedCache:
     return cache
 
 
-def assert_right(hit: Match, ids: Sequence[int]) -> None:
+def assert_right(hit: KVMatch, ids: Sequence[int]) -> None:
     """What a match writes is what the prompt's own cache holds."""
     cache, expected = empty(max(hit.num_tokens, 1)), filled(ids[: hit.num_tokens])
     hit.write_to(cache)
@@ -333,7 +334,7 @@ class TestRandomTraces:
         """Same hits, blocks, holders and evictions; no child without its parent; the limit never exceeded."""
         cache = PrefixCache(max_blocks * BLOCK_BYTES + spare, block_tokens=SIZE)
         reference = Reference(max_blocks)
-        held: list[tuple[Match, list[Whole]]] = []
+        held: list[tuple[KVMatch, list[Whole]]] = []
 
         def let_go(number: int) -> None:
             hit, blocks_held = held.pop(number)
@@ -445,7 +446,7 @@ class TestWithModel:
         expected = reference_logits(primary, second)
         reused, _, logits = self.answered(runtime, cache, second)
         assert gap(logits, expected) < EXACT
-        chains = [cache.match(ids.tolist()[:reused])._blocks or () for ids in (first, first.flip(0))]
+        chains = [cache._hold(cache._chain(tuple(ids.tolist()[:reused]))) for ids in (first, first.flip(0))]
         one, other = (chain[-1] for chain in chains)
         one.kv, other.kv = other.kv, one.kv
         assert gap(self.answered(runtime, cache, second)[2], expected) > BROKEN

@@ -18,6 +18,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, Fresh, SamplingParams
 from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
 from tests.conftest import QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
@@ -284,7 +285,7 @@ class TestKV:
                 first = max(0, min(span.first + shift, kv.shape[3] - len(span.tokens)))
                 pieces[span.start] = kv[:, :, :, first : first + len(span.tokens)]
             engine.primary.fill_all(cache, pieces.items())  # type: ignore[attr-defined]
-            rows = choose_rows(layout, layout.chunks, [])
+            rows = choose_rows(known_kv(layout, layout.chunks), [])
             return engine.primary.run_slots(cache, layout.ids[rows], rows)  # type: ignore[attr-defined]
 
         assert gap(found.logits, by_hand(0)) < EXACT

@@ -11,6 +11,7 @@ from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.fusion.fuse import choose_rows
 from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.transformers.attention import block_attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Geometry, causal_pattern
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
@@ -48,7 +49,7 @@ class TestApe:
         with torch.inference_mode():
             generated, stepped = greedy(case.runtime, fused.cache, fused.logits, 6, stop=False)
         ids = torch.cat((case.layout.ids, torch.tensor(generated)))
-        rows = choose_rows(case.layout, case.layout.chunks, [])
+        rows = choose_rows(known_kv(case.layout, case.layout.chunks), [])
         twin = replace(geometry, temperature=1.0)
         for step in range(1, len(generated)):
             slots = torch.cat((rows, torch.arange(case.layout.num_tokens, case.layout.num_tokens + step)))

@@ -10,6 +10,7 @@ import torch
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.fusion.fuse import choose_rows
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.transformers.attention_pattern import Geometry
 from cacheclip_rag.runtime.transformers.cache import cache_argument
 from tests.conftest import CHUNKS, lose
@@ -51,7 +52,7 @@ class TestOwnPositions:
         method = made("ape", temperature=1.0, scale=1.0)
         geometry = method.positions(case.layout, case.layout.chunks)
         assert geometry is not None and not torch.equal(geometry.positions, torch.arange(case.layout.num_tokens))
-        rows = choose_rows(case.layout, case.layout.chunks, [])
+        rows = choose_rows(known_kv(case.layout, case.layout.chunks), [])
         expected = placed_reference(case, assembled(case, geometry), rows, geometry.positions)
         assert gap(run(case, method).logits, expected) < EXACT
         assert gap(run(case, "direct").logits, expected) > BROKEN

@@ -98,7 +98,7 @@ class TestPlan:
             )
             for n, count in enumerate(parts)
         ]
-        missing = replace(plan, reused=(), keys=(), layout=replace(plan.layout, spans=tuple(spans)))
+        missing = replace(plan.reusing(()), layout=replace(plan.layout, spans=tuple(spans)))
         assert missing.missing_texts == (("a whole text",) if stored else ())
 
     def test_seconds_of_reading(self) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.finding.common_parts import pieces_in
-from cacheclip_rag.prompt.layout import Span
-from cacheclip_rag.prompt.occurrences import occurrences, share_of
+from cacheclip_rag.prompt.layout import Span, occurrences, share_of
 from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
 from cacheclip_rag.store import Catalog, TextIndex

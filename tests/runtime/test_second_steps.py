@@ -13,9 +13,11 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.layout import Layout, Span
 from cacheclip_rag.prompt.segments import Chunk, Fresh
 from cacheclip_rag.runtime.base import TokenizedText
+from cacheclip_rag.runtime.kept_kv import KVRun, KVSource
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from tests.conftest import CACHECLIP, SENTENCES
@@ -161,7 +163,7 @@ def layout_of(lengths: list[tuple[bool, int]], num_prefix: int) -> Layout:
         tokens = TokenizedText(tuple([7] * length), tuple((n, n + 1) for n in range(length)))
         segment = Chunk("x" * length, "x" * length) if is_chunk else Fresh("x" * length)
         spans.append(Span(segment, tokens, spans[-1].stop if spans else 0))
-    return Layout(tuple([7] * sum(n for _, n in lengths)), tuple(spans), num_prefix, True)
+    return Layout(tuple([7] * sum(n for _, n in lengths)), tuple(spans), num_prefix)
 
 
 class TestCutBack:
@@ -171,7 +173,8 @@ class TestCutBack:
         reused, kinds = layout.chunks, set()
         for exact in range(layout.num_tokens):
             for continued in range(layout.num_tokens):
-                cut = layout.cached_until(exact, reused, continued=continued)
+                runs = [KVRun(KVSource.CACHED, 0, exact), KVRun(KVSource.CONTINUED, exact, max(exact, continued), 1)]
+                cut = known_kv(layout, reused, runs)
                 sources = ["exact" if slot < exact else "continued" for slot in range(max(exact, continued))]
                 for span in reused:
                     if span.start < len(sources) < span.stop:
@@ -179,8 +182,9 @@ class TestCutBack:
                 if len(sources) <= layout.num_prefix:
                     sources = []
                 expected = (len(sources), "continued" in sources, sources.count("exact"))
-                assert (cut.num_cached, cut.is_continued, cut.num_exact) == expected, (exact, continued)
-                kinds.add((cut.is_continued, exact < continued, bool(cut.num_cached)))
+                found = int(cut.held.sum()), bool(cut.turns), cut.count(KVSource.CACHED)
+                assert found == expected, (exact, continued)
+                kinds.add((bool(cut.turns), exact < continued, bool(found[0])))
         assert len(kinds) == 5
 
     def test_an_answer_after_it_is_a_first_one(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +197,9 @@ class TestCutBack:
         engine.generate(rag([first, second, third]), SHORT, method="prefix")
         prompt = rag([first, second, other])
         ids, method = engine.plan(prompt).layout.token_ids, engine.make_method()
-        known, continued = engine.prefixes.known(ids), engine.prefixes.continued.known(method, ids)
+        known = engine.prefixes.known(ids)
+        with engine.prefixes.continued.match(method, ids) as kept:
+            continued = kept.num_tokens
         span = engine.plan(prompt).reused[-1]
         assert span.whole == other and span.start < known < continued < span.stop
         monkeypatch.setattr("cacheclip_rag.answering.pipeline.least_computed", continuing)
@@ -201,9 +207,9 @@ class TestCutBack:
         assert (stats.continued_tokens, stats.continued_turns, stats.stale_from) == (0, 0, None)
         assert stats.cached_prefix_tokens == span.start
         with engine.prefixes.continued.match(method, ids) as kept:
-            assert (kept.num_tokens, kept.turns) == (len(ids), 1)
+            assert [(run.stop, run.turns) for run in kept.runs] == [(len(ids), 1)]
 
 
-def continuing(plan: Any, known: int, continued: int) -> Any:
+def continuing(plan: Any, runs: object) -> Any:
     """As if the exact blocks had come after the plan was made."""
     return replace(plan, continues=True)

@@ -21,6 +21,7 @@ from cacheclip_rag.fusion.answer import FusionStats
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.models.load import register_runtime
 from cacheclip_rag.plan.plan import Prediction, ReadTime
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.selection.budget import FixedStarts
 from cacheclip_rag.selection.scorers import ChunkStart
 from cacheclip_rag.store import Backend, Catalog, ChunkStore, DiskBackend, MemoryBackend, Tiers, TimedRead, disk
@@ -108,9 +109,9 @@ class TestWork:
         plan = plan_of(engine)
         work = Work.of(plan, 0)
         assert (work.tokens, work.chunks) == (plan.layout.num_tokens, 4)
-        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_known
+        assert work.stale == plan.chunk_tokens and work.exact == plan.layout.num_prefix
         rows, _ = work.fused(0.0)
-        assert rows == plan.layout.num_tokens - plan.layout.num_known - plan.chunk_tokens
+        assert rows == plan.layout.num_tokens - plan.layout.num_prefix - plan.chunk_tokens
         second = plan.reused[1].start
         assert Work.of(plan, second).stale == plan.chunk_tokens - len(plan.reused[0].tokens)
 
@@ -130,7 +131,8 @@ class TestWork:
         plan = plan_of(engine)
         layout, first = plan.layout, plan.reused[0]
         assert first.start == layout.num_prefix and not plan.exact
-        plan = replace(plan, layout=replace(layout, exact_after_prefix=True))
+        layout = replace(layout, exact_from=first.start)
+        plan = replace(plan, layout=layout, known=known_kv(layout, plan.reused))
         assert plan.exact == (first,)
         stale = plan.chunk_tokens - len(first.tokens)
         for known in (0, 18, first.stop):

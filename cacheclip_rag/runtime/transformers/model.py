@@ -23,13 +23,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ...base.clock import PhaseClock
 from ...base.errors import ModelError
 from ...store import KV, join, layer_of
+from ..kept_kv import KVMatch
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
 from .attention import block_attention, query_attention, row_attention, sdpa_backends
 from .attention_pattern import AttentionPattern, AttentionRule, Geometry, PassEnded, Probe, causal_pattern
 from .batched_encoding import batches_of, encode_batch
 from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
 from .layer_hooks import install_layer_hooks
-from .prefix_cache import Match
 from .rotary import Tables, changed, rotate, unrotate
 from .row_filter import RowFilter
 from .text import TextModel, check_process
@@ -339,7 +339,7 @@ class ModelRuntime(TextModel):
             )
         return cache, output.logits[0, -1]
 
-    def begin(self, match: Match, capacity: int) -> FusedCache:
+    def begin(self, match: KVMatch, capacity: int) -> FusedCache:
         cache = self.new_cache(capacity)
         match.write_to(cache)
         return cache

@@ -15,13 +15,14 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
 from ...base.errors import ConfigurationError
-from .continued import ContinuedCache, KeptKV
+from ..kept_kv import KeptKV, KVMatch, KVRun, KVSource
+from .continued import ContinuedCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +49,7 @@ class _PrefixBlock:
     refs: int = 1
     """References by matches and inserts. A parent never has fewer references than its child."""
     kv: Any = field(default=None)
-    """What the runtime's state gives of these tokens (:class:`~.continued.KeptKV`). None while it is being copied."""
-
-
-class Match:
-    """The longest stored prefix of a prompt. Its blocks cannot be evicted until the ``with`` block ends."""
-
-    turns = 0
-    """As of a :class:`~.continued.ContinuedMatch`."""
-    stale = None
-
-    def __init__(
-        self, blocks: Sequence[_PrefixBlock], num_tokens: int, release: Callable[[Sequence[_PrefixBlock]], None]
-    ) -> None:
-        self._blocks: Sequence[_PrefixBlock] | None = blocks
-        self._release = release
-        self._lock = threading.Lock()
-        self.num_tokens = self.num_exact = num_tokens
-
-    def write_to(self, cache: KeptKV) -> None:
-        """Copy the KV of all blocks into slots 0 to ``num_tokens - 1`` of ``cache``."""
-        blocks = self._blocks
-        assert blocks is not None, "a released match cannot be read: its blocks may be evicted"
-        if blocks:
-            cache.write_blocks([block.kv for block in blocks], self.num_tokens)
-
-    def release(self, *_: object) -> None:
-        """Release the blocks. A second call does nothing."""
-        with self._lock:
-            blocks, self._blocks = self._blocks, None
-        if blocks:
-            self._release(blocks)
-
-    def __enter__(self) -> Match:
-        return self
-
-    __exit__ = release
+    """What the runtime's state gives of these tokens (:class:`KeptKV`). None while it is being copied."""
 
 
 class PrefixCache:
@@ -115,7 +81,7 @@ class PrefixCache:
         self._free: OrderedDict[bytes, _PrefixBlock] = OrderedDict()
         """Blocks without references, the next to be evicted first."""
         self._bytes = self._evictions = 0
-        self.cleared = 0
+        self.generation = 0
         """How often :meth:`clear` was called."""
         self._lock = threading.Lock()
         self._sharing = [self]
@@ -133,7 +99,7 @@ class PrefixCache:
         for each in self._sharing:
             each.continued.shrink()
 
-    def match(self, ids: Sequence[int]) -> Match:
+    def match(self, ids: Sequence[int]) -> KVMatch:
         """The longest stored prefix of ``ids`` in whole blocks. Use it in a ``with`` block, or release it.
 
         A caller that needs logits leaves out the last token, which must be computed.
@@ -141,7 +107,10 @@ class PrefixCache:
         chain = self._chain(tuple(ids))
         with self._lock:
             found = self._hold(chain)
-        return Match(found, len(found) * self.block_tokens, self._release)
+        if not found:
+            return KVMatch()
+        run = KVRun(KVSource.CACHED, 0, len(found) * self.block_tokens)
+        return KVMatch([(run, lambda: [block.kv for block in found])], partial(self._release, found))
 
     def known(self, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
@@ -151,12 +120,12 @@ class PrefixCache:
         self._release(found)
         return len(found) * self.block_tokens
 
-    def insert(self, ids: Sequence[int], cache: KeptKV, *, cleared: int | None = None) -> int:
+    def insert(self, ids: Sequence[int], cache: KeptKV, *, generation: int | None = None) -> int:
         """Store all new whole blocks of ``ids`` that fit; returns their number. Their KV is copied from slots 0 to
         ``len(ids) - 1``.
 
         Evicts blocks without references, but no block of ``ids``. The chain ends at a block that another thread is
-        storing; the next insert continues after it. ``cleared`` is what :attr:`cleared` was when the prompt was
+        storing; the next insert continues after it. ``generation`` is what :attr:`generation` was when the prompt was
         answered: if it is another number now, nothing is stored."""
         chain = self._chain(tuple(ids))
         if not chain:
@@ -165,7 +134,7 @@ class PrefixCache:
         assert length >= len(ids), f"the cache must hold the KV of all {len(ids)} tokens, it holds {length}"
         num_bytes = size * cache.token_bytes
         with self._lock:
-            if cleared not in (None, self.cleared):
+            if generation not in (None, self.generation):
                 return 0
             held = self._hold(chain)
             new = self._reserve(chain[len(held) :], held[-1] if held else None, num_bytes)
@@ -188,7 +157,7 @@ class PrefixCache:
         released."""
         self.continued.clear()
         with self._lock:
-            self.cleared += 1
+            self.generation += 1
             self._bytes -= sum(block.num_bytes for block in self._free.values())
             self._blocks.clear()
             self._free.clear()

@@ -35,7 +35,7 @@ from .weights import GgufWeights
 from .written import UnknownLayoutError, WrittenKV
 
 if TYPE_CHECKING:
-    from cacheclip_rag.plugins import ContinuedMatch, Match, PhaseClock
+    from cacheclip_rag.plugins import KVMatch, PhaseClock
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class LlamaRuntime(ChatText):
         assert logits is not None, "a prompt has a last token"
         return state, logits[0]
 
-    def begin(self, match: Match, capacity: int) -> LlamaState:
+    def begin(self, match: KVMatch, capacity: int) -> LlamaState:
         state = self._state(max(capacity, match.num_tokens))
         match.write_to(state)
         return state
@@ -254,10 +254,12 @@ class LlamaRuntime(ChatText):
         check_process(self.name, self._process)
         return fuse_in_order(self, plan, kv_sources, capacity=capacity, clock=clock)
 
-    def place(
-        self, match: Match | ContinuedMatch, num_cached: int, pieces: Iterable[PlacedKV]
-    ) -> tuple[Cells, list[PlacedKV]]:
-        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read."""
+    def place(self, match: KVMatch, num_cached: int, pieces: Iterable[PlacedKV]) -> tuple[Cells, list[PlacedKV]]:
+        """Cells with KV at its positions in a prompt, and the pieces that llama.cpp could not read.
+
+        Args:
+            match: KV of the prompt's first tokens, of which ``num_cached`` are used.
+        """
         pieces = list(pieces)
         before = self._state(match.num_tokens + sum(piece.num_tokens for piece in pieces))
         held = before.cells

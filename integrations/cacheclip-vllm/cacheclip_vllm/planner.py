@@ -31,6 +31,7 @@ from cacheclip_rag.guards.misses import MissWarning
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.models.load import concrete, load_planning
 from cacheclip_rag.plan.plan import Plan
+from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.messages import Documents, Prompt
 from cacheclip_rag.prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
 from cacheclip_rag.prompt.tools import check_tools
@@ -204,7 +205,8 @@ class Planner:
         clock = PhaseClock()
         request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
         sources = self.parts.kv_sources(chosen)
-        plan = self._answering.plan(request, sources, clock)
+        with clock.phase("lookup"):
+            plan = self._answering.plan(request)
         for observer in self.observers:
             observer.on_plan(plan, sources)
         ids = plan.layout.token_ids
@@ -264,8 +266,8 @@ def _needs_weights(method: Method) -> str | None:
 def _plain_stats(plan: Plan, reason: str | None, clock: PhaseClock) -> FusionStats:
     """Statistics of a prompt that vLLM prefills in full. Hits are those of the plan, as if it were carried out."""
     hits = stats_of(plan, clock)
-    layout = replace(plan.layout, num_prefix=0, num_cached=0)
-    stats = stats_of(replace(plan.reusing(()), layout=layout), clock)
+    nothing = known_kv(replace(plan.layout, num_prefix=0))
+    stats = stats_of(replace(plan, known=nothing, keys=()), clock)
     reuses = plan.method.reuses_chunks
     return replace(
         stats,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.plan.plan import ROWS_FOR_EXACT_KV
+from cacheclip_rag.plan.plan import is_plain_better
 
 from .passes import computed_rows
 
@@ -102,7 +102,7 @@ class PrefixBlocks:
             ways.append((rows, first, [*request.block_hashes], request.cache_salt))
             request.block_hashes[:], request.cache_salt = hashes, given
         rows, first, own, salted = min(ways, key=lambda way: way[0])
-        if plain < rows or (plain < fresh and plain <= rows + ROWS_FOR_EXACT_KV):
+        if is_plain_better(plain, max(fresh, rows), rows):
             return False
         request.block_hashes[:], request.cache_salt = own, salted
         self._salted[request.request_id] = _Salted(plan, first, tuple(hashes), given)

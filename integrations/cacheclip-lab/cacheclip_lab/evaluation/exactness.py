@@ -23,6 +23,7 @@ from cacheclip_rag.measuring import (
     extending_model,
     greedy,
     kl_divergence,
+    known_kv,
     prefix_caches,
     read_along,
     stock_attention,
@@ -230,7 +231,7 @@ def _no_future(engine: CacheClipEngine, prompt: EvaluationPrompt) -> Check:
         assert kv is not None, "its chunks were precomputed"
         pieces[span.start] = kv.tensor()[:, :, :, span.first : span.first + len(span.tokens)]
     masks = [(span, torch.arange(len(span.tokens)) % 3 == 0) for span in layout.chunks]
-    rows = choose_rows(layout, layout.chunks, masks)
+    rows = choose_rows(known_kv(layout, layout.chunks), masks)
     generator = torch.Generator().manual_seed(0)
     changed = layout.ids.clone()
     changed[border:] = torch.randint(0, runtime.vocab_size, changed[border:].shape, generator=generator)

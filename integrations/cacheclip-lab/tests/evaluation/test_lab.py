@@ -27,6 +27,7 @@ from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
 from cacheclip_rag.chunks.context import CONTEXTS, ChunkContext
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag.measuring import known_kv
 from cacheclip_rag.methods import PRESET_NAMES, preset
 from cacheclip_rag.methods.base import Method
 from cacheclip_rag.methods.direct import Direct
@@ -514,7 +515,8 @@ class TestQuestions:
         assert Fresh("\n\nQuestion: What is said of number 0?\nAnswer:") in asked.segments
         assert asked.metrics == ("f1", "em", "contains") and asked.max_tokens == 32
         prefilled = engine.prefill(asked.segments, method=lab(config).runs[0].method)
-        assert prefilled.layout.is_exact(prefilled.layout.chunks[0]), "the instruction is shared prefix"
+        chunks = prefilled.layout.chunks
+        assert known_kv(prefilled.layout, chunks).is_exact(chunks[0]), "the instruction is shared prefix"
 
     def test_needles_open_the_answer(self, config: EngineConfig) -> None:
         meta = {"opening": "Some are hidden.\n", "closing": "\nWhat are they?", "answer_prefix": " They are"}
