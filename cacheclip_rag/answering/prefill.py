@@ -106,24 +106,24 @@ class Prefilling:
             return self._plain(plan)
         if plan.bypass is not None:
             planned = stats_of(plan, self.clock)  # hits and misses are those of the plan
-            found = self._plain_instead(plan, plan.bypass, planned)
-            return replace(found, stats=replace(found.stats, bypassed=True))
+            prefilled = self._plain_instead(plan, plan.bypass, planned)
+            return replace(prefilled, stats=replace(prefilled.stats, bypassed=True))
         capacity = plan.layout.num_tokens + self.answer_tokens
         fused = self.kv_sources.primary.runtime.fuse(plan, self.kv_sources, capacity=capacity, clock=self.clock)
         if fused is None:
             why = f"no chunk of {len(plan.layout.chunks)} could be read"
             return self._plain(replace(plan.reusing(()), fallback=why))
-        found = self._fused(fused)
-        sure, least = found.stats.confidence, plan.method.min_confidence
+        prefilled = self._fused(fused)
+        sure, least = prefilled.stats.confidence, plan.method.min_confidence
         assert sure is not None, "every prefill has a confidence"
-        if found.is_exact or sure >= least:
-            return found
-        plan, tried, seen = fused.plan, found.stats, found.trace
-        del fused, found  # memory holds one prompt's KV at a time
+        if prefilled.is_exact or sure >= least:
+            return prefilled
+        plan, tried, seen = fused.plan, prefilled.stats, prefilled.trace
+        del fused, prefilled  # memory holds one prompt's KV at a time
         why = f"confidence {sure:.2f} at recompute ratio {plan.method.nominal_ratio:.2g}, below {least:.2g}"
-        found = self._plain_instead(plan, why, tried)
-        charged = found.stats.charged_ratio + tried.charged_ratio
-        return replace(found, stats=replace(found.stats, gated=True, charged_ratio=charged), trace=seen)
+        prefilled = self._plain_instead(plan, why, tried)
+        charged = prefilled.stats.charged_ratio + tried.charged_ratio
+        return replace(prefilled, stats=replace(prefilled.stats, gated=True, charged_ratio=charged), trace=seen)
 
     def keep_exact(self, num_plain: int | None = None) -> Keep:
         """Takes KV into the prefix cache: that of the first ``num_plain`` tokens, which equals plain prefill's."""
@@ -132,9 +132,9 @@ class Prefilling:
 
     def _plain_instead(self, plan: Plan, why: str, planned: FusionStats) -> Prefilled:
         """Plain prefill of a plan that reuses chunks, which ``planned`` counts."""
-        found = self._plain(replace(plan.reusing(()), fallback=why))
+        prefilled = self._plain(replace(plan.reusing(()), fallback=why))
         counts = {name: getattr(planned, name) for name in _COUNTS}
-        return replace(found, stats=replace(found.stats, **counts), missing=plan.missing_texts)
+        return replace(prefilled, stats=replace(prefilled.stats, **counts), missing=plan.missing_texts)
 
     def _fused(self, fused: Fused) -> Prefilled:
         plan, recomputed, sources = fused.plan, fused.recomputed, self.kv_sources
@@ -206,8 +206,8 @@ def stats_of(
     :class:`~cacheclip_rag.fusion.fused.Fused`."""
     layout, known = plan.layout, plan.known
     chunk_tokens = plan.chunk_tokens
-    found = occurrences((*plan.reused, *plan.in_full))
-    partial = [chunk.share for chunk in found if chunk.share <= MOST_PARTIAL]
+    hits = occurrences((*plan.reused, *plan.in_full))
+    partial = [chunk.share for chunk in hits if chunk.share <= MOST_PARTIAL]
     prefix_tokens = int((~known.chunk & (known.source != KVSource.COMPUTED)).sum())
     return FusionStats(
         method=plan.method.name,
@@ -218,7 +218,7 @@ def stats_of(
         chunk_tokens=chunk_tokens,
         recomputed_tokens=recomputed,
         nominal_ratio=plan.method.nominal_ratio,
-        hits=len(found),
+        hits=len(hits),
         exact_tokens=_chunk_tokens(plan.exact),
         misses=len(occurrences(plan.missing)) + len(layout.altered),
         missed_tokens=_chunk_tokens(plan.missing) + sum(layout.altered.values()),

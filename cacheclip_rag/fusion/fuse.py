@@ -160,12 +160,12 @@ class _FusedPass(_Choice):
         scored = [span for span in scores if span in reused]
         pass_ = replace(self, plan=kept)
         missing = None if plan.method.reads_cache else before_layer
-        found = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
+        fused = pass_._recompute(cache, scored, [scores[span] for span in scored], missing)
         busy_s = reading.busy_s()
         clock.reading_s += busy_s
         if began:
             clock.left_to_read_s = busy_s - began[0]
-        return found
+        return fused
 
     def _recompute(
         self,

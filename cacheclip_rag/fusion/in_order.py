@@ -125,9 +125,9 @@ def _fused(
 
 def _read(texts: Sequence[str], reading: ReadAhead) -> dict[str, KV | None]:
     """Stored KV by text; None where it is missing or damaged."""
-    found: dict[str, KV | None] = {text: reading.kv(number) for number, text in enumerate(texts)}
+    stored: dict[str, KV | None] = {text: reading.kv(number) for number, text in enumerate(texts)}
     reading.wait(0)
-    return found
+    return stored
 
 
 def _placed(

@@ -70,12 +70,12 @@ class ContinuedCache:
         with the match."""
         exact = exact or KVMatch()
         with self._lock:
-            found, length = self._nearest(method, np.asarray(ids, np.int64))
+            nearest, length = self._nearest(method, np.asarray(ids, np.int64))
         first = exact.num_tokens
-        if found is None or length <= first:
+        if nearest is None or length <= first:
             return exact
-        run = KVRun(KVSource.CONTINUED, first, length, found.turns, found.stale[first:length])
-        return KVMatch([*(exact.parts or ()), (run, partial(self._use, found))], exact.release)
+        run = KVRun(KVSource.CONTINUED, first, length, nearest.turns, nearest.stale[first:length])
+        return KVMatch([*(exact.parts or ()), (run, partial(self._use, nearest))], exact.release)
 
     def insert(
         self,

@@ -106,11 +106,11 @@ class PrefixCache:
         """
         chain = self._chain(tuple(ids))
         with self._lock:
-            found = self._hold(chain)
-        if not found:
+            blocks = self._hold(chain)
+        if not blocks:
             return KVMatch()
-        run = KVRun(KVSource.CACHED, 0, len(found) * self.block_tokens)
-        return KVMatch([(run, lambda: [block.kv for block in found])], partial(self._release, found))
+        run = KVRun(KVSource.CACHED, 0, len(blocks) * self.block_tokens)
+        return KVMatch([(run, lambda: [block.kv for block in blocks])], partial(self._release, blocks))
 
     def known(self, ids: Sequence[int]) -> int:
         """Number of tokens that :meth:`match` would match now."""
