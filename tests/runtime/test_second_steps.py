@@ -13,11 +13,6 @@ from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.prompt.known_kv import known_kv
-from cacheclip_rag.prompt.layout import Layout, Span
-from cacheclip_rag.prompt.segments import Chunk, Fresh
-from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.kept_kv import KVRun, KVSource
 from cacheclip_rag.runtime.transformers.cache import FusedCache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from tests.conftest import CACHECLIP, SENTENCES
@@ -157,36 +152,7 @@ class TestCopiesThatFail:
         assert cache.insert(ids, filled(ids)) == 6 - whole and found(cache, ids) == len(ids)
 
 
-def layout_of(lengths: list[tuple[bool, int]], num_prefix: int) -> Layout:
-    spans: list[Span] = []
-    for is_chunk, length in lengths:
-        tokens = TokenizedText(tuple([7] * length), tuple((n, n + 1) for n in range(length)))
-        segment = Chunk("x" * length, "x" * length) if is_chunk else Fresh("x" * length)
-        spans.append(Span(segment, tokens, spans[-1].stop if spans else 0))
-    return Layout(tuple([7] * sum(n for _, n in lengths)), tuple(spans), num_prefix)
-
-
 class TestCutBack:
-    def test_continued_is_what_is_used_of_approximate_kv(self) -> None:
-        """Against each slot's source, one by one."""
-        layout = layout_of([(False, 3), (True, 4), (False, 2), (True, 5), (False, 3)], 2)
-        reused, kinds = layout.chunks, set()
-        for exact in range(layout.num_tokens):
-            for continued in range(layout.num_tokens):
-                runs = [KVRun(KVSource.CACHED, 0, exact), KVRun(KVSource.CONTINUED, exact, max(exact, continued), 1)]
-                cut = known_kv(layout, reused, runs)
-                sources = ["exact" if slot < exact else "continued" for slot in range(max(exact, continued))]
-                for span in reused:
-                    if span.start < len(sources) < span.stop:
-                        sources = sources[: span.start]
-                if len(sources) <= layout.num_prefix:
-                    sources = []
-                expected = (len(sources), "continued" in sources, sources.count("exact"))
-                found = int(cut.held.sum()), bool(cut.turns), cut.count(KVSource.CACHED)
-                assert found == expected, (exact, continued)
-                kinds.add((bool(cut.turns), exact < continued, bool(found[0])))
-        assert len(kinds) == 5
-
     def test_an_answer_after_it_is_a_first_one(self, engine: CacheClipEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """The KV that an earlier prompt left ends inside a chunk of this one, and so do exact blocks. Neither is used
         beyond the chunk's start, so that nothing of it is approximate."""
