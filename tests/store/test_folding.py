@@ -97,6 +97,12 @@ def test_every_form_of_a_text_is_one(language: str) -> None:
         assert seen(write(text)) == seen(text), form
 
 
+@pytest.mark.parametrize("form", ["JSON", "JSON in JSON", "Python's ascii", "bytes of Python"])
+def test_escaped_ends_of_lines_are_left_out(form: str) -> None:
+    text = "Rooms:\n\t4 halls and\r\na tower.\n"
+    assert seen(FORMS[form](text)) == seen(text)
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_compatible_letters_are_one(language: str) -> None:
     text = LANGUAGES[language].replace("\U0001d7ed\U0001d7ee", "")  # letters of another font look different
