@@ -234,9 +234,9 @@ class Search:
             stored = self._look_up(anchors)
             pairs = pairs_of(anchors, places, joined([stored, *also]) if also else stored, _OF_PARTS)
             candidates = self._candidates(places, pairs)
-            if wanted := {content for content, *_ in candidates if content >= 0}:
-                self._written |= self._read(wanted)
-            yield from self._parts_of(candidates)
+            if candidates:
+                self._written |= self._read({content for content, *_ in candidates if content >= 0})
+                yield from self._parts_of(candidates)
 
     def _candidates(self, places: Column, pairs: tuple[Column, Column, Column]) -> list[list[int]]:
         """Which texts to compare: number, how far it is moved, its first and its last anchor in the prompt, at the

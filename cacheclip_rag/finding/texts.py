@@ -262,16 +262,12 @@ class TextIndex:
         search = Search(prompt, whole, self._places, self._contents)
         if others:
             found = {prompt[match.start : match.stop] for match in whole}
-            stored = dict.fromkeys(text for text in others if text not in found and self._is_known(text))
+            stored = dict[str, None]()
+            with suppress(StoreError):  # if the catalog cannot be used, none is known to be stored
+                stored = dict.fromkeys(text for text in others if text not in found and self.known(text))
             given = [text for text in others if text not in found and text not in stored]
             search.take([*stored], given, whole_matches(prompt, hashes, least, [*_rows_of(given)]))
         return search.matches()
-
-    def _is_known(self, text: str) -> bool:
-        """Whether a text is stored. False if the catalog cannot be used."""
-        with suppress(StoreError):
-            return self.known(text)
-        return False
 
     def _name(self, row: TextRow) -> tuple[str, int, int, int, bytes]:
         return self._namespace, row.reach, row.anchor, row.ending, row.digest
