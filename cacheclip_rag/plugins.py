@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING
 from .base.late import late_names
 
 if TYPE_CHECKING:
-    from .base.checks import check_choice, did_you_mean
+    from .base.checks import (
+        check_choice,
+        check_namespace,
+        check_number,
+        check_probability,
+        check_ratio_and_limit,
+        check_whole_number,
+        did_you_mean,
+    )
     from .base.clock import PhaseClock
     from .base.database import Database, FormatError, OutageWarning, may_be_whole
     from .base.errors import is_panic
@@ -34,7 +42,16 @@ if TYPE_CHECKING:
     from .base.progress import progress_bar
     from .base.python import python_command, python_environment
     from .base.urls import shown_url
-    from .cli.common import JsonOption, Rows, VariantsOption, format_bytes, print_json, print_tables
+    from .cli.common import (
+        JsonOption,
+        Rows,
+        VariantsOption,
+        check_backend,
+        format_bytes,
+        parse_bytes,
+        print_json,
+        print_tables,
+    )
     from .cli.options import CommandSettings, engine_options
     from .cli.plugins import Commands, Companion
     from .cli.tables import Table
@@ -84,11 +101,17 @@ _HOMES = {
     "atomic_path": "..base.paths",
     "cache_home": "..base.paths",
     "check_architecture": "..runtime.transformers.architectures",
+    "check_backend": "..cli.common",
     "check_choice": "..base.checks",
     "check_encodable": "..runtime.transformers.text",
+    "check_namespace": "..base.checks",
+    "check_number": "..base.checks",
+    "check_probability": "..base.checks",
     "check_process": "..runtime.transformers.text",
+    "check_ratio_and_limit": "..base.checks",
     "check_room": "..models.memory",
     "check_tensors": "..runtime.transformers.weight_files",
+    "check_whole_number": "..base.checks",
     "did_you_mean": "..base.checks",
     "engine_options": "..cli.options",
     "expanded": "..base.paths",
@@ -103,6 +126,7 @@ _HOMES = {
     "markers_among": "..runtime.base",
     "may_be_whole": "..base.database",
     "offsets": "..methods.correction",
+    "parse_bytes": "..cli.common",
     "print_json": "..cli.common",
     "print_tables": "..cli.common",
     "processor_name": "..base.machine",
@@ -119,6 +143,7 @@ _HOMES = {
     "uses_tools": "..models.loaders",
 }
 __all__ = [
+    "late_names",
     "CALL_MARKERS",
     "REASONING_MARKERS",
     "ChatText",
@@ -149,11 +174,17 @@ __all__ = [
     "atomic_path",
     "cache_home",
     "check_architecture",
+    "check_backend",
     "check_choice",
     "check_encodable",
+    "check_namespace",
+    "check_number",
+    "check_probability",
     "check_process",
+    "check_ratio_and_limit",
     "check_room",
     "check_tensors",
+    "check_whole_number",
     "did_you_mean",
     "engine_options",
     "expanded",
@@ -168,6 +199,7 @@ __all__ = [
     "markers_among",
     "may_be_whole",
     "offsets",
+    "parse_bytes",
     "print_json",
     "print_tables",
     "processor_name",

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..base.errors import MissingExtraError
 from ..base.removed import OPTIONS, refuse_removed
-from . import ask, explain, ingest, models, profile, serve, store
+from . import ask, explain, ingest, models, profile, store
 from .common import guarded
 from .options import SettingsCommand
 from .plugins import CommandLine
@@ -77,9 +77,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=SettingsCommand)(_command)
-app.command("serve", cls=SettingsCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    serve.serve
-)
 app.load_later({"models": models.app, "store": store.app})
 
 

@@ -13,15 +13,23 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.checks import check_choice
 from ..base.errors import CacheClipError, ConfigurationError, DocumentError, UnknownModelError
 from ..base.urls import shown_url
 from .options import existing_store
 
 
-def _checked_backend(name: str) -> str:
-    from cacheclip_serve.backend import check_backend
+BACKENDS = ("transformers", "vllm")
+"""What runs the primary: values of ``--backend``."""
 
-    check_backend(name)
+
+def check_backend(name: str) -> str:
+    """The name, unless it is none of :data:`BACKENDS`.
+
+    Raises:
+        ConfigurationError: it is none of them.
+    """
+    check_choice("backend", name, BACKENDS)
     return name
 
 
@@ -39,7 +47,7 @@ BackendOption = Annotated[
     str,
     typer.Option(
         "--backend",
-        callback=_checked_backend,
+        callback=check_backend,
         help="What runs the primary: transformers in this process, or vllm.",
     ),
 ]

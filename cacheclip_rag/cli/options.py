@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 from ..base.checks import by_real_names, check_store_url, did_you_mean, store_place
 from ..base.errors import ConfigurationError, StoreError
 from ..base.paths import expanded, is_url
-from ..base.removed import OPTIONS
+from ..base.removed import OPTIONS, refuse_removed
 from ..base.urls import shown_url
 from ..config import EngineConfig
 from .tables import TABLES, Table
@@ -159,7 +159,8 @@ def engine_options(*names: str) -> Callable[[_Run], _Run]:
 
 
 class SettingsCommand(TyperCommand):
-    """A command. An option that became a setting of the file is refused with the line to write there."""
+    """A command. An option that became a setting of the file is refused with the line to write there, and one that is
+    gone among those that it passes on."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
@@ -167,7 +168,9 @@ class SettingsCommand(TyperCommand):
         for option in names:
             if option.startswith("--") and option not in known and (instead := _instead(self.name, option)):
                 raise ConfigurationError(instead)
-        return super().parse_args(ctx, args)
+        left: list[str] = super().parse_args(ctx, args)
+        refuse_removed([each.partition("=")[0] for each in ctx.args], OPTIONS)
+        return left
 
 
 def _instead(command: str | None, option: str) -> str | None:

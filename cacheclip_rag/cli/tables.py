@@ -62,39 +62,8 @@ class IngestTable(Table):
     """KV that is stored: of ``all`` texts, or, in a shared store, of ``hot`` ones: those that answers use."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServeTable(Table):
-    """``[serve]``"""
-
-    served_name: str | None = None
-    """Name of the model in requests; None: the primary's."""
-    temperature: float = 1.0
-    """Of requests that state none; 1 is OpenAI's, 0 is greedy."""
-    max_tokens: int | None = None
-    """Of chat requests that state none; None: the model's context."""
-    max_running: int = 32
-    """Most answers at once, as far as their KV fits in half of the memory that is free at the start."""
-    max_queue: int = 64
-    """Most questions that wait; more are refused (429)."""
-    timeout_s: float = 600.0
-    """Most seconds of a request, waiting included."""
-    max_body_bytes: int = 2**23
-    """Largest body of a request."""
-    hide_hits: bool = False
-    """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
-
-    def __post_init__(self) -> None:
-        Table.__post_init__(self)
-        check_number("temperature", self.temperature, "a number from 0 to 2", most=2.0)
-        check_number("timeout_s", self.timeout_s, "0.1 seconds or more", least=0.1, most=float("inf"))
-        for name in ("max_tokens", "max_running", "max_body_bytes"):
-            if getattr(self, name) is not None:
-                check_whole_number(name, getattr(self, name), least=1)
-
-
 TABLES: dict[str, type[Table]] = {
     "ask": AskTable,
     "ingest": IngestTable,
-    "serve": ServeTable,
 }
 """By the name of their command. Commands of other distributions add theirs (:mod:`.plugins`)."""

@@ -672,7 +672,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_the_servers_memory_tier(cacheclip: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The option counts more than the file, and a wrong size is an error before anything is loaded."""
     found: list[Any] = []
-    monkeypatch.setattr("cacheclip_rag.cli.serve._serve", lambda settings, *_: found.append(settings.config()))
+    monkeypatch.setattr("cacheclip_serve.command._serve", lambda settings, *_: found.append(settings.config()))
     limited = settings(tmp_path, "memory_bytes = 5")
     assert cacheclip("serve", "--store", tmp_path, *limited, "--memory", "2MiB").code == 0
     assert cacheclip("serve", "--store", tmp_path, *limited).code == 0

@@ -1,4 +1,5 @@
-"""What a server needs of the engine behind it."""
+"""What a server needs of the engine behind it. vLLM is no such backend: its own server answers
+(:mod:`cacheclip_vllm`)."""
 
 from __future__ import annotations
 
@@ -8,16 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import check_choice
 from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.runtime.base import Message
-
-BACKENDS = ("transformers", "vllm")
-"""Values of ``--backend``. vLLM is no :class:`ServingBackend`: its own server answers (:mod:`cacheclip_vllm`)."""
-
-
-def check_backend(name: str) -> None:
-    check_choice("backend", name, BACKENDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,56 @@ from typing import Annotated
 
 import typer
 
-from ..base.errors import ConfigurationError
-from ..base.paths import is_url, split_hot
-from ..base.removed import OPTIONS, refuse_removed
-from ..base.urls import shown_url
-from ..config import EngineConfig
-from .common import JsonOption, format_bytes, parse_bytes, print_json
-from .options import CommandSettings, engine_options
-from .tables import ServeTable
+from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError
+from cacheclip_rag.plugins import (
+    Commands,
+    CommandSettings,
+    JsonOption,
+    Table,
+    check_backend,
+    check_number,
+    check_whole_number,
+    engine_options,
+    format_bytes,
+    is_url,
+    parse_bytes,
+    print_json,
+    shown_url,
+    split_hot,
+)
 
 _MEMORY_BYTES = 2**30
 """Limit of KV in memory for a server without a store."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeTable(Table):
+    """``[serve]``"""
+
+    served_name: str | None = None
+    """Name of the model in requests; None: the primary's."""
+    temperature: float = 1.0
+    """Of requests that state none; 1 is OpenAI's, 0 is greedy."""
+    max_tokens: int | None = None
+    """Of chat requests that state none; None: the model's context."""
+    max_running: int = 32
+    """Most answers at once, as far as their KV fits in half of the memory that is free at the start."""
+    max_queue: int = 64
+    """Most questions that wait; more are refused (429)."""
+    timeout_s: float = 600.0
+    """Most seconds of a request, waiting included."""
+    max_body_bytes: int = 2**23
+    """Largest body of a request."""
+    hide_hits: bool = False
+    """True: responses do not tell which chunks were stored. Not for ``--backend vllm``."""
+
+    def __post_init__(self) -> None:
+        Table.__post_init__(self)
+        check_number("temperature", self.temperature, "a number from 0 to 2", most=2.0)
+        check_number("timeout_s", self.timeout_s, "0.1 seconds or more", least=0.1, most=float("inf"))
+        for name in ("max_tokens", "max_running", "max_body_bytes"):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name), least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +116,6 @@ def serve(
     """Serve OpenAI's API: chat completions, completions, models, health and metrics. Stops at SIGTERM or Ctrl-C, when
     running answers are finished. With --json, prints the address when it is ready. With --backend vllm, flags that are
     not listed here are passed on to vLLM; write -- before them."""
-    from cacheclip_serve.backend import check_backend
-
-    # what can be refused without torch, which takes seconds to import
-    refuse_removed([each.partition("=")[0] for each in context.args], OPTIONS)
     check_backend(backend)
     if hot is not None:
         shared = str(settings.engine.get("store") or "")
@@ -102,8 +137,11 @@ def serve(
 
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
     """Become vLLM's server, which gets the flags."""
-    from cacheclip_vllm.launch import launch
-    from cacheclip_vllm.options import check_given
+    try:
+        from cacheclip_vllm.launch import launch
+        from cacheclip_vllm.options import check_given
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("cacheclip-vllm", "vllm") from error
 
     table = settings.table(ServeTable)
     check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
@@ -123,15 +161,15 @@ def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json
 
 def _serve(settings: CommandSettings, door: Door, as_json: bool) -> None:
     """Serve with an engine in this process, until a signal comes."""
-    from cacheclip_serve.access import Access, read_tenants
+    from .access import Access, read_tenants
 
     table = settings.table(ServeTable)
     config = settings.store_config() if settings.engine.get("store") else _in_memory(settings.config())
     access = Access(config.namespace, door.api_key, read_tenants(door.tenants) if door.tenants else {})
 
-    from cacheclip_serve.app import Limits
-    from cacheclip_serve.server import Server, served_name
-    from cacheclip_serve.transformers import TransformersBackend
+    from .app import Limits
+    from .server import Server, served_name
+    from .transformers import TransformersBackend
 
     name = table.served_name or served_name(config.primary)
 
@@ -174,8 +212,12 @@ def _log_to_stderr() -> None:
     """Warnings, and a line for each request."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for name in ("cacheclip_serve", "cacheclip_vllm"):
-        logging.getLogger(name).setLevel(logging.INFO)
-    for name in ("cacheclip_rag", "uvicorn"):
+    for name in ("cacheclip_rag", "cacheclip_serve", "uvicorn"):
         logging.getLogger(name).addHandler(handler)
+    logging.getLogger("cacheclip_serve").setLevel(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def register(commands: Commands) -> None:
+    """Called by the command line of the core, which found this function by its entry point."""
+    commands.add("serve", serve, ServeTable, takes_flags=True)
