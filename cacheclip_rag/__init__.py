@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .base.sampling import SamplingParams
     from .config import EngineConfig
     from .engine import CacheClipEngine, WarmUp, get_engine
-    from .fusion.answer import Answer, Event, FusionStats, Trace
+    from .fusion.answer import Answer, Event, FusionStats, TokenLogprob, Trace
     from .plan.plan import Plan
     from .prompt.segments import Chunk, Fresh, Segment
     from .prompt.tools import ToolCall, call_schema
@@ -71,6 +71,7 @@ __all__ = [
     "Segment",
     "ServerError",
     "StoreError",
+    "TokenLogprob",
     "ToolCall",
     "Trace",
     "UnknownModelError",
@@ -106,6 +107,7 @@ _HOMES = {
     "Segment": "prompt.segments",
     "ServerError": "base.errors",
     "StoreError": "base.errors",
+    "TokenLogprob": "fusion.answer",
     "ToolCall": "prompt.tools",
     "Trace": "fusion.answer",
     "UnknownModelError": "base.errors",

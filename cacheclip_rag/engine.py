@@ -302,11 +302,22 @@ class CacheClipEngine:
         date: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        as_it_stands: bool = False,
+        isolated: bool = False,
     ) -> list[Segment]:
-        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`."""
+        """Cut a prompt into stored chunks and fresh text, see :class:`~cacheclip_rag.prompt.segments.PromptReader`.
+
+        Args:
+            as_it_stands: the prompt is a text, and gets no chat template and no system prompt.
+            isolated: find whole chunks only, as for a chunk context that is isolated (:meth:`context_of`).
+        """
         variables = check_template_kwargs(chat_template_kwargs or {})
         texts = given_texts(documents)
-        return self.parts.segment(prompt, texts, date=date, tools=check_tools(tools), variables=variables)
+        if as_it_stands:
+            return self.parts.segment_as_it_stands(str(prompt), texts, isolated=isolated)
+        return self.parts.segment(
+            prompt, texts, date=date, tools=check_tools(tools), variables=variables, isolated=isolated
+        )
 
     def plan(
         self,

@@ -143,7 +143,6 @@ _HOMES = {
     "uses_tools": "..models.loaders",
 }
 __all__ = [
-    "late_names",
     "CALL_MARKERS",
     "REASONING_MARKERS",
     "ChatText",
@@ -196,6 +195,7 @@ __all__ = [
     "is_panic",
     "is_url",
     "known_reasoning",
+    "late_names",
     "markers_among",
     "may_be_whole",
     "offsets",

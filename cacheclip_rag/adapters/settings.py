@@ -4,8 +4,7 @@ defaults. It needs pydantic, which both frameworks install.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from types import NoneType
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from ..engine import CacheClipEngine, WarmUp
     from ..timing.controller import Profile
 
-logger = logging.getLogger(__name__)
 
 _ENGINE = EngineConfig()
 _SAMPLING = SamplingParams()
@@ -293,13 +291,6 @@ class Tokenizer:
         from ..models.load import load_tokenizer  # it loads torch
 
         return load_tokenizer(self.model, dtype=self.dtype, device=self.device)(text)
-
-
-def warn_skipped(text: str, sources: Sequence[str], error: Exception) -> None:
-    """Say which document has no KV, and why; the index is built all the same. Prompts with it are answered as without
-    this package."""
-    names = ", ".join(sources) or "without an id"
-    logger.warning("document %s (%r...) is not precomputed: %s", names, text[:40], error)
 
 
 def _without_per_call(config: EngineConfig) -> EngineConfig:

@@ -18,7 +18,6 @@ from ..base.errors import CacheClipError, ConfigurationError, DocumentError, Unk
 from ..base.urls import shown_url
 from .options import existing_store
 
-
 BACKENDS = ("transformers", "vllm")
 """What runs the primary: values of ``--backend``."""
 

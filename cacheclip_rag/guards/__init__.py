@@ -9,6 +9,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .base import ObservedAnswer, Observer
     from .certificate import THRESHOLDS, Certificate, GateFigures, RatioFigures, TurnFigures, check_writable, verdict_at
+    from .metrics import Metrics
     from .promise import Guarantee, PromisedGate
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Certificate",
     "GateFigures",
     "Guarantee",
+    "Metrics",
     "ObservedAnswer",
     "Observer",
     "PromisedGate",
@@ -32,6 +34,7 @@ __getattr__ = late_names(
         "Certificate": "certificate",
         "GateFigures": "certificate",
         "Guarantee": "promise",
+        "Metrics": "metrics",
         "ObservedAnswer": "base",
         "Observer": "base",
         "PromisedGate": "promise",

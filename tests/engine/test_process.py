@@ -165,6 +165,7 @@ assert "torch" not in sys.modules
             "SamplingParams",
             "ServerError",
             "StoreError",
+            "TokenLogprob",
             "ToolCall",
             "Trace",
             "UnknownModelError",

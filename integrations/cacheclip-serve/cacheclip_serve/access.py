@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cacheclip_rag.base.checks import check_namespace
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import check_namespace
 
 from .errors import RequestError
 

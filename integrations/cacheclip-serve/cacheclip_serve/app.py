@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from cacheclip_rag.fusion.answer import Answer, Event
+from cacheclip_rag import Answer, Event
 
 from .access import Access, Caller
 from .backend import ModelCard, ServedQuestion, ServingBackend

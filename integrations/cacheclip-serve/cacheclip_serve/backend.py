@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.fusion.answer import Event
-from cacheclip_rag.runtime.base import Message
+from cacheclip_rag import CallOptions, Event
+from cacheclip_rag.runtime import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cacheclip_rag.base.errors import (
-    CacheClipError,
-    ConfigurationError,
-    DocumentError,
-    MissingExtraError,
-    PromptTooLongError,
-)
+from cacheclip_rag import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, PromptTooLongError
 
 _NO_RETRY = {"x-should-retry": "false"}
 """OpenAI's clients repeat a request after some errors unless this header is there."""

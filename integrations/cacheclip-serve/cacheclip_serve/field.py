@@ -8,17 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.base.checks import (
-    check_choice,
-    check_namespace,
-    check_probability,
-    check_ratio_and_limit,
-    did_you_mean,
-)
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.sampling import FINISH_MODES
+from cacheclip_rag import CallOptions, ConfigurationError
+from cacheclip_rag.adapters import FINISH_MODES
 from cacheclip_rag.methods import check_method
+from cacheclip_rag.plugins import check_choice, check_namespace, check_probability, check_ratio_and_limit, did_you_mean
 
 from .errors import RequestError
 

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.base.errors import CacheClipError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import Event, FusionStats
+from cacheclip_rag import CacheClipError, EngineConfig, Event, FusionStats
 
 SEEN = ("prompt_tokens", "ttft_s", "queued_s", "generated_tokens", "decode_s")
 """Statistics that users may see. All others are as for a prompt without a stored chunk."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from typing import Any
 
-from cacheclip_rag.adapters.usage import token_usage
-from cacheclip_rag.fusion.answer import Answer, Event, TokenLogprob
+from cacheclip_rag import Answer, Event, TokenLogprob
+from cacheclip_rag.adapters import token_usage
 
 
 def as_json(value: Any) -> bytes:

@@ -10,13 +10,24 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from cacheclip_rag.adapters.forced_tools import SCHEMA_OF_CALLS, allowed_tools, forced_tool, with_tool_choice
-from cacheclip_rag.adapters.neutral import IGNORED, NEUTRAL, changes_nothing, says_nothing
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
-from cacheclip_rag.base.sampling import LEAST_PENALTY
-from cacheclip_rag.prompt.messages import check_template_kwargs
-from cacheclip_rag.prompt.tools import as_name, check_tools, past_calls, with_whole_characters
-from cacheclip_rag.runtime.base import Message
+from cacheclip_rag import CacheClipError, ConfigurationError
+from cacheclip_rag.adapters import (
+    IGNORED,
+    LEAST_PENALTY,
+    NEUTRAL,
+    SCHEMA_OF_CALLS,
+    allowed_tools,
+    as_name,
+    changes_nothing,
+    check_template_kwargs,
+    check_tools,
+    forced_tool,
+    past_calls,
+    says_nothing,
+    with_tool_choice,
+    with_whole_characters,
+)
+from cacheclip_rag.runtime import Message
 
 from .bounds import MOST_ANSWERS, MOST_LOGPROBS, check_size, check_values
 from .errors import RequestError, error_of, unsupported

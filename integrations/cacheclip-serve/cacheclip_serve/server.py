@@ -12,8 +12,8 @@ from types import FrameType
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import expanded
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import expanded
 
 from .access import Access, check_origins
 from .app import App, Limits

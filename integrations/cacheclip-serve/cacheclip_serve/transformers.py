@@ -8,20 +8,12 @@ import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from typing import Any
 
-from cacheclip_rag.adapters.aio import iterate_in_thread
-from cacheclip_rag.adapters.finishing import final_events
-from cacheclip_rag.adapters.forced_tools import can_constrain, uses_tools
-from cacheclip_rag.answering.options import CallOptions
-from cacheclip_rag.answering.sampler import room_for
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.fusion.answer import Event
-from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_rag.models.memory import free_bytes
-from cacheclip_rag.prompt.segments import Segment, given_texts
-from cacheclip_rag.runtime.base import Message
+from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
+from cacheclip_rag.adapters import can_constrain, final_events, iterate_in_thread, room_for, uses_tools
+from cacheclip_rag.guards import Metrics
+from cacheclip_rag.plugins import free_bytes
 from cacheclip_rag.store import open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend
@@ -96,10 +88,10 @@ class TransformersBackend(ServingBackend):
 
     def _events(self, question: ServedQuestion) -> Iterator[Event]:
         engine, options = self.engine(question.tenant), question.options
-        prompt: str | Sequence[Message] | list[Segment] = question.prompt
+        prompt: Sequence[Any] | str = question.prompt
         if isinstance(prompt, str):
             isolated = engine.context_of(options.method).isolated
-            prompt = engine.parts.segment_as_it_stands(prompt, given_texts(options.documents), isolated=isolated)
+            prompt = engine.segment(prompt, options.documents, as_it_stands=True, isolated=isolated)
         if self._hide_hits and options.logprobs is not None:
             raise ConfigurationError("logprobs are not given here: they would tell which chunks are stored.")
         if question.min_confidence is not None:

@@ -6,13 +6,6 @@
 
 from __future__ import annotations
 
-from cacheclip_rag.base.errors import MissingExtraError
-
-try:
-    import langchain_core  # noqa: F401
-except ImportError as error:
-    raise MissingExtraError("langchain-core", "langchain") from error
-
 from .callbacks import CacheClipStatsHandler, collect_cacheclip_stats, with_cacheclip_stats
 from .chat_models import ChatCacheClip
 from .docstores import CacheClipDocumentStore

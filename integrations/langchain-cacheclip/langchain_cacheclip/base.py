@@ -16,14 +16,9 @@ from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from pydantic import model_validator
 
-from cacheclip_rag import __version__
-from cacheclip_rag.adapters import ServedFields, warn_skipped
-from cacheclip_rag.adapters.aio import iterate_in_thread
-from cacheclip_rag.adapters.finishing import final_events
-from cacheclip_rag.adapters.forced_tools import forced_tool
-from cacheclip_rag.adapters.usage import telemetry
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.base.urls import shown_url
+from cacheclip_rag import ConfigurationError, PromptTooLongError, __version__
+from cacheclip_rag.adapters import ServedFields, final_events, forced_tool, iterate_in_thread, telemetry
+from cacheclip_rag.plugins import shown_url
 
 if TYPE_CHECKING:
     from typing import Self
@@ -96,17 +91,15 @@ class LangChainFields(ServedFields):
     def _precomputing(self, documents: Iterable[Document]) -> Iterator[None]:
         """Store the KV of documents that are not blank, and the sources of documents with an id. Short documents are
         computed together. A document that cannot be stored is skipped with a warning."""
-        from cacheclip_rag.chunks.batches import in_batches
+        from cacheclip_rag.adapters import precompute_in_batches  # it loads torch
 
-        engine = self.engine
+        texts = ((each.page_content, origin(each) if each.id else None) for each in documents)
         with langchain_errors():
-            for batch in in_batches(documents, lambda document: document.page_content):
-                engine.precompute(_texts(batch), method=self.method, skipped=warn_skipped)
-                yield
+            yield from precompute_in_batches(self.engine, texts, method=self.method)
 
     def _settle(self, documents: Sequence[Document]) -> None:
         """After documents were stored under their ids: release older texts under the same ids."""
-        from cacheclip_rag.prompt.segments import normalise_chunk  # imported late, because its package loads torch
+        from cacheclip_rag.adapters import normalise_chunk
 
         engine, texts = self.engine, [document.page_content for document in documents]
         engine.release(sources=[document.id for document in documents if document.id], keep=texts)

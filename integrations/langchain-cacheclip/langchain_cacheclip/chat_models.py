@@ -31,19 +31,23 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from cacheclip_rag.adapters.aio import answer_in_thread, iterate_in_thread
-from cacheclip_rag.adapters.forced_tools import can_constrain, with_tool_choice
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, ServerError
-from cacheclip_rag.fusion.answer import last_answer
-from cacheclip_rag.models.context import known_context, knows_tools
-from cacheclip_rag.prompt.tools import as_name, past_calls
+from cacheclip_rag import CacheClipError, ConfigurationError, ServerError
+from cacheclip_rag.adapters import (
+    answer_in_thread,
+    as_name,
+    can_constrain,
+    iterate_in_thread,
+    last_answer,
+    past_calls,
+    with_tool_choice,
+)
+from cacheclip_rag.models import known_context, knows_tools
 
 from .base import LangChainFields, ending
 
 if TYPE_CHECKING:
-    from cacheclip_rag import Answer, Event
-    from cacheclip_rag.adapters.remote import RemoteEngine
-    from cacheclip_rag.prompt.tools import ToolCall
+    from cacheclip_rag import Answer, Event, ToolCall
+    from cacheclip_rag.adapters import RemoteEngine
 
 _ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
 

@@ -19,7 +19,7 @@ from langchain_core.runnables import (
 from langchain_core.runnables.base import RunnableBindingBase
 from langchain_core.runnables.configurable import RunnableConfigurableAlternatives, RunnableConfigurableFields
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 from .base import LangChainFields, origin
 

@@ -9,9 +9,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cacheclip_rag.adapters.aio import answer_in_thread, iterate_in_thread
-from cacheclip_rag.adapters.usage import token_usage
-from cacheclip_rag.fusion.answer import last_answer
+from cacheclip_rag.adapters import answer_in_thread, iterate_in_thread, last_answer, token_usage
 
 from .base import LangChainFields, ending
 

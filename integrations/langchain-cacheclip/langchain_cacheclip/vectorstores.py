@@ -14,14 +14,14 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 from .base import langchain_errors, passed_on, unchanging
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_ingest.plan import IngestPlan
+    from cacheclip_rag.adapters import PrecomputeCost
 
     from .base import LangChainFields
 
@@ -118,7 +118,7 @@ class CacheClipVectorStore(VectorStore):
         added = await self.store.aadd_documents(documents, **kwargs)
         return await asyncio.to_thread(self._settled, added, documents)
 
-    def plan(self, documents: Iterable[Document]) -> IngestPlan:
+    def plan(self, documents: Iterable[Document]) -> PrecomputeCost:
         """Estimate the cost of adding documents: ``chunks`` (documents that are not blank), ``computed`` (documents
         that are not stored), ``tokens``, ``bytes`` of their KV, and ``seconds``. Embeddings are not included. A few
         documents are computed for timing; nothing is stored or added.
@@ -126,13 +126,11 @@ class CacheClipVectorStore(VectorStore):
         Raises:
             PromptTooLongError: a document is longer than the model's context.
         """
-        from cacheclip_ingest.plan import IngestPlan, price
+        from cacheclip_rag.adapters import precompute_cost  # it loads torch
 
+        texts = (document.page_content for document in documents if document.page_content.strip())
         with langchain_errors():
-            texts = [document.page_content for document in documents if document.page_content.strip()]
-            plan = IngestPlan(chunks=len(texts))
-            price(self.llm.engine, texts, plan, method=self.llm.method)
-        return plan
+            return precompute_cost(self.llm.engine, texts, method=self.llm.method)
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents and release their chunk caches. Without ``ids``, or with other arguments, the wrapped store

@@ -6,13 +6,6 @@
 
 from __future__ import annotations
 
-from cacheclip_rag.base.errors import MissingExtraError
-
-try:
-    import llama_index.core  # noqa: F401
-except ImportError as error:
-    raise MissingExtraError("llama-index-core", "llama-index") from error
-
 from .base import CacheClipLLM
 from .events import CacheClipFusionEvent
 from .transform import CacheClipTransform

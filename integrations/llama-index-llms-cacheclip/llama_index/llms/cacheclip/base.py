@@ -32,16 +32,22 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
-from cacheclip_rag.adapters import ServedFields
-from cacheclip_rag.adapters.aio import answer_in_thread, iterate_in_thread
-from cacheclip_rag.adapters.finishing import final_events
-from cacheclip_rag.adapters.forced_tools import can_constrain, forced_tool
-from cacheclip_rag.adapters.usage import telemetry, token_usage
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.base.urls import shown_url
-from cacheclip_rag.fusion.answer import last_answer
-from cacheclip_rag.models.context import is_here, known_context, knows_tools
-from cacheclip_rag.prompt.tools import as_name, past_calls
+from cacheclip_rag import ConfigurationError, MissingExtraError
+from cacheclip_rag.adapters import (
+    ServedFields,
+    answer_in_thread,
+    as_name,
+    can_constrain,
+    final_events,
+    forced_tool,
+    iterate_in_thread,
+    last_answer,
+    past_calls,
+    telemetry,
+    token_usage,
+)
+from cacheclip_rag.models import is_here, known_context, knows_tools
+from cacheclip_rag.plugins import shown_url
 
 from .counting import count_with
 from .events import CacheClipFusionEvent
@@ -54,8 +60,7 @@ if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
     from pydantic import BaseModel
 
-    from cacheclip_rag import Answer, Event, FusionStats
-    from cacheclip_rag.prompt.tools import ToolCall
+    from cacheclip_rag import Answer, Event, FusionStats, ToolCall
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
@@ -489,7 +494,7 @@ def _content(message: ChatMessage, *, is_lenient: bool) -> str:
 
 def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins:
     """Texts known for all prompts and for this prompt, each with all of its nodes."""
-    from cacheclip_rag.prompt.segments import chunk_texts
+    from cacheclip_rag.adapters import chunk_texts
 
     if not isinstance(documents, Mapping):
         documents = dict.fromkeys(chunk_texts([documents] if isinstance(documents, str) else documents), ())
@@ -498,7 +503,7 @@ def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins
 
 def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list[str]:
     """Ids of the nodes whose whole text is in this prompt."""
-    from cacheclip_rag.prompt.segments import normalise_chunk
+    from cacheclip_rag.adapters import normalise_chunk
 
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = [text for text in given if any(normalise_chunk(text) in each for each in texts)]

@@ -12,17 +12,14 @@ from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from llama_index.core.utils import get_tqdm_iterable
 
-from cacheclip_rag.adapters import EngineFields, warn_skipped
-from cacheclip_rag.adapters.aio import iterate_in_thread
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
-from cacheclip_rag.base.urls import shown_url
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.adapters import EngineFields, iterate_in_thread
+from cacheclip_rag.plugins import shown_url
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from cacheclip_ingest.plan import IngestPlan
-
-    from cacheclip_rag.chunks.caches import ChunkCaches
+    from cacheclip_rag.adapters import PrecomputeCost
 
     from .base import CacheClipLLM
 
@@ -76,15 +73,11 @@ class CacheClipTransform(EngineFields, TransformComponent):
         return nodes
 
     def _precompute(self, nodes: Sequence[BaseNode], show_progress: bool = False, **_: Any) -> Iterator[None]:
-        from cacheclip_rag.chunks.batches import in_batches
+        from cacheclip_rag.adapters import precompute_in_batches  # it loads torch
 
         shown = get_tqdm_iterable(list(_read(nodes)), show_progress or _bar_is_shown(), "Precomputing chunks")
-        for batch in in_batches(shown, lambda pair: pair[1]):
-            origins: dict[str, list[tuple[str, str]]] = {}
-            for node, text in batch:
-                origins.setdefault(text, []).append((node.node_id, node.ref_doc_id or ""))
-            self.engine.precompute(origins, method=self.method, skipped=warn_skipped)
-            yield
+        texts = ((text, (node.node_id, node.ref_doc_id or "")) for node, text in shown)
+        yield from precompute_in_batches(self.engine, texts, method=self.method)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """The fields. For LlamaIndex's cache of ingestions, which asks for them to see whether it knows the result for
@@ -97,33 +90,20 @@ class CacheClipTransform(EngineFields, TransformComponent):
         return found
 
     def _has_all(self, nodes: Iterable[BaseNode]) -> bool:
-        from cacheclip_rag.prompt.segments import normalise_chunk
+        from cacheclip_rag.adapters import all_stored  # it loads torch
 
-        caches = self.engine.chunk_caches(self.engine.context_of(self.method))
-        texts = [normalise_chunk(text) for _, text in _read(nodes)]
-        return all(text in each or not _fits(text, each) for text in texts for each in caches)
+        return all_stored(self.engine, (text for _, text in _read(nodes)), method=self.method)
 
-    def plan(self, nodes: Sequence[BaseNode]) -> IngestPlan:
+    def plan(self, nodes: Sequence[BaseNode]) -> PrecomputeCost:
         """Estimate the cost of precomputing nodes: ``chunks``, ``computed`` (chunks that are not stored), their
         ``tokens``, ``bytes`` in the store, and ``seconds`` on this machine. Computes a few nodes for timing and stores
         nothing. Raises the same errors as precomputing.
 
         >>> CacheClipTransform.from_llm(llm).plan(SentenceSplitter()(documents)).seconds
         """
-        from cacheclip_ingest.plan import IngestPlan, price
+        from cacheclip_rag.adapters import precompute_cost  # it loads torch
 
-        texts = [text for _, text in _read(nodes)]
-        plan = IngestPlan(chunks=len(texts))
-        price(self.engine, texts, plan, method=self.method)
-        return plan
-
-
-def _fits(text: str, caches: ChunkCaches) -> bool:
-    try:
-        caches.check_length(text)
-    except CacheClipError:
-        return False
-    return True
+        return precompute_cost(self.engine, [text for _, text in _read(nodes)], method=self.method)
 
 
 def _asking_about() -> Sequence[BaseNode] | None:

@@ -22,7 +22,7 @@ from llama_index.core.settings import Settings
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.llms.cacheclip import CacheClipLLM
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 from .packing import WholeChunks
 

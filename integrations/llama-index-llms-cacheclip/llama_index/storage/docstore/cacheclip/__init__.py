@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from llama_index.llms.cacheclip import CacheClipLLM as _CacheClipLLM  # noqa: F401  (says what to install)
-
 from .base import CacheClipDocumentStore
 
 __all__ = ["CacheClipDocumentStore"]

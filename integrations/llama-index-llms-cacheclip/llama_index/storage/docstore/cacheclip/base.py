@@ -13,7 +13,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.storage.docstore.keyval_docstore import KVDocumentStore
 from llama_index.core.storage.docstore.types import DEFAULT_PERSIST_DIR
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 if TYPE_CHECKING:
     from typing import Self
