@@ -9,11 +9,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .base import Message, Runtime, TokenizedText
 
-__all__ = [
-    "Message",
-    "Runtime",
-    "TokenizedText",
-]
+__all__ = ["Message", "Runtime", "TokenizedText"]
 
 __getattr__ = late_names(
     __name__,

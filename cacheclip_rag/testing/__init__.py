@@ -13,10 +13,11 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .backends import BackendConformance
-    from .fake import FakeRuntime
+    from .fake import FakeRuntime, Gate, fake_models, fake_of, messages_of
     from .methods import MethodConformance
     from .object_storage import s3_server
     from .runtimes import RuntimeConformance
+    from .server import FakeServer
     from .throttled import ThrottledBackend
     from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, make_tokenizer, tiny_spec
 
@@ -25,12 +26,17 @@ __all__ = [
     "TINY_MODELS",
     "BackendConformance",
     "FakeRuntime",
+    "FakeServer",
+    "Gate",
     "MethodConformance",
     "RuntimeConformance",
     "ThrottledBackend",
     "build_auxiliary",
     "build_model",
+    "fake_models",
+    "fake_of",
     "make_tokenizer",
+    "messages_of",
     "s3_server",
     "tiny_spec",
 ]
@@ -44,12 +50,17 @@ __getattr__ = late_names(
         "TINY_MODELS": "tiny",
         "BackendConformance": "backends",
         "FakeRuntime": "fake",
+        "FakeServer": "server",
+        "Gate": "fake",
         "MethodConformance": "methods",
         "RuntimeConformance": "runtimes",
         "ThrottledBackend": "throttled",
         "build_auxiliary": "tiny",
         "build_model": "tiny",
+        "fake_models": "fake",
+        "fake_of": "fake",
         "make_tokenizer": "tiny",
+        "messages_of": "fake",
         "s3_server": "object_storage",
         "tiny_spec": "tiny",
     },

@@ -4,16 +4,21 @@ The fake fulfils everything that planner, store, adapters and observers rely on.
 answer is a function of all token ids of the prompt, so that answers with and without reuse are equal. Recomputed tokens
 are counted, not computed.
 
->>> from cacheclip_rag.models import register_runtime
->>> register_runtime("fake", FakeRuntime)
->>> CacheClipEngine(primary="fake:primary", auxiliary="fake:auxiliary")
+>>> engine = CacheClipEngine(**fake_models())
+>>> fake_of(engine).says = ["Twelve metres."]
+>>> engine.generate("How tall is it?").text
+'Twelve metres.'
+>>> messages_of(fake_of(engine).prompts[0])
+[{'role': 'user', 'content': 'How tall is it?'}]
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,11 +34,13 @@ from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
+    from ..engine import CacheClipEngine
     from ..plan.kv_sources import KVSources
     from ..plan.plan import Plan
     from ..prompt.layout import Span
     from ..runtime.base import Message
 
+_numbers = itertools.count()
 _TOKEN = re.compile(r" ?\w+|[^\w\s]|\s")
 _VOCABULARY = 2**16
 """Large enough that two words hardly ever want the same id: which of them gets it depends on which came first."""
@@ -61,8 +68,26 @@ class FakeState:
         return slot
 
 
+class Gate:
+    """Holds whoever comes until it is opened; afterwards nobody."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.reached, self._opened = threading.Event(), threading.Event()
+        """Whether anybody has come."""
+        if is_open:
+            self.open()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self._opened.wait(10.0), "nobody opened the gate"
+
+    def open(self) -> None:
+        self._opened.set()
+
+
 class FakeRuntime(Runtime):
-    """A fake model. Its fingerprint depends on ``name`` and ``dtype`` alone."""
+    """A fake model. Its fingerprint depends on ``name`` and ``dtype`` alone. What it says, raises and waits for may be
+    changed at any time, and holds for the next call."""
 
     keeps_prefixes = False
     can_score = False
@@ -84,6 +109,18 @@ class FakeRuntime(Runtime):
         """Words by token id, for decoding."""
         self.encoded: list[tuple[int, ...]] = []
         """Token ids passed to :meth:`encode` so far, one tuple a call."""
+        self.prompts: list[str] = []
+        """Text of every prompt that was answered, in order, without the white space at its ends."""
+        self.says: list[str] = []
+        """Answers to the next prompts; without one, the answer follows from the prompt's ids."""
+        self.error: Exception | None = None
+        """Raised by every prefill."""
+        self.steps = 0
+        """Tokens decoded after the first of each answer."""
+        self.decoding, self.encoding = Gate(is_open=True), Gate(is_open=True)
+        """Before every such token, and before every chunk."""
+        self.threads: dict[str, list[threading.Thread]] = {"encode": [], "prefill": []}
+        """Threads of the calls of these methods, in order."""
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -125,6 +162,8 @@ class FakeRuntime(Runtime):
     # -- KV -----------------------------------------------------------------------------------------------------
 
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
+        self.threads["encode"].append(threading.current_thread())
+        self.encoding.wait()
         self.encoded.append(tuple(ids))
         return self._kv(ids)
 
@@ -133,7 +172,12 @@ class FakeRuntime(Runtime):
         return spelled.view(len(ids), 2).expand(self.num_layers, 2, 1, len(ids), 2).contiguous()
 
     def prefill(self, ids: torch.Tensor, capacity: int) -> tuple[FakeState, torch.Tensor]:
-        state = FakeState(ids.tolist(), len(ids), self.tokenize(self.answer_to(ids.tolist())).ids)
+        self.threads["prefill"].append(threading.current_thread())
+        self.prompts.append("".join(self._words.get(token, "") for token in ids.tolist()).strip())
+        if self.error is not None:
+            raise self.error
+        answer = self.says.pop(0) if self.says else self.answer_to(ids.tolist())
+        state = FakeState(ids.tolist(), len(ids), self.tokenize(answer).ids)
         return state, self._logits(state)
 
     def answer_to(self, ids: Sequence[int]) -> str:
@@ -170,6 +214,8 @@ class FakeRuntime(Runtime):
         return True
 
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:
+        self.steps += 1
+        self.decoding.wait()
         state.ids.append(token_id)
         return self._logits(state)
 
@@ -179,3 +225,23 @@ class FakeRuntime(Runtime):
         logits = torch.zeros(_VOCABULARY)
         logits[state.answer[number] if number < len(state.answer) else _END] = 100.0
         return logits
+
+
+def fake_models() -> dict[str, Any]:
+    """Settings ``primary`` and ``auxiliary`` of two fake models that nobody else has."""
+    from ..models.load import register_runtime
+
+    register_runtime("fake", FakeRuntime)
+    number = next(_numbers)
+    return {"primary": f"fake:model{number}", "auxiliary": f"fake:small{number}"}
+
+
+def fake_of(engine: CacheClipEngine) -> FakeRuntime:
+    """The primary of an engine on fake models."""
+    assert isinstance(engine.primary, FakeRuntime)
+    return engine.primary
+
+
+def messages_of(prompt: str) -> list[Message]:
+    """The messages of a prompt, as the fake's chat template wrote them."""
+    return [{"role": role, "content": text} for role, text in re.findall(r"\[(\w+)\] (.*?) \[end\]", prompt, re.DOTALL)]

@@ -58,6 +58,18 @@ def engine(tiny_models: dict[str, str], tmp_path: Path) -> Any:
     return CacheClipEngine(**models, **CACHECLIP, store=str(tmp_path / "store"))
 
 
+@pytest.fixture
+def chunks() -> list[str]:
+    """Four texts, the last of which repeats sentences of the others."""
+    return list(CHUNKS)
+
+
+@pytest.fixture
+def question() -> str:
+    """A question about them."""
+    return QUESTION
+
+
 @pytest.fixture(autouse=True)
 def own_engines() -> Iterator[None]:
     """The engines that a process shares, with their stores and prefix caches, are a test's own ones."""

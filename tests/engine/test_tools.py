@@ -16,6 +16,7 @@ from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.tools import call_schema
 from cacheclip_rag.runtime.transformers.constraint import closed
 from cacheclip_rag.runtime.transformers.text import TextModel
+from cacheclip_rag.testing import fake_models
 from tests.prompt.test_tools import SEARCH, calling, result, user
 
 SCHEMA: dict[str, Any] = {
@@ -96,8 +97,6 @@ class TestSchema:
             engine.generate("Who?", JSON)
 
     def test_a_runtime_that_cannot(self) -> None:
-        from tests.integrations.fakes import fake_models
-
         engine = CacheClipEngine(**fake_models())
         with pytest.raises(ConfigurationError, match="cannot follow a json_schema"):
             engine.generate("Who?", JSON)

@@ -15,7 +15,7 @@ from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.prompt.calls import CallReader
 from cacheclip_rag.prompt.reasoning import ReasoningReader
 from cacheclip_rag.runtime.base import REASONING_MARKERS, known_reasoning, markers_among
-from tests.integrations.fakes import Watched, fake_models, watched
+from cacheclip_rag.testing import FakeRuntime, fake_models, fake_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
@@ -417,7 +417,7 @@ class TestAnswers:
         assert "".join(event.reasoning for event in events) == whole.reasoning
         assert "".join(event.text for event in events) == whole.text
         assert len([event for event in events if event.reasoning]) > 5, "it is streamed"
-        assert isinstance(runtime, Watched)
+        assert isinstance(runtime, FakeRuntime)
 
     def test_that_is_cut_off_while_the_model_reasons(self) -> None:
         _, events = answered("<think>One two three four five six", max_tokens=6)
@@ -431,9 +431,9 @@ class TestAnswers:
 
 def answered(
     said: str, *, as_it_stands: bool = False, ends: Sequence[str] = (), **options: Any
-) -> tuple[Watched, list[Event]]:
+) -> tuple[FakeRuntime, list[Event]]:
     engine = CacheClipEngine(**fake_models(), method="full")
-    runtime = watched(engine)
+    runtime = fake_of(engine)
     runtime.reasoning_ends = ends
     runtime.says = [said]
     prompt: Any = engine.parts.segment_as_it_stands("How tall?") if as_it_stands else "How tall?"
