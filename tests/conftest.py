@@ -55,16 +55,6 @@ def no_garbage() -> None:
     gc.collect()
 
 
-@pytest.fixture
-def chunks() -> list[str]:
-    return list(CHUNKS)
-
-
-@pytest.fixture
-def question() -> str:
-    return QUESTION
-
-
 def lose(monkeypatch: pytest.MonkeyPatch, caches: Any, *texts: str) -> None:
     """These chunks cannot be read any more, as if their checksums were wrong."""
     read_ahead = caches.read_ahead

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cacheclip_serve.replies import ChatReply, CompletionReply
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +21,6 @@ from cacheclip_rag.answering.sampler import Sampler, room_for
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy
-from cacheclip_rag.fusion.answer import TokenLogprob
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.runtime.transformers.user_text import TokenBytes
@@ -305,37 +303,13 @@ class TestLogprobs:
         """Of parts of characters too, beside the other tokens at their place."""
         text = "a🗼 한국é\n"
         ids = list(runtime.tokenize(text).ids)
-        likeliest = [ids[0], runtime.tokenizer.convert_tokens_to_ids("<|im_end|>"), ids[1], ids[2], 10**6]
-        pairs = [(token, -0.1 * number) for number, token in enumerate(likeliest)]
+        end = runtime.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        pairs = [(token, -0.1 * number) for number, token in enumerate([ids[0], end, ids[1], 10**6])]
         recorded = SimpleNamespace(recorded=[[(token, -1.0), *pairs] for token in ids])
         found = _logprobs(cast("Sampler", recorded), runtime, runtime.decode_ids)
-        chat: Any = ChatReply("m")._tokens(found)["content"]
-        assert bytes(byte for each in chat for byte in each["bytes"]).decode() == text
-        own, end = list("🗼".encode()), {"token": "<|im_end|>", "bytes": list(b"<|im_end|>")}
-        for each in chat:
-            others = [other["bytes"] for other in each["top_logprobs"]]
-            assert others == [[97], end["bytes"], own[:1], own[1:2], list(b"token_id:1000000")]
-            assert each["top_logprobs"][1].items() >= end.items()
-        completion = CompletionReply("m")._tokens(found)
-        spelt = [rf"bytes:\x{byte:02x}" for byte in own]
-        assert completion["tokens"][:6] == ["a", *spelt, " "]
-        assert [len(each) for each in completion["top_logprobs"]] == [5] * len(ids)
-        assert [*completion["top_logprobs"][0]] == ["a", "<|im_end|>", *spelt[:2], "token_id:1000000"]
-        at = completion["text_offset"]
-        assert at[:6] == [0, 1, 1, 1, 1, 2]
-        whole = [(token, start) for token, start in zip(completion["tokens"], at, strict=True) if token[:6] != "bytes:"]
-        assert all(text.startswith(token, start) for token, start in whole) and whole[-1] == ("\n", len(text) - 1)
-
-    def test_two_tokens_with_one_text(self) -> None:
-        found = TokenLogprob("a", -1.0, (("a", -1.0), ("a", -2.0), ("b", -3.0)), b"a", (b"a", b"a", b"b"))
-        (named,) = CompletionReply("m")._tokens([found])["top_logprobs"]
-        assert named == {"a": -1.0, r"bytes:\x61": -2.0, "b": -3.0}
-
-    def test_of_a_runtime_that_does_not_know(self) -> None:
-        found = TokenLogprob("\ufffd", -1.0, (("\ufffd", -1.0),))
-        (chat,) = ChatReply("m")._tokens([found])["content"]
-        assert chat["bytes"] is chat["top_logprobs"][0]["bytes"] is None
-        assert CompletionReply("m")._tokens([found])["tokens"] == ["\ufffd"]
+        assert b"".join(each.encoded or b"" for each in found).decode() == text
+        for each in found:
+            assert each.likeliest_encoded == (b"a", b"<|im_end|>", "🗼".encode()[:1], b"token_id:1000000")
 
     @settings(max_examples=100, deadline=None)
     @given(ids=st.lists(st.integers(0, 255), max_size=20))

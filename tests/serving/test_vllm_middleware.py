@@ -33,6 +33,7 @@ from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 from prometheus_client.parser import text_string_to_metric_families
+from serve_cases import HALVES, until, wait_for_the_end
 from starlette.responses import JSONResponse, Response
 
 from cacheclip_rag import CacheClipEngine
@@ -43,7 +44,6 @@ from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.models.load import load_planning
 from tests.conftest import CACHECLIP, CHUNKS, TOOLS_TEMPLATE, rag_prompt
 from tests.serving.inner import METRICS, WORDS, Inner
-from tests.serving.test_fairness import HALVES, until, wait_for_the_end
 
 PROMPT = rag_prompt(CHUNKS)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

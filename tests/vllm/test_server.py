@@ -20,13 +20,13 @@ import psutil
 import pytest
 from cacheclip_vllm.planner import Planner
 from openai import AuthenticationError, BadRequestError, OpenAI
+from serve_cases import play
 
 from cacheclip_rag import CacheClipEngine, CallOptions, SamplingParams
 from cacheclip_rag.adapters.remote import RemoteEngine
 from cacheclip_rag.base.errors import PromptTooLongError
 from cacheclip_rag.fusion.wire import FusionPlan
 from cacheclip_rag.methods import preset
-from tests.serving.applications import play
 from tests.vllm.conftest import CHUNKS, PROMPTS, TOKENS, Setting, ask, greedy, started
 
 KEY, NORTH, SOUTH = "server-key-1", "north-key-11", "south-key-11"

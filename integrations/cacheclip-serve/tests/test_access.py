@@ -12,11 +12,10 @@ import pytest
 from cacheclip_serve.access import Access, read_tenants
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.server import Server
+from serve_cases import Served, running
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
-from tests.conftest import CHUNKS
-from tests.serving.conftest import Served, running
+from cacheclip_rag import ConfigurationError, EngineConfig
+from cacheclip_rag.testing.plugin import CHUNKS
 
 OWN, NORTH, BOTH = "server-key-1", "north-key-11", "both-key-111"
 TENANTS = {NORTH: ("north",), BOTH: ("south", "north")}

@@ -11,14 +11,13 @@ import pytest
 import torch
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from serve_cases import NAME, Served, running
+from transformers import AutoModelForCausalLM
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.guards.promise import Guarantee, PromisedGate
-from tests.conftest import CHUNKS, QUESTION, rag_prompt
-from tests.fusion.cases import reference_logits
-from tests.guards.test_certificate import certificate_for
-from tests.serving.conftest import NAME, Served, running
+from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag.guards import THRESHOLDS, Certificate, Guarantee, PromisedGate
+from cacheclip_rag.methods import preset
+from cacheclip_rag.testing.plugin import CHUNKS, QUESTION, rag_prompt
 
 PROMPT = rag_prompt(CHUNKS)
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -183,9 +182,10 @@ class TestOpenAI:
         assert said.message.content == answer.text == encoded.decode(errors="replace")
         runtime = served.engine.primary
         prompt = served.engine.plan(MESSAGES, method="full").layout.ids
+        reference = AutoModelForCausalLM.from_pretrained(served.engine.config.primary)
         for number, (each, token) in enumerate(zip(said.logprobs.content, answer.token_ids, strict=True)):
             ids = torch.cat((prompt, torch.tensor(answer.token_ids[:number], dtype=prompt.dtype)))
-            row = reference_logits(served.engine.config.primary, ids).log_softmax(-1)
+            row = reference(input_ids=ids[None]).logits[0, -1].detach().log_softmax(-1)
             assert each.logprob == pytest.approx(float(row[token]), abs=1e-3)
             likeliest = row.topk(count)
             assert [other.logprob for other in each.top_logprobs] == pytest.approx(likeliest.values.tolist(), abs=1e-3)
@@ -338,8 +338,22 @@ class TestField:
     ) -> None:
         monkeypatch.setenv("CACHECLIP_HOME", str(tmp_path))
         gates = (PromisedGate(0.35, 1.0, 0, 0.09, 0.35),)
-        guarantee = Guarantee(0.1, 0.95, 100, gates, None, None, None)
-        certificate_for(CacheClipEngine(replace(config, store=None)), guarantee=guarantee).save()
+        Certificate(
+            primary="p",
+            auxiliary="a",
+            identity=CacheClipEngine(replace(config, store=None)).parts.certificates.identity(preset("cacheclip")),
+            verdict="faithful",
+            ratio=0.35,
+            exactness={"passed": True, "checks": {"greedy": {"figure": 1.0}}},
+            needle_accuracy_of_full=1.0,
+            ratios=[],
+            thresholds=dict(THRESHOLDS),
+            prompts=24,
+            quick=False,
+            seconds=1.0,
+            created="2026-01-01T00:00:00+00:00",
+            guarantee=Guarantee(0.1, 0.95, 100, gates, None, None, None),
+        ).save()
         with running(replace(config, store=None, min_confidence="auto")) as served:
             served.engine.precompute(CHUNKS)
             asking = OpenAI(base_url=served.url, api_key="unused", max_retries=0)

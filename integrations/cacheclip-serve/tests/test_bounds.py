@@ -11,10 +11,10 @@ from cacheclip_serve import bounds
 from cacheclip_serve.bounds import check_counts, check_size, check_values
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.schema import ChatBody, parse, read_json
+from serve_cases import Served
 
+from cacheclip_rag import EngineConfig
 from cacheclip_rag.answering.pipeline import Answering
-from cacheclip_rag.config import EngineConfig
-from tests.serving.conftest import Served
 
 CONTEXT = 32_768
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from cacheclip_serve.access import Access, check_origins
+from serve_cases import Served, running
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
-from tests.serving.conftest import Served, running
+from cacheclip_rag import ConfigurationError, EngineConfig
 
 PAGE = "https://chat.example.org"
 CHAT = "/v1/chat/completions"

@@ -16,9 +16,8 @@ from cacheclip_serve.server import Server, served_name
 from cacheclip_serve.transformers import TransformersBackend
 from typer.testing import CliRunner
 
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, MissingExtraError
+from cacheclip_rag import ConfigurationError, EngineConfig, MissingExtraError
 from cacheclip_rag.cli import app
-from cacheclip_rag.config import EngineConfig
 
 
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
@@ -95,13 +94,11 @@ def test_without_a_store_kv_stays_in_bounded_memory(
     assert [(each.store, each.max_bytes) for each in configs] == [(None, most)]
 
 
-def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("cacheclip_serve")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "starlette", None)
-    done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store")])
-    assert isinstance(done.exception, MissingExtraError) and "[serve]" in str(done.exception)
-    assert isinstance(done.exception, CacheClipError)
+def test_without_the_part_for_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cacheclip_vllm", None)
+    monkeypatch.delitem(sys.modules, "cacheclip_vllm.launch", raising=False)
+    done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), "--backend", "vllm"])
+    assert isinstance(done.exception, MissingExtraError) and "[vllm]" in str(done.exception)
 
 
 def test_no_path_of_the_server_is_a_models_name(tiny_models: dict[str, str], tmp_path: Path) -> None:

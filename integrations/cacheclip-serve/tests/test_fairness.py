@@ -20,10 +20,9 @@ from cacheclip_serve.bodies import Bodies
 from cacheclip_serve.errors import RequestError
 from cacheclip_serve.queue import Queue, QueueFull
 from cacheclip_serve.transformers import TransformersBackend
+from serve_cases import HALVES, Served, running, until, wait_for_the_end
 
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import Event
-from tests.serving.conftest import Served, running
+from cacheclip_rag import EngineConfig, Event
 
 
 async def settle() -> None:
@@ -279,14 +278,6 @@ def test_who_leaves_keeps_the_place_until_the_thread_ends(
             gate.set()
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for it, 20 seconds at most."""
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 class Sending:
     """A request whose body comes when :meth:`send` is called."""
 
@@ -343,24 +334,6 @@ class TestBodies:
         with pytest.raises(RequestError) as refused:
             await Bodies(100).read(slow, "a")  # type: ignore[arg-type]
         assert refused.value.status == 408 and refused.value.headers == {"connection": "close"}
-
-
-HALVES = {
-    "nothing": b"",
-    "half a line": b"POST /v1/chat/comp",
-    "half a head": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: ",
-    "half a second request": b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nG",
-    "refused before its body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n",
-}
-
-
-def wait_for_the_end(address: str, sent: bytes) -> None:
-    """Send something, and wait until the server closes the connection."""
-    host, port = address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        connection.sendall(sent)
-        while connection.recv(4096):
-            pass
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from cacheclip_serve.hidden import SEEN, without_hits
+from serve_cases import Served, running
 
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import Answer, Event, FusionStats
-from tests.conftest import CHUNKS, rag_prompt
-from tests.serving.conftest import Served, running
+from cacheclip_rag import Answer, EngineConfig, Event, FusionStats
+from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 ASKED = {"method": "epic", "nominal_ratio": 0.2, "finish": "none"}
 TIMES = ("ttft_s", "decode_s", "queued_s")

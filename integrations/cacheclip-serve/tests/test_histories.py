@@ -16,13 +16,12 @@ from cacheclip_serve.errors import RequestError
 from cacheclip_serve.schema import ChatBody, CompletionBody, parse
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as OfAChat
 from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as OfACompletion
+from serve_cases import NAME, Served, Unexpected, play, running
 
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import EngineConfig
 from cacheclip_rag.prompt.segments import check_messages
-from tests.conftest import CHUNKS
-from tests.integrations.fakes import fake_models, watched
-from tests.serving.applications import Unexpected, play
-from tests.serving.conftest import NAME, Served, running
+from cacheclip_rag.testing import fake_models, fake_of
+from cacheclip_rag.testing.plugin import CHUNKS
 
 USER = {"role": "user", "content": "How tall is the mast?"}
 ENGLISH = "Twelve metres."
@@ -481,7 +480,7 @@ def thinking() -> Iterator[Served]:
 
 class TestReasoning:
     def ask(self, thinking: Served, **fields: Any) -> Any:
-        watched(thinking.engine).says = [SAID]
+        fake_of(thinking.engine).says = [SAID]
         client = openai.OpenAI(base_url=thinking.url, api_key="none", max_retries=0)
         with client:
             return client.chat.completions.create(model=NAME, messages=[USER], stop="STOP", **fields)  # type: ignore[call-overload]
@@ -490,13 +489,13 @@ class TestReasoning:
         message = self.ask(thinking).choices[0].message
         assert message.content == "It is twelve metres tall. "
         assert message.model_extra["reasoning_content"] == "I could say STOP."
-        watched(thinking.engine).says = []
+        fake_of(thinking.engine).says = []
         messages = [USER, message.model_dump(), USER]
         response = thinking.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
         assert response.status_code == 200, "an answer comes back in the next request"
 
     def test_streamed(self, thinking: Served) -> None:
-        watched(thinking.engine).says = [SAID]
+        fake_of(thinking.engine).says = [SAID]
         body = {"messages": [USER], "stop": "STOP", "stream": True}
         text, reasoning = "", ""
         for line in thinking.client.post("/v1/chat/completions", json=body).text.split("\n\n"):
@@ -509,12 +508,12 @@ class TestReasoning:
         assert (reasoning, text) == ("I could say STOP.", "It is twelve metres tall. ")
 
     def test_none(self, thinking: Served) -> None:
-        watched(thinking.engine).says = ["Twelve metres."]
+        fake_of(thinking.engine).says = ["Twelve metres."]
         message = thinking.chat().json()["choices"][0]["message"]
         assert "reasoning_content" not in message
 
     def test_of_a_text_that_is_read_as_it_stands(self, thinking: Served) -> None:
-        watched(thinking.engine).says = [SAID]
+        fake_of(thinking.engine).says = [SAID]
         body = {"prompt": "How tall?", "max_tokens": 100}
         assert thinking.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == SAID
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import threading
@@ -18,18 +17,13 @@ from cacheclip_serve import app
 from cacheclip_serve.app import Limits
 from cacheclip_serve.backend import ServedQuestion
 from cacheclip_serve.server import Server
-from langchain_cacheclip import ChatCacheClip
+from serve_cases import Served, running, until
 
-from cacheclip_rag.answering.options import CallOptions
+from cacheclip_rag import CallOptions, ConfigurationError, EngineConfig, SamplingParams
 from cacheclip_rag.answering.pipeline import Answering
-from cacheclip_rag.answering.turns import turns_of
+from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock as base_clock
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.sampling import SamplingParams
-from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.testing.faketime import FakeTime
-from tests.engine.test_queue import NEVER, Gate, says
-from tests.serving.conftest import Served, running
 
 PATH = "/v1/chat/completions"
 
@@ -41,15 +35,30 @@ def narrow(config: EngineConfig) -> Iterator[Served]:
         yield found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it never came to this"
-        time.sleep(0.002)
-
-
 def prompts_of(served: Served) -> Any:
     return turns_of(served.engine.primary)
+
+
+class Gate:
+    """Holds every answer at its second token."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting = list[object]()
+        """Their states."""
+        self._opened, step = threading.Event(), Turns.step
+
+        def gated(*given: Any) -> Any:
+            self.waiting.append(given[2])
+            assert self._opened.wait(60), "nobody opens"
+            return step(*given)
+
+        monkeypatch.setattr(Turns, "step", gated)
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+NEVER = ("a" * 99,)
 
 
 class Clock(FakeTime):
@@ -184,7 +193,8 @@ def test_text_that_is_held_back_holds_up_no_other_client(
 ) -> None:
     """As many as may be without a first token, each held at the second token of its first answer."""
     monkeypatch.setattr(served.engine.primary, "eos_ids", frozenset())
-    says(served.engine, text, monkeypatch)
+    for name in ("decode_ids", "decode_calls"):  # every token has this text
+        monkeypatch.setattr(served.engine.primary, name, lambda ids: text * len(ids))
     gate = Gate(monkeypatch)
     with ThreadPoolExecutor(5) as pool:
         try:
@@ -233,18 +243,6 @@ class TestSilence:
             assert next(lines) == ": waiting"
         rest = [line for line in lines if line.startswith("data: ")]
         assert len(rest) == 1 and "context_length_exceeded" in rest[0]
-
-    async def test_a_cancelled_adapter_leaves(self, narrow: Served) -> None:
-        """It waits in a thread, which notices at the next sign of life."""
-        queue = narrow.server.app._queue
-        llm = ChatCacheClip(base_url=narrow.url, max_tokens=2)
-        with prompts_of(narrow).prompt():
-            task = asyncio.create_task(llm.ainvoke("What?"))
-            await asyncio.to_thread(until, lambda: queue.running == 1)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            await asyncio.to_thread(until, lambda: queue.running == 0)
 
 
 class TestStopping:

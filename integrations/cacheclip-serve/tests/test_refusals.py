@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_cases import NAME, Served, running
 
-from cacheclip_rag.base.errors import StoreError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.runtime.base import Runtime
-from tests.conftest import CHUNKS
-from tests.serving.conftest import NAME, Served, running
+from cacheclip_rag import EngineConfig, StoreError
+from cacheclip_rag.runtime import Runtime
+from cacheclip_rag.testing.plugin import CHUNKS
 
 MESSAGES = [{"role": "user", "content": "What?"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

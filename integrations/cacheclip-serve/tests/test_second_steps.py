@@ -12,14 +12,10 @@ import pytest
 from cacheclip_serve.app import Limits
 from cacheclip_serve.backend import ServedQuestion
 from cacheclip_serve.transformers import TransformersBackend
+from serve_cases import Broken, Served, fail_at, running, until
 
-from cacheclip_rag import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, EngineConfig, Event
 from cacheclip_rag.answering.turns import turns_of
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.fusion.answer import Event
-from tests.engine.test_second_steps import Broken, Fault
-from tests.serving.conftest import Served, running
-from tests.serving.test_fairness import until
 
 PROMPTS = ["One?", "Two?", "Three?"]
 
@@ -76,7 +72,7 @@ def test_each_prompt_has_a_place_which_starts_at_its_own_first_event(
 def test_a_prompt_of_several(small: Served, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = texts(complete(small, PROMPTS))
     with monkeypatch.context() as patch:
-        Fault(patch, CacheClipEngine, "stream", fails + 1)
+        fail_at(patch, CacheClipEngine, "stream", fails + 1)
         found = complete(small, PROMPTS)
     assert found.status_code == 500 and "error" in found.json() and "Broken" not in found.text
     assert texts(complete(small, PROMPTS)) == right and len(right) == len(PROMPTS)
@@ -90,7 +86,7 @@ def test_an_event_of_an_answer(
 ) -> None:
     right = small.chat().json()["choices"][0]["message"]["content"]
     with monkeypatch.context() as patch:
-        Fault(patch, small.engine.primary, step, at)
+        fail_at(patch, small.engine.primary, step, at)
         found = small.chat(stream=stream)
     if not stream or found.status_code != 200:
         assert found.status_code == 500 and "error" in found.json()
@@ -128,7 +124,7 @@ def test_closing_goes_on_after_a_tenant_that_cannot_be_closed(
     engines, closed = [backend.engine(name) for name in ("one", "two", "three")], list[CacheClipEngine]()
     close = CacheClipEngine.close
     monkeypatch.setattr(CacheClipEngine, "close", lambda self: (closed.append(self), close(self)))
-    Fault(monkeypatch, engines[fails].parts, "close", 1)
+    fail_at(monkeypatch, engines[fails].parts, "close", 1)
     with pytest.raises(Broken):
         backend.close()
     assert {*closed} == {*engines}

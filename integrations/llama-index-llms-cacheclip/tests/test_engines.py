@@ -35,10 +35,9 @@ from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, st
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.llms.cacheclip.statistics import collector
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
+from llama_index_cases import Events, WordEmbedding, scripted
 
-from tests.integrations.fakes import watched
-from tests.integrations.test_llama_index import WordEmbedding
-from tests.integrations.test_llama_index_nodes import Seen, llm, scripted, seen
+from cacheclip_rag.testing import fake_of
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def index(llm: CacheClipLLM, chunks: list[str]) -> VectorStoreIndex:
 class TestEngines:
     @pytest.mark.parametrize("stock", [True, False])
     async def test_the_statistics_are_in_the_metadata(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen, stock: bool
+        self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Events, stock: bool
     ) -> None:
         def engine(mode: str = "compact", streaming: bool = False) -> Any:
             make: Any = get_response_synthesizer if stock else CacheClipSynthesizer
@@ -123,7 +122,7 @@ class TestEngines:
         assert collector() is None
         assert "cacheclip" not in index.as_query_engine(llm=MockLLM(), similarity_top_k=2).query(question).metadata
 
-    def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
+    def test_sub_questions(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Events) -> None:
         items = [{"sub_question": text, "tool_name": "island"} for text in (question, "Who kept the lamp?")]
         asked = scripted(llm, f"```json\n{json.dumps({'items': items})}\n```", "7316042", "Tom Garrow", "Both.")
         tool = QueryEngineTool(
@@ -140,7 +139,7 @@ class TestEngines:
         assert [event.hits for event in seen.fusions] == [0, 2, 2, 0]
         assert "7316042" in asked[3] and "Tom Garrow" in asked[3]
 
-    def test_a_router(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Seen) -> None:
+    def test_a_router(self, index: VectorStoreIndex, llm: CacheClipLLM, question: str, seen: Events) -> None:
         tools = [
             QueryEngineTool(
                 index.as_query_engine(llm=llm, similarity_top_k=n), ToolMetadata(f"for {n}", name=f"top{n}")
@@ -158,7 +157,7 @@ class TestEngines:
         index: VectorStoreIndex,
         llm: CacheClipLLM,
         question: str,
-        seen: Seen,
+        seen: Events,
     ) -> None:
         class Retrieved(Event):
             nodes: list[NodeWithScore]
@@ -182,7 +181,7 @@ class TestEngines:
         index: VectorStoreIndex,
         llm: CacheClipLLM,
         chunks: list[str],
-        seen: Seen,
+        seen: Events,
     ) -> None:
         """What its tool found is in the next prompt, and reused."""
         llm.engine.precompute([chunks[0]])
@@ -218,7 +217,7 @@ class TestWhatTheModelReads:
         llm: CacheClipLLM,
         chunks: list[str],
         question: str,
-        seen: Seen,
+        seen: Events,
     ) -> None:
         """Without chunks of the document, a window is another text. It is stored after its first answer."""
         parser = SentenceWindowNodeParser.from_defaults(window_size=2)
@@ -235,7 +234,7 @@ class TestWhatTheModelReads:
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
     def test_sentence_windows_are_parts_of_the_documents_chunks(
-        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Seen
+        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Events
     ) -> None:
         """The way of the tutorial, on a model with tokens: the sentences are indexed, the document is precomputed."""
         llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
@@ -262,7 +261,7 @@ class TestWhatTheModelReads:
         assert stats["chunk_tokens"] >= 0.9 * tokens
 
     def test_windows_that_are_given_are_parts_too(
-        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Seen
+        self, tiny_models: dict[str, str], chunks: list[str], question: str, seen: Events
     ) -> None:
         """A synthesizer that tells the engine the windows: what the document's chunks cover is not stored again."""
         llm = CacheClipLLM(primary=tiny_models["llama"], auxiliary=None, method="anchored", max_tokens=2)
@@ -288,7 +287,7 @@ class TestWhatTheModelReads:
         llm: CacheClipLLM,
         chunks: list[str],
         question: str,
-        seen: Seen,
+        seen: Events,
     ) -> None:
         """Precompute every level of the hierarchy: which one is read depends on the question."""
         parser = HierarchicalNodeParser.from_defaults(chunk_sizes=[256, 64])
@@ -309,7 +308,7 @@ class TestWhatTheModelReads:
         index: VectorStoreIndex,
         llm: CacheClipLLM,
         question: str,
-        seen: Seen,
+        seen: Events,
     ) -> None:
         asked = scripted(llm, "Doc: 3, Relevance: 9\nDoc: 1, Relevance: 7", "An answer.")
         engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[LLMRerank(llm=llm, top_n=2)])
@@ -323,7 +322,7 @@ class TestWhatTheModelReads:
         llm: CacheClipLLM,
         chunks: list[str],
         question: str,
-        seen: Seen,
+        seen: Events,
     ) -> None:
         """Its document store does not know that the store was emptied; the next answer stores the chunk again."""
         steps = [SentenceSplitter(), CacheClipTransform.from_llm(llm)]
@@ -342,13 +341,24 @@ class TestWhatTheModelReads:
 
 class TestAtOnce:
     async def test_the_event_loop_goes_on(
-        self, index: VectorStoreIndex, llm: CacheClipLLM, chunks: list[str], question: str
+        self,
+        index: VectorStoreIndex,
+        llm: CacheClipLLM,
+        chunks: list[str],
+        question: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The model works in another thread, from the first prompt on; so does what counts its tokens."""
         synthesizer = CacheClipSynthesizer(llm=llm, streaming=True)
         engine = index.as_query_engine(llm=llm, similarity_top_k=3, streaming=True, response_synthesizer=synthesizer)
-        tokenized = watched(llm.engine).tokenized
-        tokenized.clear()
+        runtime, tokenized = fake_of(llm.engine), list[tuple[threading.Thread, str]]()
+        tokenize = runtime.tokenize
+
+        def watched(text: str, **options: Any) -> Any:
+            tokenized.append((threading.current_thread(), text))
+            return tokenize(text, **options)
+
+        monkeypatch.setattr(runtime, "tokenize", watched)
         response = await engine.aquery(question)
         assert [token async for token in response.async_response_gen()]
         main = threading.main_thread()

@@ -6,15 +6,15 @@ import asyncio
 import gc
 import pickle
 import shutil
+import subprocess
+import sys
 import threading
-import zlib
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core import Document, PromptTemplate, Settings, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
@@ -26,33 +26,17 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+from llama_index_cases import WordEmbedding, join_workers
 
-from cacheclip_rag.base.errors import ConfigurationError, ModelError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
-from tests.integrations.fakes import Gate, fake_models, join_workers, watched
+from cacheclip_rag import ConfigurationError, ModelError
+from cacheclip_rag.methods import preset, vary
+from cacheclip_rag.testing import Gate, fake_models, fake_of
 
 PROMPT = "Where did the keeper live?"
 MESSAGES = [
     ChatMessage(role=MessageRole.SYSTEM, content="Answer in one word."),
     ChatMessage(role=MessageRole.USER, content=PROMPT),
 ]
-
-
-class WordEmbedding(BaseEmbedding):
-    """Counts of hashed words: deterministic, and close for texts that share words."""
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        vector = [0.0] * 64
-        for word in text.lower().replace(".", " ").replace("?", " ").split():
-            vector[zlib.crc32(word.encode()) % 64] += 1.0
-        return vector
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._get_text_embedding(query)
 
 
 class Answers(BaseEventHandler):
@@ -189,7 +173,7 @@ async def test_the_pipelines_cache_does_not_skip_what_is_lost(
 ) -> None:
     """It knows the nodes, and nothing of their KV."""
     pipeline, document = pipeline_for(llm), Document(text="\n\n".join(chunks))
-    encoded = watched(llm.engine).encoding_threads
+    encoded = fake_of(llm.engine).threads["encode"]
 
     async def run(through: IngestionPipeline) -> list[str]:
         encoded.clear()
@@ -224,7 +208,7 @@ def test_fields_are_fields() -> None:
 async def test_async_pipeline_runs_off_the_loop(llm: CacheClipLLM, chunks: list[str]) -> None:
     nodes = await pipeline_for(llm).arun(documents=[Document(text=chunks[0])])
     assert llm.engine.is_stored(nodes[0].get_content(MetadataMode.LLM))
-    threads = watched(llm.engine).encoding_threads
+    threads = fake_of(llm.engine).threads["encode"]
     assert threads
     assert threading.main_thread() not in threads
 
@@ -395,13 +379,13 @@ async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM) -> Non
     await llm.achat(MESSAGES)
     [r async for r in await llm.astream_complete(PROMPT)]
     [r async for r in await llm.astream_chat(MESSAGES)]
-    threads = watched(llm.engine).answering_threads
+    threads = fake_of(llm.engine).threads["prefill"]
     assert len(threads) == 4
     assert threading.main_thread() not in threads
 
 
 async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM) -> None:
-    runtime = watched(llm.engine)
+    runtime = fake_of(llm.engine)
     runtime.says, runtime.decoding = ["word " * 1500], Gate()
     before = set(threading.enumerate())
     stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
@@ -432,7 +416,7 @@ async def cancelled(call: Coroutine[Any, Any, Any], gate: Gate) -> None:
 @pytest.mark.parametrize("call", ["acomplete", "achat"])
 async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -> None:
     """Before its next token."""
-    runtime = watched(llm.engine)
+    runtime = fake_of(llm.engine)
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
     runtime.steps, runtime.decoding = 0, Gate()
@@ -444,7 +428,7 @@ async def test_cancelling_a_transform_stops_it_before_the_next_batch(
     llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
-    runtime = watched(llm.engine)
+    runtime = fake_of(llm.engine)
     runtime.encoding = Gate()
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
     await cancelled(CacheClipTransform.from_llm(llm).acall(nodes), runtime.encoding)
@@ -543,6 +527,17 @@ def test_metadata_reads_the_context_without_loading(tiny_models: dict[str, str],
     assert CacheClipLLM(primary="nobody/unheard-of").metadata.context_window > 0
     with pytest.raises(ModelError):
         llm.complete(PROMPT)
+
+
+def test_construction_loads_no_torch() -> None:
+    code = """
+import sys
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+
+CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_serialisation_round_trip(llm: CacheClipLLM) -> None:

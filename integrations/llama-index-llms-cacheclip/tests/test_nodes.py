@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,69 +21,28 @@ from llama_index.core import (
 from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
-from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM, CacheClipTransform
+from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 from llama_index.response_synthesizers.cacheclip.packing import WholeChunks
 from llama_index.storage.docstore.cacheclip import CacheClipDocumentStore
+from llama_index_cases import Events, Questions, WordEmbedding, scripted
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.models.load import register_runtime
-from tests.conftest import SENTENCES
-from tests.integrations.conftest import Seen as SeenPlans
-from tests.integrations.fakes import Watched, fake_models, turns, watched
-from tests.integrations.test_llama_index import WordEmbedding
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.testing import SENTENCES, FakeRuntime, fake_of, messages_of
 
 MODES = ("compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate")
-
-
-class Seen(BaseEventHandler):
-    """Fusion events and names of all others, in order."""
-
-    fusions: list[CacheClipFusionEvent] = []
-    names: list[str] = []
-
-    def handle(self, event: Any, **kwargs: Any) -> None:
-        self.names.append(event.class_name())
-        if isinstance(event, CacheClipFusionEvent):
-            self.fusions.append(event)
-
-
-@pytest.fixture
-def seen() -> Iterator[Seen]:
-    handler = Seen(fusions=[], names=[])
-    root = get_dispatcher()
-    root.add_event_handler(handler)
-    yield handler
-    root.event_handlers.remove(handler)
-
-
-@pytest.fixture
-def llm(tmp_path: Path) -> CacheClipLLM:
-    """On a fake model: what the framework does does not depend on attention."""
-    return CacheClipLLM(**fake_models(), store=str(tmp_path / "store"), max_tokens=8)
 
 
 @pytest.fixture
 def nodes(chunks: list[str]) -> list[NodeWithScore]:
     return [NodeWithScore(node=TextNode(text=chunk, id_=f"node-{n}"), score=1.0) for n, chunk in enumerate(chunks[:3])]
-
-
-def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
-    """Puts words into the model's mouth; returns the list that its prompts, as text, will be in."""
-    llm.max_tokens = 100
-    runtime = watched(llm.engine)
-    runtime.prompts.clear()
-    runtime.says = list(texts)
-    return runtime.prompts
 
 
 @pytest.mark.parametrize("bad", ["word " * 5000, "Half \ud835 a character, as PDF readers give it."])
@@ -104,7 +62,7 @@ async def test_a_bad_node_is_skipped_with_its_id(
 class TestSynthesizer:
     @pytest.mark.parametrize("mode", MODES)
     def test_nodes_are_stored_and_hit_in_every_mode(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen, mode: str
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events, mode: str
     ) -> None:
         """Nobody precomputed them."""
         synthesizer = CacheClipSynthesizer(llm=llm, response_mode=mode)
@@ -134,19 +92,15 @@ class TestSynthesizer:
 
     @pytest.mark.parametrize("mode", MODES)
     def test_the_users_words_choose_what_is_recomputed(
-        self,
-        llm: CacheClipLLM,
-        nodes: list[NodeWithScore],
-        question: str,
-        mode: str,
-        observed: Callable[[CacheClipEngine], SeenPlans],
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str
     ) -> None:
-        seen = observed(llm.engine)
+        seen = Questions()
+        llm.engine.observers.append(seen)
         CacheClipSynthesizer(llm=llm, response_mode=mode).synthesize(question, nodes)
-        assert set(seen.questions) == {question}
+        assert set(seen.asked) == {question}
         llm.complete("Who lit the lamp?", question="the lamp")
         llm.complete("Who lit the lamp?")
-        assert seen.questions[-2:] == ["the lamp", None]
+        assert seen.asked[-2:] == ["the lamp", None]
 
     @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
     async def test_four_ways(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, mode: str) -> None:
@@ -172,12 +126,12 @@ class TestSynthesizer:
             {"response_synthesizer:text_qa_template": PromptTemplate("Facts:\n{context_str}\nAsk: {query_str}")}
         )
         engine.query(question)
-        [prompt] = watched(llm.engine).prompts
-        [message] = turns(prompt)
+        [prompt] = fake_of(llm.engine).prompts
+        [message] = messages_of(prompt)
         assert message["content"].startswith("Facts:\n") and message["content"].endswith(f"Ask: {question}")
 
     def test_prompts_hold_whole_chunks(
-        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen
+        self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events
     ) -> None:
         """Where the context ends, the next chunk goes into another prompt; a stock synthesizer would cut it."""
         tokens = max(len(llm.engine.primary.tokenize(each.node.get_content()).ids) for each in nodes)
@@ -256,7 +210,7 @@ class TestSynthesizer:
         assert isinstance(answer, PydanticResponse) and answer.response == Fact(name="Brindle")
         assert nodes[0].node.get_content() in asked[0]
 
-    def test_output_class(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Seen) -> None:
+    def test_output_class(self, llm: CacheClipLLM, nodes: list[NodeWithScore], question: str, seen: Events) -> None:
         """The nodes are known on this way, too."""
 
         class Fact(BaseModel):
@@ -303,7 +257,7 @@ class TestSynthesizer:
         assert BaseSynthesizer.__name__ in [cls.__name__ for cls in CacheClipSynthesizer.__mro__]
 
     def test_construction_loads_no_weights(self, question: str, nodes: list[NodeWithScore]) -> None:
-        def load(name: str, **options: Any) -> Watched:
+        def load(name: str, **options: Any) -> FakeRuntime:
             raise LookupError("loaded")
 
         register_runtime("heavy", load)
@@ -351,7 +305,7 @@ class TestSynthesizer:
 
 class TestEvents:
     def test_each_prompt_names_its_own_nodes(
-        self, llm: CacheClipLLM, chunks: list[str], question: str, seen: Seen
+        self, llm: CacheClipLLM, chunks: list[str], question: str, seen: Events
     ) -> None:
         twins = [TextNode(text=chunks[n], id_=name) for n, name in ((0, "a"), (0, "b"), (1, "c"))]
         nodes = [NodeWithScore(node=node) for node in twins]
@@ -362,7 +316,7 @@ class TestEvents:
         synthesizer.get_response(question, chunks[:1])
         assert [event.node_ids for event in seen.fusions] == [[]], "no node is known"
 
-    def test_plain_calls_emit_them_too(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+    def test_plain_calls_emit_them_too(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:
         llm.engine.precompute(chunks[:2])
         text = "\n\n".join([*chunks[:2], "What was built?"])
         llm.complete(text)
@@ -372,13 +326,13 @@ class TestEvents:
         assert event.method == "epic" and event.nominal_ratio == 0.2 and event.ttft_s > 0
         assert event.model_dump()["class_name"] == "CacheClipFusionEvent" and set(event.phases_s)
 
-    def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+    def test_candidates_of_a_call(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:
         text = f"{chunks[0]}\n\nWhat was built?"
         llm.complete(text, documents=[chunks[0]])
         llm.complete(text)
         assert [(event.hits, event.misses) for event in seen.fusions] == [(0, 1), (1, 0)]
 
-    def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Seen) -> None:
+    def test_nodes_of_a_call_and_of_the_model(self, llm: CacheClipLLM, chunks: list[str], seen: Events) -> None:
         knowing = llm.with_nodes({chunks[0]: [("a", "doc")], chunks[2]: [("elsewhere", "")]})
         text = f"{chunks[0]}\n\n{chunks[1]}\n\nWhat was built?"
         knowing.complete(text, documents={chunks[0]: [("b", "")], chunks[1]: [("c", "doc")]})
@@ -483,7 +437,7 @@ class TestDeletion:
             else:
                 index.refresh_ref_docs(documents)
 
-        computed = watched(llm.engine).encoded
+        computed = fake_of(llm.engine).encoded
         llm.engine.precompute(["What chunks are computed behind is computed with the first of them."])
         computed.clear()
         lines = SENTENCES[:6]

@@ -18,13 +18,10 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
+from llama_index_cases import exit_code_of
 
-from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.testing.fake import FakeRuntime
-from tests.conftest import SENTENCES
-from tests.integrations.fakes import Watched
-from tests.integrations.test_llama_index_nodes import llm
-from tests.store.samples import run
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.testing import SENTENCES, FakeRuntime
 
 
 class Killed(FakeRuntime):
@@ -68,8 +65,8 @@ def test_a_killed_run_goes_on(llm: CacheClipLLM, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
         register_runtime("fake", Killed)
-        assert run(killed).returncode == -signal.SIGKILL
-    register_runtime("fake", Watched)
+        assert exit_code_of(killed) == -signal.SIGKILL
+    register_runtime("fake", FakeRuntime)
     assert hits(llm) == 2
     before = dict(files(Path(str(llm.store))))
     assert before

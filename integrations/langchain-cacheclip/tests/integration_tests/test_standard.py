@@ -1,4 +1,4 @@
-"""LangChain's own suites for integrations: nothing skipped by us."""
+"""LangChain's own suites for integrations, on tiny models: nothing skipped by us."""
 
 from __future__ import annotations
 
@@ -18,33 +18,13 @@ from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
     VectorStoreIntegrationTests,
 )
-from langchain_tests.unit_tests import ChatModelUnitTests
 
-from cacheclip_rag.models.load import register_runtime
-from tests.conftest import CHUNKS
-from tests.integrations.fakes import Watched, watched
-
-
-class _Chat:
-    @pytest.fixture(autouse=True)
-    def _models(self, tiny_models: dict[str, str], tool_model: str, tmp_path: Path) -> None:
-        self.models = {"llama": tool_model, "auxiliary": tiny_models["auxiliary"]}
-        self.store = str(tmp_path / "store")
-
-    @property
-    def chat_model_class(self) -> type[ChatCacheClip]:
-        return ChatCacheClip
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"model": self.models["llama"], "auxiliary": self.models["auxiliary"], "store": self.store}
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.testing import FakeRuntime, fake_of
+from cacheclip_rag.testing.plugin import CHUNKS
 
 
-class TestUnit(_Chat, ChatModelUnitTests):
-    pass
-
-
-class Told(Watched):
+class Told(FakeRuntime):
     """A runtime that says what it is told, also where its answer must follow a schema."""
 
     def constrain(self, json_schema: str) -> Any:
@@ -64,13 +44,22 @@ SAID = {
 """What a model must choose to say, by test. A random one would not."""
 
 
-class TestIntegration(_Chat, ChatModelIntegrationTests):
+class TestChatCacheClip(ChatModelIntegrationTests):
     """Forced calls and structured output have their form from the constraint, so a random model is good enough for
     them. In tests in which the model itself must choose to call, or what to write, a fake is told."""
 
+    @pytest.fixture(autouse=True)
+    def _models(self, tiny_models: dict[str, str], tool_model: str, tmp_path: Path) -> None:
+        self.settings: dict[str, Any] = {"model": tool_model, "auxiliary": tiny_models["auxiliary"], "max_tokens": 64}
+        self.settings["store"] = str(tmp_path / "store")
+
+    @property
+    def chat_model_class(self) -> type[ChatCacheClip]:
+        return ChatCacheClip
+
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {**super().chat_model_params, "max_tokens": 64}
+        return self.settings
 
     @pytest.fixture
     def model(self, request: pytest.FixtureRequest) -> BaseChatModel:
@@ -81,7 +70,7 @@ class TestIntegration(_Chat, ChatModelIntegrationTests):
             return ChatCacheClip(**fields)
         register_runtime("told", Told)
         chat = ChatCacheClip(**{**fields, "model": f"told:{request.node.name}", "auxiliary": None, "method": "direct"})
-        watched(chat.engine).says = list(told)
+        fake_of(chat.engine).says = list(told)
         return chat
 
     @property
@@ -119,7 +108,7 @@ class TestIntegration(_Chat, ChatModelIntegrationTests):
         return message
 
 
-class TestVectorStore(VectorStoreIntegrationTests):
+class TestCacheClipVectorStore(VectorStoreIntegrationTests):
     @pytest.fixture
     def vectorstore(self, tiny_models: dict[str, str], tmp_path: Path) -> Iterator[VectorStore]:
         llm = ChatCacheClip(

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from langchain_cacheclip import CacheClipLLM, ChatCacheClip, collect_cacheclip_stats, with_cacheclip_stats
+from langchain_cases import RAG_PROMPT, Recorder, WordRetriever, join_workers
 from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_core.caches import InMemoryCache
-from langchain_core.callbacks import BaseCallbackHandler, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.language_models.chat_models import BaseChatModel
@@ -31,41 +31,13 @@ from langchain_core.messages import (
 )
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import ConfigurableField, Runnable
 
-from cacheclip_rag import __version__
-from cacheclip_rag.base.errors import ConfigurationError, PromptTooLongError
-from cacheclip_rag.runtime.base import Message
-from tests.integrations.fakes import Gate, fake_models, join_workers, turns, watched
+from cacheclip_rag import ConfigurationError, PromptTooLongError, __version__
+from cacheclip_rag.runtime import Message
+from cacheclip_rag.testing import Gate, fake_models, fake_of, messages_of
 
 PROMPT = "Where did the keeper live?"
-RAG_PROMPT = ChatPromptTemplate([("system", "Use the context.\n\n{context}"), ("human", "{input}")])
-
-
-class WordRetriever(BaseRetriever):
-    """The documents that share most words with the query."""
-
-    documents: list[Document]
-    k: int = 2
-
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        words = set(query.lower().split())
-        return sorted(self.documents, key=lambda d: -len(words & set(d.page_content.lower().split())))[: self.k]
-
-
-class Recorder(BaseCallbackHandler):
-    """What callbacks see of the model: its tokens and its final messages."""
-
-    def __init__(self) -> None:
-        self.tokens: list[str] = []
-        self.messages: list[AIMessage] = []
-
-    def on_llm_new_token(self, token: Any, **kwargs: Any) -> None:
-        self.tokens.append(token)
-
-    def on_llm_end(self, response: Any, **kwargs: Any) -> None:
-        self.messages.append(response.generations[0][0].message)
 
 
 @pytest.fixture
@@ -199,7 +171,7 @@ async def test_callbacks_see_every_token_once(llm: ChatCacheClip) -> None:
 async def test_async_calls_keep_the_model_off_the_loop(llm: ChatCacheClip) -> None:
     await llm.ainvoke(PROMPT)
     [chunk async for chunk in llm.astream(PROMPT)]
-    threads = watched(llm.engine).answering_threads
+    threads = fake_of(llm.engine).threads["prefill"]
     assert len(threads) == 2
     assert threading.main_thread() not in threads
 
@@ -216,7 +188,7 @@ Read = Callable[[], list[Message]]
 @pytest.fixture
 def read(llm: ChatCacheClip) -> Read:
     """The messages of the last prompt, out of the text that reached the model."""
-    return lambda: turns(watched(llm.engine).prompts[-1])
+    return lambda: messages_of(fake_of(llm.engine).prompts[-1])
 
 
 def test_messages_become_roles(llm: ChatCacheClip, read: Read) -> None:
@@ -391,7 +363,7 @@ async def test_a_prompt_too_long_is_langchains_error_too(
 @pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
 async def test_a_cancelled_task_stops_the_model(llm: ChatCacheClip, kind: type[ChatCacheClip | CacheClipLLM]) -> None:
     model = kind(primary=llm.primary, auxiliary=llm.auxiliary, store=llm.store, max_tokens=200)
-    runtime = watched(model.engine)
+    runtime = fake_of(model.engine)
     runtime.says = ["word " * 20] * 2
     assert len(list(model.stream(PROMPT))) > 15 and runtime.steps > 15
     runtime.steps, runtime.decoding = 0, Gate()
@@ -488,25 +460,12 @@ def test_what_needs_a_server_says_so(given: dict[str, Any], caplog: pytest.LogCa
     assert not caplog.records
 
 
-def test_a_missing_framework_is_explained_and_construction_loads_no_torch() -> None:
-    """Of both frameworks' components."""
+def test_construction_loads_no_torch() -> None:
     code = """
 import sys
-for module, framework in ("langchain_cacheclip", "langchain_core"), ("llama_index.llms.cacheclip", "llama_index.core"):
-    sys.modules[framework] = None
-    try:
-        __import__(module)
-    except ImportError as error:
-        assert "pip install 'cacheclip-rag[" in str(error)
-    else:
-        raise AssertionError(module)
-    del sys.modules[framework]
-
 from langchain_cacheclip import ChatCacheClip
-from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 ChatCacheClip(store="s", temperature=0.5)
-CacheClipTransform.from_llm(CacheClipLLM(store="s")), CacheClipLLM().metadata
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,7 +3,6 @@ text model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from langchain_cacheclip import (
     create_cacheclip_documents_chain,
     with_cacheclip_stats,
 )
+from langchain_cases import RAG_PROMPT, Questions, Recorder, WordRetriever
 from langchain_classic.chains import create_history_aware_retriever, create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import get_usage_metadata_callback
@@ -35,11 +35,8 @@ from langchain_core.runnables import ConfigurableField, Runnable
 from langchain_core.runnables.utils import add
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError
-from tests.integrations.conftest import Seen
-from tests.integrations.fakes import fake_models
-from tests.integrations.test_langchain import RAG_PROMPT, Recorder, WordRetriever
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.testing import fake_models
 
 
 @pytest.fixture
@@ -155,18 +152,15 @@ class TestChain:
         assert found(recorder) == [(2, 0)]
 
     def test_the_users_words_choose_what_is_recomputed(
-        self,
-        llm: ChatCacheClip,
-        documents: list[Document],
-        question: str,
-        observed: Callable[[CacheClipEngine], Seen],
+        self, llm: ChatCacheClip, documents: list[Document], question: str
     ) -> None:
-        seen = observed(llm.engine)
+        seen = Questions()
+        llm.engine.observers.append(seen)
         inputs = {"input": question, "context": documents[:2]}
         create_cacheclip_documents_chain(llm, RAG_PROMPT).invoke(inputs)
         create_cacheclip_documents_chain(llm, RAG_PROMPT, question_variable_name="other").invoke(inputs)
         llm.invoke("Who lit the lamp?", question="the lamp")
-        assert seen.questions == [question, None, "the lamp"]
+        assert seen.asked == [question, None, "the lamp"]
 
     def test_a_prompt_without_the_variable(self, llm: ChatCacheClip) -> None:
         with pytest.raises(ConfigurationError, match="needs the variable 'facts' .* got \\['context', 'input'\\]"):

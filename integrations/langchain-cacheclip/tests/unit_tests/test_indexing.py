@@ -20,6 +20,7 @@ from langchain_cacheclip import (
     ChatCacheClip,
     create_cacheclip_documents_chain,
 )
+from langchain_cases import RAG_PROMPT, exit_code_of, join_workers
 from langchain_classic.indexes import SQLRecordManager
 from langchain_classic.retrievers import ParentDocumentRetriever
 from langchain_core.documents import Document
@@ -31,15 +32,11 @@ from langchain_core.stores import InMemoryStore
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import CharacterTextSplitter
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.methods import preset
-from cacheclip_rag.methods.settings import vary
-from cacheclip_rag.models.load import register_runtime
-from cacheclip_rag.testing.fake import FakeRuntime
-from tests.conftest import CHUNKS
-from tests.integrations.fakes import Gate, Watched, fake_models, join_workers, watched
-from tests.integrations.test_langchain import RAG_PROMPT
-from tests.store.samples import run
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.methods import preset, vary
+from cacheclip_rag.models import register_runtime
+from cacheclip_rag.testing import FakeRuntime, Gate, fake_models, fake_of
+from cacheclip_rag.testing.plugin import CHUNKS
 
 TOO_LONG = "word " * 5000
 OPTIONS: Any = {"cleanup": "incremental", "source_id_key": "source", "key_encoder": "blake2b"}
@@ -136,7 +133,7 @@ class TestParents:
         asynchronous: bool,
         question: str,
     ) -> None:
-        encoded = watched(llm.engine).encoding_threads
+        encoded = fake_of(llm.engine).threads["encode"]
         if asynchronous:
             await retriever.aadd_documents(documents, ids=[f"parent-{n}" for n in range(4)])
         else:
@@ -383,7 +380,7 @@ class TestOrder:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
-        runtime = watched(llm.engine)
+        runtime = fake_of(llm.engine)
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
             llm.engine.release([document.page_content for document in documents])
             runtime.encoding, before = Gate(), set(threading.enumerate())
@@ -405,9 +402,8 @@ class TestOrder:
         settings = (str(tmp_path), "fake:killed", "fake:killed-auxiliary")
         documents = [Document(text, metadata={"source": str(number)}) for number, text in enumerate(CHUNKS)]
         register_runtime("fake", Killed)
-        killed = run(lambda: run_pipeline(*settings, documents))
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        register_runtime("fake", Watched)
+        assert exit_code_of(lambda: run_pipeline(*settings, documents)) == -signal.SIGKILL
+        register_runtime("fake", FakeRuntime)
         half = OnDisk.load(str(tmp_path / "vectors.json"), DeterministicFakeEmbedding(size=8))
         assert len(half.store) == 2, "nothing is found that is not precomputed"
         llm, vectors, result = run_pipeline(*settings, documents)

@@ -1,0 +1,3 @@
+"""The core's tiny models and engine."""
+
+pytest_plugins = ["cacheclip_rag.testing.plugin"]

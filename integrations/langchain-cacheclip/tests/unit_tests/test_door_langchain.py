@@ -1,0 +1,29 @@
+"""What this distribution takes from the core, and what it gives to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import langchain_cacheclip
+
+from cacheclip_rag.testing.door import names_outside_the_door
+
+EXPECTED_ALL = [
+    "CacheClipDocumentStore",
+    "CacheClipDocumentTransformer",
+    "CacheClipLLM",
+    "CacheClipStatsHandler",
+    "CacheClipVectorStore",
+    "ChatCacheClip",
+    "collect_cacheclip_stats",
+    "create_cacheclip_documents_chain",
+    "with_cacheclip_stats",
+]
+
+
+def test_it_takes_names_of_public_modules_only() -> None:
+    assert names_outside_the_door(Path(langchain_cacheclip.__file__).parent) == set()
+
+
+def test_all_imports() -> None:
+    assert sorted(langchain_cacheclip.__all__) == EXPECTED_ALL

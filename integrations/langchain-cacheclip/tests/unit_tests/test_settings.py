@@ -1,0 +1,104 @@
+"""Settings of the models are the adapters' shared ones, and each call follows them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_cacheclip import CacheClipLLM, ChatCacheClip
+from langchain_core.messages import HumanMessage, SystemMessage
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.adapters import ServedFields
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models import load_model
+from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
+
+KINDS: list[Any] = [ChatCacheClip, CacheClipLLM]
+PROMPT = "Where did the keeper live?"
+
+
+def ask(llm: Any, prompt: str = PROMPT, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Text and statistics of an answer."""
+    if isinstance(llm, ChatCacheClip):
+        message = llm.invoke(prompt, **options)
+        return str(message.content), message.response_metadata["cacheclip"]
+    (generation,) = llm.generate([prompt], **options).generations[0]
+    return generation.text, generation.generation_info["cacheclip"]
+
+
+def pieces(llm: Any, prompt: str) -> list[str]:
+    """The pieces of a streamed answer."""
+    return [part if isinstance(part, str) else str(part.content) for part in llm.stream(prompt)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_are_the_shared_ones(kind: Any) -> None:
+    """LangChain's base classes hide none."""
+    for name, field in ServedFields.model_fields.items():
+        own = kind.model_fields[name]
+        assert own.description and own.description == field.description, f"{name} has another description"
+        assert own.annotation == field.annotation, f"{name} has another type"
+        assert getattr(kind(), name) == getattr(ServedFields(), name), f"{name} has another default"
+    assert kind(primary="some/model").model_name == kind(model="some/model").primary == "some/model"
+    for wrong in ({"temperature": -1}, {"colour": "red"}):
+        with pytest.raises(ConfigurationError):  # not wrapped by pydantic
+            kind(**wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_a_call(kind: Any, tiny_models: dict[str, str]) -> None:
+    settings: Any = {"primary": tiny_models["llama"], "auxiliary": None, "max_tokens": 1}
+    told = kind(**settings, method="full", system_prompt="You answer in the manner of the keeper of a lighthouse.")
+    assert ask(told)[1]["prompt_tokens"] > ask(kind(**settings, method="full"))[1]["prompt_tokens"]
+    assert ask(told, max_new_tokens=3, stop_sequences=["x"])[1]["generated_tokens"] > 1
+    with pytest.raises(ConfigurationError, match="max_tokens was given twice"):
+        ask(told, max_new_tokens=2, max_tokens=3)
+    llm = kind(**settings, method="full")
+    llm.engine.precompute(CHUNKS[:2], method="epic")
+    stats = ask(llm, rag_prompt(CHUNKS[:2]), method=preset("epic").at(0.3))[1]
+    assert (stats["method"], stats["nominal_ratio"]) == ("epic", 0.3)
+
+
+def test_models_with_equal_settings_share_an_engine(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    settings: Any = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"], "store": tmp_path}
+    chat, text = ChatCacheClip(**settings), CacheClipLLM(**settings, temperature=0.5, method="direct")
+    assert chat.engine is text.engine is not ChatCacheClip(**settings, namespace="other").engine
+    again = ChatCacheClip.from_engine(chat.engine, max_new_tokens=3)
+    assert again.engine is again.model_copy(update={"method": "full"}).engine is chat.engine and again.max_tokens == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finish(kind: Any, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """LangChain's streams cannot withdraw text."""
+    monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
+    models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
+    own = {"chunk_context": CACHECLIP["chunk_context"], "prefix_cache_bytes": 0}
+    llm = kind(**models, method="direct", max_tokens=12, engine_kwargs=own, finish="revise")
+    llm.engine.precompute(CHUNKS)
+    prompt = rag_prompt(CHUNKS)
+    full = ask(llm, prompt, method="full")[0]
+    assert ask(llm, prompt, finish="none")[0] != full
+    found = pieces(llm, prompt)
+    assert "".join(found) == full and found[0] == "", "text that may be withdrawn is held back"
+    text, stats = ask(llm, prompt)
+    assert text == full and stats["verified_tokens"] == 12 and stats["diverged_at"] is not None
+
+
+SYSTEM, QUESTION = "Answer in one word.", "Where did the keeper of the lighthouse live?"
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4}], ids=["greedy", "penalty"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_answers_are_those_of_transformers(tiny_models: dict[str, str], name: str, options: dict[str, Any]) -> None:
+    """Nothing but the model is swapped: with nothing stored, answers to the same messages are equal."""
+    folder = tiny_models[name]
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    found = model.generate(**ids, max_new_tokens=24, do_sample=False, **options)
+    expected = tokenizer.decode(found[0][ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    chat = ChatCacheClip(model_name=folder, auxiliary=None, max_tokens=24, **options)
+    assert chat.invoke([SystemMessage(SYSTEM), HumanMessage(QUESTION)]).content == expected != ""

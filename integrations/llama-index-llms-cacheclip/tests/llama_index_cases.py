@@ -1,0 +1,80 @@
+"""What tests of several files need: embeddings, events, plans, threads and processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from llama_index.core.embeddings import BaseEmbedding
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.llms.cacheclip import CacheClipFusionEvent, CacheClipLLM
+
+from cacheclip_rag.guards import Observer
+from cacheclip_rag.testing import fake_of
+
+
+class WordEmbedding(BaseEmbedding):
+    """Counts of hashed words: deterministic, and close for texts that share words."""
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        vector = [0.0] * 64
+        for word in text.lower().replace(".", " ").replace("?", " ").split():
+            vector[zlib.crc32(word.encode()) % 64] += 1.0
+        return vector
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._get_text_embedding(query)
+
+
+class Events(BaseEventHandler):
+    """Fusion events and names of all others, in order."""
+
+    fusions: list[CacheClipFusionEvent] = []
+    names: list[str] = []
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        self.names.append(event.class_name())
+        if isinstance(event, CacheClipFusionEvent):
+            self.fusions.append(event)
+
+
+class Questions(Observer):
+    """What scored the chunks of each answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+
+    def on_plan(self, plan: Any, sources: Any) -> None:
+        self.asked.append(plan.question)
+
+
+def scripted(llm: CacheClipLLM, *texts: str) -> list[str]:
+    """Puts words into the model's mouth; returns the list that its prompts, as text, will be in."""
+    llm.max_tokens = 100
+    runtime = fake_of(llm.engine)
+    runtime.prompts.clear()
+    runtime.says = list(texts)
+    return runtime.prompts
+
+
+def join_workers(before: set[threading.Thread]) -> None:
+    """Wait for the threads that were not there before."""
+    for thread in set(threading.enumerate()) - before - {threading.current_thread()}:
+        while thread.ident is None:  # it is being started, and cannot be joined yet
+            time.sleep(0.001)
+        thread.join(10.0)
+
+
+def exit_code_of(program: Callable[[], object]) -> int | None:
+    """Run a program in a process of its own, forked, because importing torch again takes seconds."""
+    process = multiprocessing.get_context("fork").Process(target=program)
+    process.start()
+    process.join(60)
+    return process.exitcode

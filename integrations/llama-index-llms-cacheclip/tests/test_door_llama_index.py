@@ -1,0 +1,26 @@
+"""What this distribution takes from the core, and what it gives to others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_index.llms.cacheclip as llms
+import llama_index.response_synthesizers.cacheclip as synthesizers
+import llama_index.storage.docstore.cacheclip as docstores
+from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.storage.docstore import BaseDocumentStore
+
+from cacheclip_rag.testing.door import names_outside_the_door
+
+
+def test_it_takes_names_of_public_modules_only() -> None:
+    for package in (llms, synthesizers, docstores):
+        assert names_outside_the_door(Path(str(package.__file__)).parent) == set()
+
+
+def test_classes() -> None:
+    """As every package of LlamaIndex's tests it."""
+    assert BaseLLM in llms.CacheClipLLM.__mro__
+    assert BaseSynthesizer in synthesizers.CacheClipSynthesizer.__mro__
+    assert BaseDocumentStore in docstores.CacheClipDocumentStore.__mro__

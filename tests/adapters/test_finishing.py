@@ -1,0 +1,91 @@
+"""Streams for frameworks, whose streams cannot withdraw text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheclip_rag import ConfigurationError, Event
+from cacheclip_rag.adapters import final_events
+from cacheclip_rag.answering import verification
+from cacheclip_rag.models import load_model
+from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
+from tests.adapters.plain_model import PlainModel
+
+PROMPT = rag_prompt(CHUNKS)
+
+
+class TestFinalEvents:
+    def test_text_waits_until_it_is_final(self) -> None:
+        events = [Event("a", is_final=False), Event("b", is_final=False), Event("c"), Event("d")]
+        assert [event.text for event in final_events(events)] == ["", "", "abc", "d"]
+
+    def test_a_revision_replaces_what_was_held(self) -> None:
+        events = [Event("ab", is_final=False), Event("cd", is_final=False), Event("X", None, 3), Event("Y")]
+        found = list(final_events(events))
+        assert [event.text for event in found] == ["", "", "abcX", "Y"]
+        assert all(event.revised_from is None and event.is_final for event in found)
+
+    def test_a_revision_after_final_text(self) -> None:
+        events = [Event("ab"), Event("cd", is_final=False), Event("", None, 2), Event("Z")]
+        assert [event.text for event in final_events(events)] == ["ab", "", "", "Z"]
+
+    def test_one_step_at_a_time(self) -> None:
+        """A consumer that leaves must find the model where it left it."""
+        taken = []
+
+        def events() -> Any:
+            for number in range(3):
+                taken.append(number)
+                yield Event(str(number), is_final=False)
+
+        stream = final_events(events())
+        next(stream)
+        assert taken == [0]
+
+
+@pytest.fixture
+def settings(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(load_model(tiny_models["llama"]), "eos_ids", frozenset())
+    return {
+        "primary": tiny_models["llama"],
+        "auxiliary": tiny_models["auxiliary"],
+        "store": str(tmp_path / "store"),
+        "method": "direct",
+        "max_tokens": 12,
+        "engine_kwargs": {"chunk_context": CACHECLIP["chunk_context"], "prefix_cache_bytes": 0},
+    }
+
+
+@pytest.mark.parametrize("rows", [16, 96])
+def test_streams_are_full_prefills_text(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """No piece is withdrawn: joined, they are the revised answer, though the first answer begins otherwise."""
+    monkeypatch.setattr(verification, "_BLOCK_ROWS", {"cpu": rows})
+    llm = PlainModel(**settings, finish="revise")
+    llm.engine.precompute(CHUNKS)
+    full = llm.ask(PROMPT, method="full").text
+    assert llm.ask(PROMPT, finish="none").text != full
+    found = llm.pieces(PROMPT)
+    assert "".join(found) == full
+    assert found[0] == "", "text that may be withdrawn is held back"
+    answer = llm.ask(PROMPT)
+    assert answer.text == full and answer.stats.verified_tokens == 12 and answer.stats.diverged_at is not None
+
+
+def test_the_setting_is_that_of_a_call(settings: dict[str, Any]) -> None:
+    """Models that differ only in it share an engine."""
+    plain, verifying = PlainModel(**settings), PlainModel(**settings, finish="verify")
+    assert plain.finish == "none" and plain.engine is verifying.engine
+    plain.engine.precompute(CHUNKS)
+    answer = plain.ask(PROMPT)
+    assert answer.stats.verified_tokens is None and len([piece for piece in plain.pieces(PROMPT) if piece]) > 4
+    again = verifying.ask(PROMPT)
+    assert again.text == answer.text and again.stats.verified_tokens == again.stats.diverged_at is not None
+    assert "".join(verifying.pieces(PROMPT)) == answer.text and verifying.pieces(PROMPT)[0], "nothing to hold back"
+    assert plain.ask(PROMPT, finish="verify").stats.verified_tokens == again.stats.verified_tokens
+    with pytest.raises(ConfigurationError, match="finish must be one of"):
+        PlainModel(**settings, finish="always")
+    with pytest.raises(ConfigurationError, match="finish must be one of"):
+        plain.ask(PROMPT, finish="always")
