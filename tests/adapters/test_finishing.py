@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cacheclip_rag import ConfigurationError, Event
+from cacheclip_rag import CacheClipError, ConfigurationError, Event, ModelError
 from cacheclip_rag.adapters import final_events
 from cacheclip_rag.answering import verification
 from cacheclip_rag.models import load_model
@@ -17,7 +17,26 @@ from tests.adapters.plain_model import PlainModel
 PROMPT = rag_prompt(CHUNKS)
 
 
+def family(kind: type[CacheClipError] = CacheClipError) -> list[type[CacheClipError]]:
+    """A class of errors and all that derive from it."""
+    return [kind, *(each for child in kind.__subclasses__() for each in family(child))]
+
+
+def test_no_error_of_ours_is_one_that_frameworks_catch() -> None:
+    """LlamaIndex's refining synthesizers log these to a logger that prints nothing, and leave the context out."""
+    assert len(family()) > 10 and not [kind for kind in family() if issubclass(kind, ValueError | TypeError)]
+
+
 class TestFinalEvents:
+    @pytest.mark.parametrize("error", [ValueError("half a character"), TypeError("no tensor")], ids=repr)
+    def test_nor_is_one_of_a_library_below(self, error: Exception) -> None:
+        def events() -> Any:
+            yield Event("a")
+            raise error
+
+        with pytest.raises(ModelError, match=f"could not answer: {type(error).__name__}"):
+            list(final_events(events()))
+
     def test_text_waits_until_it_is_final(self) -> None:
         events = [Event("a", is_final=False), Event("b", is_final=False), Event("c"), Event("d")]
         assert [event.text for event in final_events(events)] == ["", "", "abc", "d"]
