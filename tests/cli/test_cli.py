@@ -486,7 +486,7 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
         (
             ("ingest", "{here}", "--store", "{none}", "--settings", "{file}"),
             2,
-            "serve.toml: [serve]: unknown setting max",
+            "other.toml: [ask]: unknown setting ch",
         ),
         (
             ("ingest", "{here}", "--store", "{none}", "--codec", "int8"),
@@ -494,14 +494,6 @@ def test_bench_without_an_auxiliary(cacheclip: Any, tiny_models: dict[str, str])
             "write codec = ... in the file of --settings",
         ),
         (("ingest", "{here}", "--store", "{none}", "--vllm=seed=1"), 2, "write NAME = VALUE under [vllm]"),
-        (("serve", "--store", "{none}", "--max-queue", "1"), 2, "write max_queue = ... under [serve]"),
-        (("serve", "--store", "{none}", "--hot", "valkey://h"), 2, "--hot needs a shared store"),
-        (
-            ("serve", "--hot", "valkey://h"),
-            2,
-            "--hot needs a shared store, such as --store s3://bucket/prefix, got none",
-        ),
-        (("serve", "--store", "s3://bucket/prefix", "--hot", "h:6379"), 2, "such as valkey://host:6379"),
         (("ingest", "{here}", "--store", "{none}", "--backend", "vlm"), 2, "Did you mean 'vllm'?"),
         (("ingest", "{here}", "--store", "{none}", "--embedding", "all-MiniLM"), 2, "packaged:all-MiniLM-L6-v2"),
     ],
@@ -512,8 +504,8 @@ def test_what_cannot_work_is_refused_before_anything_heavy_is_imported(
     """In a process of its own, in which torch cannot be imported."""
     here = tmp_path / "here"
     here.mkdir()
-    file = tmp_path / "serve.toml"
-    file.write_text("[serve]\nmax_runing = 1")
+    file = tmp_path / "other.toml"
+    file.write_text("[ask]\nchat = 1")
     given = [each.format(none=tmp_path / "none", here=here, file=file) for each in arguments]
     program = "import sys; sys.modules['torch'] = None; from cacheclip_rag.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True, timeout=60)
@@ -547,13 +539,7 @@ class TestSettingsFile:
             ("primry = 'a/b'", "unknown option primry. Did you mean 'primary'?"),
             ("recompute_ratio = 2", "recompute_ratio must be between 0"),
             ("primary = 'smollm-135m'", "Did you mean 'packaged:smollm2-135m'?"),
-            ("[server]", "unknown table [server]. Did you mean 'serve'?"),
-            ("[serve]\nmax_runing = 1", "[serve]: unknown setting max_runing. Did you mean 'max_running'?"),
-            ("[serve]\nmax_running = 0", "[serve]: max_running must be a whole number, 1 or more, got 0"),
-            ("[serve]\nmax_queue = 1.5", "max_queue must be a whole number"),
-            ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
-            ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
-            ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
+            ("[asks]", "unknown table [asks]. Did you mean 'ask'?"),
             ("[ask]\nchat_template_kwargs = 'no'", "[ask]: chat_template_kwargs must be a JSON object"),
             ("[ask.chat_template_kwargs]\nmessages = 1", "chat_template_kwargs cannot set 'messages'"),
             ("[finetune]\nsamples = -1", "samples must be a whole number, 0 or more"),
@@ -667,18 +653,6 @@ def test_usage_errors_exit_with_two(cacheclip: Any) -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
-
-
-def test_the_servers_memory_tier(cacheclip: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The option counts more than the file, and a wrong size is an error before anything is loaded."""
-    found: list[Any] = []
-    monkeypatch.setattr("cacheclip_serve.command._serve", lambda settings, *_: found.append(settings.config()))
-    limited = settings(tmp_path, "memory_bytes = 5")
-    assert cacheclip("serve", "--store", tmp_path, *limited, "--memory", "2MiB").code == 0
-    assert cacheclip("serve", "--store", tmp_path, *limited).code == 0
-    assert [config.memory_bytes for config in found] == [2**21, 5]
-    refused = cacheclip("serve", "--store", tmp_path, "--memory", "lots")
-    assert refused.code == 2 and "expected a size such as 8GiB" in refused.err
 
 
 def test_json_knows_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:

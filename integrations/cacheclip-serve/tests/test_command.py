@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cacheclip_serve import command
 from cacheclip_serve.server import Server, served_name
 from cacheclip_serve.transformers import TransformersBackend
 from typer.testing import CliRunner
@@ -23,10 +24,10 @@ from cacheclip_rag.cli import app
 def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -> None:
     options = ["--primary", tiny_models["llama"], "--auxiliary", tiny_models["auxiliary"], "--port", "0", "--json"]
     program = "from cacheclip_rag.cli import main; main()"
-    command = [sys.executable, "-c", program, "serve", "--store", str(tmp_path / "store"), *options]
+    started = [sys.executable, "-c", program, "serve", "--store", str(tmp_path / "store"), *options]
     environment = {**os.environ, "CACHECLIP_API_KEY": "a-secret-key"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(started, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
         ready = json.loads(process.stdout.readline() or process.stderr.read())
         assert ready == {"address": ready["address"], "model": "llama", "backend": "transformers"}
@@ -63,6 +64,57 @@ def test_it_serves_until_a_signal(tiny_models: dict[str, str], tmp_path: Path) -
 def test_what_it_refuses(tmp_path: Path, options: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["serve", "--store", str(tmp_path / "store"), *options])
     assert isinstance(done.exception, ConfigurationError) and words in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--store", "{none}", "--max-queue", "1"], "write max_queue = ... under [serve]"),
+        (["--store", "{none}", "--hot", "valkey://h"], "--hot needs a shared store"),
+        (["--hot", "valkey://h"], "--hot needs a shared store, such as --store s3://bucket/prefix, got none"),
+        (["--store", "s3://bucket/prefix", "--hot", "h:6379"], "such as valkey://host:6379"),
+        (["--store", "{none}", "--", "--overwrite"], "--overwrite is gone"),
+        (["--store", "{none}", "--", "--seed"], "unknown option '--seed'"),
+        (["--store", "{none}", "--memory", "lots"], "expected a size such as 8GiB"),
+    ],
+    ids=str,
+)
+def test_it_refuses_before_anything_heavy_is_imported(tmp_path: Path, options: list[str], words: str) -> None:
+    """In a process of its own, in which torch cannot be imported."""
+    program = "import sys; sys.modules['torch'] = None; from cacheclip_rag.cli import main; main()"
+    started = [sys.executable, "-c", program, "serve", *(each.format(none=tmp_path / "none") for each in options)]
+    done = subprocess.run(started, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and words in done.stderr, done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]", "unknown table [server]. Did you mean 'serve'?"),
+        ("[serve]\nmax_runing = 1", "[serve]: unknown setting max_runing. Did you mean 'max_running'?"),
+        ("[serve]\nmax_running = 0", "[serve]: max_running must be a whole number, 1 or more, got 0"),
+        ("[serve]\nmax_queue = 1.5", "max_queue must be a whole number"),
+        ("[serve]\ntemperature = 3", "temperature must be a number from 0 to 2"),
+        ("[serve]\nhide_hits = 1", "hide_hits must be True or False"),
+        ("[serve]\nserved_name = 7", "served_name must be a non-empty string"),
+    ],
+)
+def test_its_table_of_the_settings_file(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "settings.toml").write_text(text)
+    done = CliRunner().invoke(app, ["serve", "--settings", str(tmp_path / "settings.toml")])
+    assert isinstance(done.exception, ConfigurationError) and words in str(done.exception)
+
+
+def test_the_memory_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option counts more than the file."""
+    found: list[Any] = []
+    monkeypatch.setattr(command, "_serve", lambda settings, *_: found.append(settings.config()))
+    (tmp_path / "settings.toml").write_text("memory_bytes = 5")
+    for given in (["--memory", "2MiB"], []):
+        options = ["--store", str(tmp_path), "--settings", str(tmp_path / "settings.toml"), *given]
+        assert CliRunner().invoke(app, ["serve", *options]).exit_code == 0
+    assert [config.memory_bytes for config in found] == [2**21, 5]
 
 
 def test_shadow_checks(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
