@@ -13,7 +13,7 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .backends import BackendConformance
-    from .fake import FakeRuntime, Gate, fake_models, fake_of, messages_of
+    from .fake import FakeRuntime, Latch, fake_models, fake_of, messages_of
     from .methods import MethodConformance
     from .object_storage import s3_server
     from .runtimes import RuntimeConformance
@@ -27,7 +27,7 @@ __all__ = [
     "BackendConformance",
     "FakeRuntime",
     "FakeServer",
-    "Gate",
+    "Latch",
     "MethodConformance",
     "RuntimeConformance",
     "ThrottledBackend",
@@ -51,7 +51,7 @@ __getattr__ = late_names(
         "BackendConformance": "backends",
         "FakeRuntime": "fake",
         "FakeServer": "server",
-        "Gate": "fake",
+        "Latch": "fake",
         "MethodConformance": "methods",
         "RuntimeConformance": "runtimes",
         "ThrottledBackend": "throttled",

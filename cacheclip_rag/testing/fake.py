@@ -68,7 +68,7 @@ class FakeState:
         return slot
 
 
-class Gate:
+class Latch:
     """Holds whoever comes until it is opened; afterwards nobody."""
 
     def __init__(self, *, is_open: bool = False) -> None:
@@ -79,7 +79,7 @@ class Gate:
 
     def wait(self) -> None:
         self.reached.set()
-        assert self._opened.wait(10.0), "nobody opened the gate"
+        assert self._opened.wait(10.0), "nobody opened it"
 
     def open(self) -> None:
         self._opened.set()
@@ -117,7 +117,7 @@ class FakeRuntime(Runtime):
         """Raised by every prefill."""
         self.steps = 0
         """Tokens decoded after the first of each answer."""
-        self.decoding, self.encoding = Gate(is_open=True), Gate(is_open=True)
+        self.decoding, self.encoding = Latch(is_open=True), Latch(is_open=True)
         """Before every such token, and before every chunk."""
         self.threads: dict[str, list[threading.Thread]] = {"encode": [], "prefill": []}
         """Threads of the calls of these methods, in order."""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cacheclip_rag import CallOptions, ConfigurationError, SamplingParams, ServerError
-from cacheclip_rag.adapters import RemoteEngine, remote
+from cacheclip_rag.adapters import SCHEMA_OF_CALLS, RemoteEngine, remote
 from cacheclip_rag.testing import FakeServer
 from tests.adapters.plain_model import PlainModel
 
@@ -74,6 +74,21 @@ OPTIONS: dict[str, tuple[Any, str, Any]] = {
     "tools": ([TOOL], "tools", [TOOL]),
     "chat_template_kwargs": ({"a": 1}, "chat_template_kwargs", {"a": 1}),
 }
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, SCHEMA_OF_CALLS),
+        ({"tools": [TOOL], "json_schema": SCHEMA}, SCHEMA_OF_CALLS),
+        ({"json_schema": SCHEMA}, "answer"),
+    ],
+    ids=str,
+)
+def test_a_schema_of_calls_is_named(server: FakeServer, options: dict[str, Any], name: str) -> None:
+    """So that the server takes what follows it for a call."""
+    PlainModel(base_url=server.url).ask("How tall?", **options)
+    assert server.bodies[-1]["response_format"]["json_schema"]["name"] == name
 
 
 def test_every_option_has_a_row() -> None:

@@ -30,7 +30,7 @@ from llama_index_cases import WordEmbedding, join_workers
 
 from cacheclip_rag import ConfigurationError, ModelError
 from cacheclip_rag.methods import preset, vary
-from cacheclip_rag.testing import Gate, fake_models, fake_of
+from cacheclip_rag.testing import Latch, fake_models, fake_of
 
 PROMPT = "Where did the keeper live?"
 MESSAGES = [
@@ -386,7 +386,7 @@ async def test_async_calls_keep_the_model_off_the_loop(llm: CacheClipLLM) -> Non
 
 async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM) -> None:
     runtime = fake_of(llm.engine)
-    runtime.says, runtime.decoding = ["word " * 1500], Gate()
+    runtime.says, runtime.decoding = ["word " * 1500], Latch()
     before = set(threading.enumerate())
     stream = await llm.astream_chat(MESSAGES, max_tokens=1500)
     await anext(stream)
@@ -400,7 +400,7 @@ async def test_closing_an_async_stream_stops_the_model(llm: CacheClipLLM) -> Non
     assert runtime.steps == 1
 
 
-async def cancelled(call: Coroutine[Any, Any, Any], gate: Gate) -> None:
+async def cancelled(call: Coroutine[Any, Any, Any], gate: Latch) -> None:
     """Run until it waits at a gate, cancel it, then open the gate and wait for its threads."""
     before = set(threading.enumerate())
     task = asyncio.create_task(call)
@@ -419,7 +419,7 @@ async def test_cancelling_a_call_stops_the_model(llm: CacheClipLLM, call: str) -
     runtime = fake_of(llm.engine)
     question: Any = MESSAGES if call == "achat" else PROMPT
     whole = list(llm.stream_chat(question) if call == "achat" else llm.stream_complete(question))
-    runtime.steps, runtime.decoding = 0, Gate()
+    runtime.steps, runtime.decoding = 0, Latch()
     await cancelled(getattr(llm, call)(question), runtime.decoding)
     assert runtime.steps == 1 < len(whole)
 
@@ -429,7 +429,7 @@ async def test_cancelling_a_transform_stops_it_before_the_next_batch(
 ) -> None:
     monkeypatch.setattr("cacheclip_rag.chunks.batches._TEXTS", 1)
     runtime = fake_of(llm.engine)
-    runtime.encoding = Gate()
+    runtime.encoding = Latch()
     nodes = [TextNode(text=f"Lamp {n} was lit.") for n in range(3)]
     await cancelled(CacheClipTransform.from_llm(llm).acall(nodes), runtime.encoding)
     assert [llm.engine.is_stored(node.text) for node in nodes] == [True, False, False]

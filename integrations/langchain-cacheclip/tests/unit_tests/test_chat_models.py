@@ -35,7 +35,7 @@ from langchain_core.runnables import ConfigurableField, Runnable
 
 from cacheclip_rag import ConfigurationError, PromptTooLongError, __version__
 from cacheclip_rag.runtime import Message
-from cacheclip_rag.testing import Gate, fake_models, fake_of, messages_of
+from cacheclip_rag.testing import Latch, fake_models, fake_of, messages_of
 
 PROMPT = "Where did the keeper live?"
 
@@ -366,7 +366,7 @@ async def test_a_cancelled_task_stops_the_model(llm: ChatCacheClip, kind: type[C
     runtime = fake_of(model.engine)
     runtime.says = ["word " * 20] * 2
     assert len(list(model.stream(PROMPT))) > 15 and runtime.steps > 15
-    runtime.steps, runtime.decoding = 0, Gate()
+    runtime.steps, runtime.decoding = 0, Latch()
     before = set(threading.enumerate())
     task = asyncio.create_task(model.ainvoke(PROMPT))
     assert await asyncio.to_thread(runtime.decoding.reached.wait, 10)

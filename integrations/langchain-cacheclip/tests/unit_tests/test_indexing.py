@@ -35,7 +35,7 @@ from langchain_text_splitters import CharacterTextSplitter
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.methods import preset, vary
 from cacheclip_rag.models import register_runtime
-from cacheclip_rag.testing import FakeRuntime, Gate, fake_models, fake_of
+from cacheclip_rag.testing import FakeRuntime, Latch, fake_models, fake_of
 from cacheclip_rag.testing.plugin import CHUNKS
 
 TOO_LONG = "word " * 5000
@@ -383,7 +383,7 @@ class TestOrder:
         runtime = fake_of(llm.engine)
         for adding in (store.aadd_documents, CacheClipDocumentTransformer(llm).atransform_documents):
             llm.engine.release([document.page_content for document in documents])
-            runtime.encoding, before = Gate(), set(threading.enumerate())
+            runtime.encoding, before = Latch(), set(threading.enumerate())
             workers = ThreadPoolExecutor()
             asyncio.get_running_loop().set_default_executor(workers)
             task = asyncio.create_task(adding(documents))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from llama_index.core.base.llms import types
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -22,7 +20,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
     MessageRole,
-    TextBlock,
 )
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW
@@ -32,25 +29,30 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.program.utils import process_streaming_objects
 
-from cacheclip_rag import ConfigurationError, MissingExtraError
+from cacheclip_rag import MissingExtraError
 from cacheclip_rag.adapters import (
     ServedFields,
     answer_in_thread,
-    as_name,
     can_constrain,
     final_events,
     forced_tool,
     iterate_in_thread,
     last_answer,
-    past_calls,
-    telemetry,
-    token_usage,
 )
 from cacheclip_rag.models import is_here, known_context, knows_tools
 from cacheclip_rag.plugins import shown_url
 
 from .counting import count_with
 from .events import CacheClipFusionEvent
+from .messages import (
+    as_arguments,
+    calls_of,
+    chat_response,
+    chat_responses,
+    completion_response,
+    completion_responses,
+    engine_messages,
+)
 from .statistics import collector
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from llama_index.core.tools.types import BaseTool
     from pydantic import BaseModel
 
-    from cacheclip_rag import Answer, Event, FusionStats, ToolCall
+    from cacheclip_rag import Event, FusionStats
 
 Origins = Mapping[str, Sequence[tuple[str, str]]]
 """Texts with their ``(node id, ref_doc_id)`` pairs; ``""`` if a node has no document."""
@@ -71,19 +73,6 @@ logger = logging.getLogger("cacheclip_rag.llama_index")
 
 _MUST_END = "cacheclip_must_end"
 """Option of our own calls whose answer is parsed: LlamaIndex's synthesizers would take a part of it for no answer."""
-_PASSED_OVER = {"ThinkingBlock", "ToolCallBlock", "CachePoint"}
-"""Names of blocks without text for the prompt: reasoning, tool calls, marks. By name, because older versions of
-LlamaIndex lack some of these classes."""
-_ROLES = {
-    MessageRole.SYSTEM: "system",
-    MessageRole.DEVELOPER: "system",
-    MessageRole.USER: "user",
-    MessageRole.ASSISTANT: "assistant",
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.MODEL: "assistant",
-    MessageRole.TOOL: "tool",
-    MessageRole.FUNCTION: "tool",
-}
 
 
 class CacheClipLLM(ServedFields, FunctionCallingLLM):
@@ -200,39 +189,39 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(last_answer(self._events(self._text(prompt, formatted), kwargs)()))
+        return completion_response(last_answer(self._events(self._text(prompt, formatted), kwargs)()))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        return _completions(self._events(self._text(prompt, formatted), kwargs)())
+        return completion_responses(self._events(self._text(prompt, formatted), kwargs)())
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        return _completion(await answer_in_thread(self._events(self._text(prompt, formatted), kwargs)))
+        return completion_response(await answer_in_thread(self._events(self._text(prompt, formatted), kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         events = self._events(self._text(prompt, formatted), kwargs)
-        return iterate_in_thread(lambda: _completions(events()))
+        return iterate_in_thread(lambda: completion_responses(events()))
 
     # -- chat ---------------------------------------------------------------------------------------------------
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(last_answer(self._events(_messages(messages), kwargs)()))
+        return chat_response(last_answer(self._events(engine_messages(messages), kwargs)()))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return _chats(self._events(_messages(messages), kwargs)())
+        return chat_responses(self._events(engine_messages(messages), kwargs)())
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        return _chat(await answer_in_thread(self._events(_messages(messages), kwargs)))
+        return chat_response(await answer_in_thread(self._events(engine_messages(messages), kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        events = self._events(_messages(messages), kwargs)
-        return iterate_in_thread(lambda: _chats(events()))
+        events = self._events(engine_messages(messages), kwargs)
+        return iterate_in_thread(lambda: chat_responses(events()))
 
     # -- tools and structured output ----------------------------------------------------------------------------
 
@@ -266,14 +255,14 @@ class CacheClipLLM(ServedFields, FunctionCallingLLM):
         Raises:
             ValueError: there is none, and ``error_on_no_tool_call`` is set.
         """
-        calls = _calls(response.message)
+        calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
             raise ValueError(f"expected at least one tool call, got {response.message.content!r}.")
         return [
             ToolSelection(
                 tool_id=call["id"],
                 tool_name=call["function"]["name"],
-                tool_kwargs=_arguments(call["function"]["arguments"]),
+                tool_kwargs=as_arguments(call["function"]["arguments"]),
             )
             for call in calls
         ]
@@ -428,70 +417,6 @@ class _Partial:
         return self._found
 
 
-def _messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages in the engine's format. Raises ConfigurationError for content that is no text, but in earlier turns and
-    in answers, where it is left out."""
-    roles = [_role(message) for message in messages]
-    last = max((number for number, role in enumerate(roles) if role == "user"), default=0)
-    lenient = [role == "assistant" or (role != "system" and number < last) for number, role in enumerate(roles)]
-    return [
-        {"role": role, "content": _content(message, is_lenient=is_lenient), **_calling(message, role)}
-        for message, role, is_lenient in zip(messages, roles, lenient, strict=True)
-    ]
-
-
-def _calling(message: ChatMessage, role: str) -> dict[str, Any]:
-    """What a message says beside its content: an assistant's message calls and reasoning, a tool message which call it
-    answers."""
-    if role == "tool":
-        return {name: as_name(str(message.additional_kwargs.get(name) or "")) for name in ("tool_call_id", "name")}
-    if role != "assistant":
-        return {}
-    reasoning = _reasoning(message)
-    return {"tool_calls": past_calls(_calls(message)), **({"reasoning_content": reasoning} if reasoning else {})}
-
-
-def _reasoning(message: ChatMessage) -> str:
-    blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ThinkingBlock"]
-    return "\n".join(block.content for block in blocks if isinstance(block.content, str))
-
-
-def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    """A message's calls in OpenAI's format: from ``additional_kwargs``, else from its blocks."""
-    named = message.additional_kwargs.get("tool_calls")
-    if named:
-        return [call if isinstance(call, dict) else call.model_dump() for call in named]
-    blocks: list[Any] = [block for block in message.blocks if type(block).__name__ == "ToolCallBlock"]
-    return [
-        {"id": block.tool_call_id, "function": {"name": block.tool_name, "arguments": block.tool_kwargs}}
-        for block in blocks
-    ]
-
-
-def _arguments(given: Any) -> dict[str, Any]:
-    return dict(json.loads(given) if isinstance(given, str) else given or {})
-
-
-def _role(message: ChatMessage) -> str:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise ConfigurationError(
-            f"CacheClipLLM takes system, user, assistant and tool messages, got role {message.role.value!r}. Give its "
-            "content as a user message."
-        )
-    return role
-
-
-def _content(message: ChatMessage, *, is_lenient: bool) -> str:
-    kinds = {type(block).__name__ for block in message.blocks if not isinstance(block, TextBlock)} - _PASSED_OVER
-    if kinds and not is_lenient:
-        raise ConfigurationError(
-            f"CacheClipLLM reads text only, got a message with {', '.join(sorted(kinds))}. Leave it out, or describe "
-            "it in words."
-        )
-    return message.content or ""
-
-
 def _merged(nodes: Origins, documents: str | Iterable[str] | Origins) -> Origins:
     """Texts known for all prompts and for this prompt, each with all of its nodes."""
     from cacheclip_rag.adapters import chunk_texts
@@ -508,55 +433,3 @@ def _nodes_of(prompt: str | Sequence[Mapping[str, str]], given: Origins) -> list
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     read = [text for text in given if any(normalise_chunk(text) in each for each in texts)]
     return list(dict.fromkeys(node for text in read for node, _ in given[text] if node))
-
-
-def _details(answer: Answer) -> dict[str, Any]:
-    """Token counts (for LlamaIndex's token counter) and fusion statistics."""
-    extra = {"cacheclip": answer.stats.to_dict(), "finish_reason": answer.finish_reason, **telemetry(answer)}
-    if answer.reasoning:
-        extra["reasoning_content"] = answer.reasoning
-    return {"raw": {"usage": token_usage(answer)}, "additional_kwargs": extra}
-
-
-def _completion(answer: Answer) -> CompletionResponse:
-    return CompletionResponse(text=answer.text, **_details(answer))
-
-
-def _chat(answer: Answer) -> ChatResponse:
-    return ChatResponse(message=_said(answer.text, answer.tool_calls, answer.reasoning), **_details(answer))
-
-
-def _said(text: str, calls: Iterable[ToolCall], reasoning: str) -> ChatMessage:
-    named = [call.to_dict() for call in calls]
-    extra = {"additional_kwargs": {"tool_calls": named}} if named else {}
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=text, **extra)
-    if reasoning:
-        message.blocks = [*_thinking(reasoning), *message.blocks]
-    return message
-
-
-def _thinking(reasoning: str) -> list[Any]:
-    """Reasoning as a block of a message, if this version of LlamaIndex has such blocks."""
-    kind = getattr(types, "ThinkingBlock", None)
-    return [] if kind is None else [kind(content=reasoning)]
-
-
-def _completions(events: Iterator[Event]) -> CompletionResponseGen:
-    text = ""
-    for event in events:
-        text = event.answer.text if event.answer else text + event.text
-        details = _details(event.answer) if event.answer else {}
-        yield CompletionResponse(text=text, delta=event.text, **details)
-
-
-def _chats(events: Iterator[Event]) -> ChatResponseGen:
-    text = reasoning = ""
-    calls: list[ToolCall] = []
-    for event in events:
-        text = event.answer.text if event.answer else text + event.text
-        reasoning += event.reasoning
-        calls += event.tool_calls
-        details = _details(event.answer) if event.answer else {}
-        if event.reasoning:  # as LlamaIndex's agents read it
-            details["additional_kwargs"] = {**details.get("additional_kwargs", {}), "thinking_delta": event.reasoning}
-        yield ChatResponse(message=_said(text, calls, reasoning), delta=event.text, **details)
