@@ -91,6 +91,22 @@ def test_a_schema_of_calls_is_named(server: FakeServer, options: dict[str, Any],
     assert server.bodies[-1]["response_format"]["json_schema"]["name"] == name
 
 
+def test_earlier_calls_are_in_openais_form(server: FakeServer) -> None:
+    """Their arguments are text; results say which call they answer."""
+    call = {"id": "abcdefghi", "function": {"name": "f", "arguments": {"q": "fenêtre"}}}
+    messages = [
+        {"role": "user", "content": "How tall?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "abcdefghi"},
+    ]
+    PlainModel(base_url=server.url).ask(messages)
+    _, called, result = server.bodies[-1]["messages"]
+    assert called["tool_calls"] == [
+        {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"q": "fenêtre"}'}}
+    ]
+    assert result["tool_call_id"] == "abcdefghi"
+
+
 def test_every_option_has_a_row() -> None:
     """What is recorded of an answer stays in the process that computes it."""
     assert {*OPTIONS} == {each.name for each in fields(CallOptions)} - {"params", "logprobs", "trace"}
