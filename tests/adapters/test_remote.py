@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheclip_rag import CallOptions, ConfigurationError, SamplingParams, ServerError
+from cacheclip_rag import CallOptions, ConfigurationError, SamplingParams, ServerError, ToolCall
 from cacheclip_rag.adapters import SCHEMA_OF_CALLS, RemoteEngine, remote
 from cacheclip_rag.testing import FakeServer
 from tests.adapters.plain_model import PlainModel
@@ -105,6 +105,21 @@ def test_earlier_calls_are_in_openais_form(server: FakeServer) -> None:
         {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"q": "fenêtre"}'}}
     ]
     assert result["tool_call_id"] == "abcdefghi"
+
+
+def test_calls_in_pieces(server: FakeServer) -> None:
+    """As vLLM sends them."""
+    pieces: list[dict[str, Any]] = [
+        {"index": 0, "id": "abcdefghi", "function": {"name": "f", "arguments": '{"q": '}},
+        {"index": 0, "function": {"arguments": "1}"}},
+        {"index": 1, "id": "ihgfedcba", "function": {"name": "g", "arguments": "{}"}},
+    ]
+    deltas = [{"choices": [{"delta": {"tool_calls": [piece]}}]} for piece in pieces]
+    server.says = b"".join(f"data: {json.dumps(delta)}\n\n".encode() for delta in deltas) + server.says
+    events = [*RemoteEngine(server.url).stream("Hello")]
+    calls = (ToolCall("f", {"q": 1}, "abcdefghi"), ToolCall("g", {}, "ihgfedcba"))
+    assert [event.tool_calls for event in events if event.tool_calls] == [calls]
+    assert events[-1].answer is not None and events[-1].answer.tool_calls == calls
 
 
 def test_every_option_has_a_row() -> None:
