@@ -8,24 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_cacheclip import ChatCacheClip
-from llama_index.llms.cacheclip import CacheClipLLM
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import _registry
+from tests.adapters.plain_model import PlainModel
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 
 PROMPT = rag_prompt(list(CHUNKS))
 
 
-@pytest.fixture(params=["engine", "ChatCacheClip", "CacheClipLLM"])
+@pytest.fixture(params=[CacheClipEngine, PlainModel])
 def loaded(request: pytest.FixtureRequest, tiny_models: dict[str, str], tmp_path: Path) -> Any:
     """Something with an engine and ``unload``."""
     models = {"primary": tiny_models["llama"], "auxiliary": tiny_models["auxiliary"]}
-    kind = {"engine": CacheClipEngine, "ChatCacheClip": ChatCacheClip, "CacheClipLLM": CacheClipLLM}[request.param]
     # a namespace of its own: other tests may hold an engine with these settings
-    return kind(**models, **CACHECLIP, store=str(tmp_path / "store"), namespace="unload", finish="verify")
+    return request.param(**models, **CACHECLIP, store=str(tmp_path / "store"), namespace="unload", finish="verify")
 
 
 def engine_of(loaded: Any) -> CacheClipEngine:
@@ -53,10 +51,9 @@ def test_weights_are_freed_and_loaded_again(loaded: Any) -> None:
         _registry.update(registry)
 
 
-@pytest.mark.parametrize("kind", [ChatCacheClip, CacheClipLLM])
-def test_there_is_nothing_to_unload_of_a_server(kind: Any) -> None:
+def test_there_is_nothing_to_unload_of_a_server() -> None:
     with pytest.raises(ConfigurationError, match="the model runs in the server"):
-        kind(base_url="http://localhost:1/v1").unload()
+        PlainModel(base_url="http://localhost:1/v1").unload()
 
 
 def test_another_engine_keeps_its_weights(tiny_models: dict[str, str]) -> None:
