@@ -8,43 +8,21 @@ not be read), 2 bad usage.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from .. import __version__
-from ..base.errors import MissingExtraError
-from ..base.removed import OPTIONS, refuse_removed
-from . import ask, explain, ingest, models, profile, store
+from . import explain, models, profile, store
 from .common import guarded
 from .options import SettingsCommand
-from .plugins import CommandLine
+from .plugins import CommandGroup, CommandLine
 
 __all__ = ["app", "main"]
 
-
-_BROUGHT = {
-    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate"), "lab"),
-    **dict.fromkeys(("ingest", "ask"), "ingest"),
-    "serve": "serve",
-}
-"""Commands of distributions of this repository, and the extra that installs each."""
-
-
-class _CommandGroup(TyperGroup):
-    """Commands of which what is gone, or not installed, is refused with what to do instead."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        refuse_removed(args[:1], OPTIONS)
-        if args and args[0] in _BROUGHT and self.get_command(ctx, args[0]) is None:
-            raise MissingExtraError(f"cacheclip {args[0]}", _BROUGHT[args[0]])
-        return super().resolve_command(ctx, args)
-
-
 app = CommandLine(
     name="cacheclip",
-    cls=_CommandGroup,
+    cls=CommandGroup,
     help="Answers over your documents, with the first token several times sooner.",
     no_args_is_help=True,
     add_completion=False,
@@ -70,8 +48,6 @@ def _options(
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "ingest": ingest.ingest,
-    "ask": ask.ask,
     "explain-miss": explain.explain_miss,
     "profile": profile.profile,
 }

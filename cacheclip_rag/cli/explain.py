@@ -11,6 +11,7 @@ import typer
 from ..base.errors import DocumentError
 from ..base.paths import expanded
 from .common import JsonOption, print_json
+from .companions import COMPANIONS
 from .options import CommandSettings, engine_options, existing_folder, no_store
 
 _MOST_TEXTS = 20
@@ -30,8 +31,6 @@ def explain_miss(
     words with the prompt. Exit code 1 if a text is not reused."""
     store = existing_folder(settings.store)
 
-    from cacheclip_ingest.library import Library
-
     from cacheclip_rag.adapters.explain import explain_miss as explain
     from cacheclip_rag.adapters.explain import plausible
 
@@ -41,11 +40,10 @@ def explain_miss(
     folder = expanded(store)
     if not is_store(folder):
         raise no_store(store)
-    library = Library(folder) if (folder / "library.sqlite3").is_file() else None
-    engine = CacheClipEngine(settings.config_of(library))
+    engine = CacheClipEngine(settings.store_config())
     written = _read(prompt)
     found = (span.whole for span in engine.plan(written).layout.chunks)
-    passages = (passage for _, _, passage in (library.passages() if library else ()))
+    passages = chain.from_iterable(companion.texts(folder) for companion in COMPANIONS)
     known = chain(found, engine.texts.index.texts(), engine.texts.texts(), passages)
     texts = [_read(path) for path in text or []] or plausible(known, written)[:_MOST_TEXTS]
     reports = [explain(engine, written, each) for each in dict.fromkeys(texts)]

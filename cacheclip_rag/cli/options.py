@@ -10,25 +10,23 @@ import inspect
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields
 from functools import wraps
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ..base.checks import by_real_names, check_store_url, did_you_mean, store_place
-from ..base.errors import ConfigurationError, StoreError
+from ..base.errors import ConfigurationError, MissingExtraError, StoreError
 from ..base.paths import expanded, is_url
 from ..base.removed import OPTIONS, refuse_removed
 from ..base.urls import shown_url
 from ..config import EngineConfig
-from .tables import TABLES, Table
-
-if TYPE_CHECKING:
-    from cacheclip_ingest.library import Library
+from .companions import COMPANIONS
+from .tables import BROUGHT, TABLES, Table
 
 _SPELLED = {"recompute_ratio": "--ratio"}
 """Options whose name is not the setting's."""
@@ -40,6 +38,7 @@ _OF_A_SERVICE = (
     "max_ttft_s",
 )
 """Settings that would change what is measured."""
+_MODELS = ("primary", "auxiliary")
 _VLLM = "vllm"
 """Table of arguments of vLLM's ``LLM``, which checks them itself."""
 
@@ -96,35 +95,14 @@ class CommandSettings:
             )
         return config
 
-    def config_of(self, library: Library | None, **own: Any) -> EngineConfig:
-        """Settings of an engine for the documents of a store. Where nothing is given, those of the documents hold.
-
-        Args:
-            library: None if the store has no documents.
-            own: as of :meth:`config`; they may differ from those of the documents.
-
-        Raises:
-            ConfigurationError: what was given contradicts what the documents were stored with.
-        """
-        from .settings import merge_settings
-
-        engine = {name: value for name, value in self.engine.items() if name not in own}
-        return replace(merge_settings(library, engine).engine_config(**{**engine, "store": self.store}), **own)
-
     def store_config(self) -> EngineConfig:
-        """Settings of an engine on the given store: those of its documents, if it has any, and the given ones."""
-        from cacheclip_ingest.library import Library
-
+        """Settings of an engine on the given store: those of the documents there, if it has any, and the given ones."""
+        for companion in COMPANIONS:
+            if (config := companion.config(self.store, self.engine)) is not None:
+                return config
         if is_url(self.store):
-            from cacheclip_ingest.shared import read_settings
-
-            from .settings import given_settings
-
-            known = read_settings(self.store)
-            chosen = replace(known, **given_settings(self.engine)) if known is not None else None
-            return chosen.engine_config(**{**self.engine, "store": self.store}) if chosen else self.config()
-        folder = expanded(self.store)
-        return self.config_of(Library(folder) if (folder / "library.sqlite3").is_file() else None)
+            return self.config()
+        return self.config(**{name: model_place(self.engine[name]) for name in _MODELS if name in self.engine})
 
 
 def engine_options(*names: str) -> Callable[[_Run], _Run]:
@@ -231,7 +209,7 @@ def _checked(engine: dict[str, Any], may_name_variant: bool) -> dict[str, Any]:
     """Settings of the engine, refused before anything is imported or loaded. ``none`` means no auxiliary model."""
     if engine.get("auxiliary") == "none":
         engine["auxiliary"] = None
-    for name in ("primary", "auxiliary"):
+    for name in _MODELS:
         checked_model(engine.get(name))
     EngineConfig.from_options(None, {n: v for n, v in engine.items() if not (may_name_variant and n == "method")})
     return engine
@@ -239,6 +217,8 @@ def _checked(engine: dict[str, Any], may_name_variant: bool) -> dict[str, Any]:
 
 def _table(name: str, values: Mapping[str, Any]) -> Table:
     if name not in TABLES:
+        if name in BROUGHT:
+            raise MissingExtraError(f"what checks [{name}]", BROUGHT[name])
         known = (*TABLES, _VLLM)
         raise ConfigurationError(f"unknown table [{name}].{did_you_mean(name, known)} Known: {', '.join(known)}.")
     kind = TABLES[name]
@@ -270,6 +250,20 @@ def checked_model(name: str | None) -> str | None:
 
         check_name(name)
     return name
+
+
+def model_place(name: str | None) -> str | None:
+    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder; any other
+    name as it is. A file keeps its name, by which it is known as GGUF, and its parts are found: it may be a link to
+    another one."""
+    from ..models.load import is_gguf
+
+    if name is None:
+        return None
+    path = expanded(name)
+    if (path / "config.json").is_file():
+        return str(path.resolve())
+    return str(path.absolute()) if is_gguf(path.name) and path.is_file() else name
 
 
 def existing_store(store: str) -> str:

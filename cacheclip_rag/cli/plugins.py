@@ -3,45 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 from typer.models import CommandInfo
 
-from ..base.errors import ConfigurationError
+from ..base.errors import ConfigurationError, MissingExtraError
 from ..base.guests import guests, load_guest
-from ..config import EngineConfig
+from ..base.removed import OPTIONS, refuse_removed
+from .companions import COMPANIONS, Companion
 from .options import SettingsCommand
-from .tables import TABLES, Table
+from .tables import BROUGHT, TABLES, Table
 
 GROUP = "cacheclip.commands"
-
-
-class Companion(Protocol):
-    """What a distribution keeps in stores beside chunk caches, such as documents."""
-
-    def config(self, store: str, typed: Mapping[str, Any]) -> EngineConfig | None:
-        """Settings of an engine on a store, as the companion's data there need them, with those that the user typed;
-        None: it keeps nothing in this store.
-
-        Raises:
-            ConfigurationError: what was typed contradicts the data.
-        """
-
-    def counts(self, folder: Path) -> dict[str, int]:
-        """How many of each thing, for ``cacheclip store stats``."""
-
-    def problems(self, folder: Path) -> list[str]:
-        """What is wrong with its files, for ``cacheclip store verify``."""
-
-    def repair(self, folder: Path) -> list[str]:
-        """Mend its files, for ``cacheclip store repair``. Returns what was done."""
-
-    def texts(self, folder: Path) -> Iterable[str]:
-        """Its texts, for ``cacheclip explain-miss``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +51,16 @@ class Commands:
         COMPANIONS.append(companion)
 
 
-COMPANIONS: list[Companion] = []
-"""Of the distributions whose commands were loaded."""
+class CommandGroup(TyperGroup):
+    """Commands of which what is gone, or not installed, is refused with what to do instead."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_removed(args[:1], OPTIONS)
+        if args and self.get_command(ctx, args[0]) is None:
+            name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+            if name in BROUGHT:
+                raise MissingExtraError(f"cacheclip {name}", BROUGHT[name])
+        return super().resolve_command(ctx, args)
 
 
 class CommandLine(typer.Typer):

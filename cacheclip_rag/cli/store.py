@@ -1,4 +1,4 @@
-"""``cacheclip store create|stats|limit|verify|repair|gc|compact|remove|clear``."""
+"""``cacheclip store create|stats|limit|verify|repair|gc|compact|clear``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from .common import (
     print_json,
     print_names,
 )
+from .companions import COMPANIONS
 from .options import existing_folder
+from .plugins import CommandGroup
 
 if TYPE_CHECKING:
     from ..store import StoreKind
     from ..store.reports import RepairReport
 
-app = typer.Typer(help="The chunk-cache store.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="The chunk-cache store.", no_args_is_help=True)
 
 
 @app.command("create")
@@ -90,8 +92,6 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     if is_url(store):
         _look_after(store, lambda kind: kind.stats(store), as_json)
         return
-    from cacheclip_ingest.library import Library
-
     from ..store.care import open_store
 
     folder = expanded(store)
@@ -100,10 +100,11 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     del result["tiers"]  # counters per process: always 0 here
     tenants = {name: total.bytes for name, total in sorted(opened.catalog.tenants().items())}
     quotas = {name: quota for name in tenants if (quota := opened.quota(name)) is not None}
-    library = Library(folder)
-    documents, passages = len(library.documents()), len(library.passages())
+    counts = {"documents": 0, "passages": 0}  # what scripts read, whatever is installed
+    for companion in COMPANIONS:
+        counts |= companion.counts(folder)
     if as_json:
-        names = {"tenant_bytes": tenants, "quotas": quotas, "documents": documents, "passages": passages}
+        names = {"tenant_bytes": tenants, "quotas": quotas, **counts}
         print_json({"store": str(folder), **result, **names})
         return
     limit = f", limit {format_bytes(result['max_bytes'])}" if result["max_bytes"] is not None else ""
@@ -111,7 +112,8 @@ def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     for name, size in tenants.items():
         limit = f", limit {format_bytes(quotas[name])}" if name in quotas else ""
         typer.echo(f"  {name}  ({format_bytes(size)}{limit})")
-    typer.echo(f"documents     {documents}\npassages      {passages}")
+    for name, count in counts.items():
+        typer.echo(f"{name:<14}{count}")
 
 
 @app.command("limit")
@@ -151,13 +153,12 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
         if found["damaged"] or found["missing"]:
             raise typer.Exit(1)
         return
-    from cacheclip_ingest.library import check_library
-
     from ..store.care import verify as run
 
     folder = expanded(store)
     report = run(folder)
-    report.problems += check_library(folder)
+    for companion in COMPANIONS:
+        report.problems += companion.problems(folder)
     if as_json:
         print_json({"store": store, **report.to_dict()})
     else:
@@ -182,22 +183,20 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
 def repair(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Delete what is damaged, and make catalog and files agree. What cannot be read stays; exit code 1 if there is any.
     Stop other users of the store before."""
-    from cacheclip_ingest.library import repair_library
-
     from ..store.care import repair as run
 
     folder = expanded(existing_folder(store))
     report = run(folder)
-    library = repair_library(folder)
+    done = [each for companion in COMPANIONS for each in companion.repair(folder)]
     if as_json:
-        print_json({"store": store, **report.to_dict(), "library": library})
+        print_json({"store": store, **report.to_dict(), "library": done})
     else:
-        _show_repair(report, library)
+        _show_repair(report, done)
     if report.unreadable:
         raise typer.Exit(1)
 
 
-def _show_repair(report: RepairReport, library: list[str]) -> None:
+def _show_repair(report: RepairReport, done_beside: list[str]) -> None:
     typer.echo(
         f"{report.entries} chunk caches: {report.recorded} recorded again, {report.deleted} damaged ones deleted, "
         f"{report.forgotten} without payload forgotten"
@@ -211,7 +210,7 @@ def _show_repair(report: RepairReport, library: list[str]) -> None:
     print_names("of another version, left as it is", report.other_versions)
     print_names("removed", report.removed_files)
     print_names("moved", report.moved_files)
-    print_names("documents", library)
+    print_names("documents", done_beside)
 
 
 @app.command("gc")
@@ -236,27 +235,6 @@ def gc(
         f"{found['writes']} unfinished writes, {found['temporaries']} temporary files, {found['payloads']} payloads, "
         f"{found['texts']} texts removed; {found['evicted']} chunk caches evicted"
     )
-
-
-@app.command("remove")
-def remove(
-    store: ExistingStoreOption,
-    documents: Annotated[
-        list[str] | None, typer.Argument(help="Paths or URLs of documents that were ingested; they may be gone.")
-    ] = None,
-    under: Annotated[str | None, typer.Option("--under", metavar="PATH", help="All documents below it.")] = None,
-    namespace: NamespaceOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Take documents of ingest, and the chunk caches that only they need, out of a store. Ingesting a folder in which
-    they still are brings them back."""
-    from cacheclip_ingest.removal import remove_documents
-
-    removed = remove_documents(store, documents or [], under=under, namespace=namespace)
-    if as_json:
-        print_json({"store": store, "removed": removed})
-    else:
-        print_names("removed", removed)
 
 
 @app.command("clear")

@@ -11,9 +11,7 @@ Names and values are checked strictly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import fields
 
 from ..base.checks import check_flag, check_number, check_whole_number
 from ..base.errors import ConfigurationError
@@ -39,31 +37,12 @@ class Table:
                 raise ConfigurationError(f"{each.name} must be a non-empty string, got {value!r}.")
 
 
-@dataclass(frozen=True, slots=True)
-class AskTable(Table):
-    """``[ask]``"""
-
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as ``{ enable_thinking = false }``."""
-
-    def __post_init__(self) -> None:
-        from ..prompt.messages import check_template_kwargs
-
-        check_template_kwargs(self.chat_template_kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class IngestTable(Table):
-    """``[ingest]``"""
-
-    overlap_tokens: int | None = None
-    """Tokens shared by neighbouring chunks; None: as the store has them, at first 0."""
-    kv: str = "all"
-    """KV that is stored: of ``all`` texts, or, in a shared store, of ``hot`` ones: those that answers use."""
-
-
-TABLES: dict[str, type[Table]] = {
-    "ask": AskTable,
-    "ingest": IngestTable,
-}
+TABLES: dict[str, type[Table]] = {}
 """By the name of their command. Commands of other distributions add theirs (:mod:`.plugins`)."""
+
+BROUGHT = {
+    **dict.fromkeys(("bench", "eval", "certify", "finetune", "calibrate"), "lab"),
+    **dict.fromkeys(("ingest", "ask", "store remove"), "ingest"),
+    "serve": "serve",
+}
+"""Commands of distributions of this repository, and the extra that installs each."""

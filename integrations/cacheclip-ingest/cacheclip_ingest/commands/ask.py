@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, print_json
-from .options import CommandSettings, engine_options, existing_folder
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, existing_folder, print_json
+
 from .tables import AskTable
 
 if TYPE_CHECKING:
-    from cacheclip_ingest.library import Passage
+    from cacheclip_rag import Answer
 
-    from ..fusion.answer import Answer
+    from ..library import Passage
 
 INSTRUCTION = "Answer the question in a few words, using only the text above."
 
@@ -36,24 +36,24 @@ def ask(
     as_json: JsonOption = False,
 ) -> None:
     """Retrieve, fuse and stream the answer; then the sources and where the time went."""
-    from ..base.errors import ConfigurationError
+    from cacheclip_rag import ConfigurationError
 
     if not question.strip():
         raise ConfigurationError("the question is empty.")
     store = existing_folder(settings.store)
 
-    from cacheclip_ingest.embedding import Embedder
-    from cacheclip_ingest.library import Library
+    from cacheclip_rag import CacheClipEngine, SamplingParams
 
-    from ..base.sampling import SamplingParams
-    from ..engine import CacheClipEngine
+    from ..embedding import Embedder
+    from ..library import Library
+    from .settings import config_of
 
     library = Library.open(store)
     documents = library.settings
     assert documents is not None, "a library without settings has no documents"
     # 'none' holds for this question only: the store's settings stay unchanged
     own = {"auxiliary": None} if settings.engine.get("auxiliary", "") is None else {}
-    config = settings.config_of(library, **own)
+    config = config_of(library, settings.engine, **own)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     engine = CacheClipEngine(config)
     passages = library.search(Embedder(documents.embedding, config.device).embed([question]), top_k)

@@ -9,21 +9,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..base.checks import check_choice
-from ..base.errors import ConfigurationError
-from ..base.paths import expanded, is_url
-from ..base.urls import shown_url
-from .common import BackendOption, JsonOption, format_bytes, print_json, print_names
-from .options import CommandSettings, checked_model, engine_options
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.plugins import (
+    CommandSettings,
+    JsonOption,
+    check_choice,
+    checked_model,
+    engine_options,
+    expanded,
+    format_bytes,
+    is_url,
+    print_json,
+    print_names,
+    shown_url,
+)
+
 from .tables import IngestTable
 
 if TYPE_CHECKING:
-    from cacheclip_ingest.job import IngestReport
-    from cacheclip_ingest.plan import IngestPlan
-    from cacheclip_ingest.shared import SharedReport
+    from cacheclip_rag import CacheClipEngine, EngineConfig
 
-    from ..config import EngineConfig
-    from ..engine import CacheClipEngine
+    from ..job import IngestReport
+    from ..plan import IngestPlan
+    from ..shared import SharedReport
+
+
+def _checked_backend(name: str) -> str:
+    check_choice("backend", name, ("transformers", "vllm"))
+    return name
 
 
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
@@ -60,7 +73,14 @@ def ingest(
             help="Remove what is gone, even if it is most of what was ingested from a path, or all of a folder.",
         ),
     ] = False,
-    backend: BackendOption = "transformers",
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            callback=_checked_backend,
+            help="What runs the primary: transformers in this process, or vllm.",
+        ),
+    ] = "transformers",
     engine: Annotated[
         str | None,
         typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local"),
@@ -84,12 +104,11 @@ def ingest(
             "--engine, --workers and kv of [ingest] need a shared store, such as --store s3://bucket/prefix."
         )
 
-    from cacheclip_ingest.embedding import Embedder
-    from cacheclip_ingest.job import ingest as run
-    from cacheclip_ingest.job import plan_ingestion
-    from cacheclip_ingest.library import Library
-    from cacheclip_ingest.splitting import check_sizes
-
+    from ..embedding import Embedder
+    from ..job import ingest as run
+    from ..job import plan_ingestion
+    from ..library import Library
+    from ..splitting import check_sizes
     from .settings import merge_settings
 
     folder = expanded(store)
@@ -125,7 +144,7 @@ def _finish(
     store: str, found: IngestReport | SharedReport | IngestPlan, strict: bool, as_json: bool, limit: int | None = None
 ) -> None:
     """Print a report or a plan. Exit code 1 if it is found wanting."""
-    from cacheclip_ingest.plan import IngestPlan
+    from ..plan import IngestPlan
 
     is_plan = isinstance(found, IngestPlan)
     if as_json:
@@ -150,11 +169,11 @@ def _ingest_shared(
     confirmed: bool,
 ) -> SharedReport | IngestPlan:
     """Into object storage: KV and texts, no embeddings."""
-    from cacheclip_ingest.library import LibrarySettings
-    from cacheclip_ingest.shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
-    from cacheclip_ingest.splitting import check_sizes
+    from cacheclip_rag.models import concrete
 
-    from ..models.load import concrete
+    from ..library import LibrarySettings
+    from ..shared import ENGINES, KV_OF_TEXTS, ingest_shared, plan_shared, read_settings
+    from ..splitting import check_sizes
     from .settings import given_settings
 
     kv = settings.table(IngestTable).kv
@@ -176,7 +195,7 @@ def _ingest_shared(
 
 def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: dict[str, Any]) -> CacheClipEngine:
     """The engine that computes chunks, until the command ends."""
-    from ..engine import CacheClipEngine
+    from cacheclip_rag import CacheClipEngine
 
     if backend == "transformers":
         return CacheClipEngine(config)
