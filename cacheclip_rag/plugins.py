@@ -35,25 +35,29 @@ if TYPE_CHECKING:
         did_you_mean,
     )
     from .base.clock import PhaseClock
-    from .base.database import Database, FormatError, OutageWarning, may_be_whole
+    from .base.database import Database, FormatError, OutageWarning, may_be_whole, set_aside
     from .base.errors import is_panic
     from .base.machine import processor_name, unit_name
     from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url, split_hot
     from .base.progress import progress_bar
-    from .base.python import python_command, python_environment
+    from .base.python import own_folder, python_command, python_environment
     from .base.urls import shown_url
     from .cli.common import (
+        ExistingStoreOption,
         JsonOption,
+        NamespaceOption,
         Rows,
         VariantsOption,
         check_backend,
         format_bytes,
         parse_bytes,
         print_json,
+        print_names,
         print_tables,
     )
-    from .cli.options import CommandSettings, engine_options
-    from .cli.plugins import Commands, Companion
+    from .cli.companions import Companion
+    from .cli.options import CommandSettings, checked_model, engine_options, existing_folder, model_place
+    from .cli.plugins import Commands
     from .cli.tables import Table
     from .fusion.in_order import OrderedRuntime, PlacedKV, fuse_in_order
     from .methods.correction import Chunks, Split, offsets
@@ -77,8 +81,9 @@ _HOMES = {
     "Chunks": "..methods.correction",
     "CommandSettings": "..cli.options",
     "Commands": "..cli.plugins",
-    "Companion": "..cli.plugins",
+    "Companion": "..cli.companions",
     "Database": "..base.database",
+    "ExistingStoreOption": "..cli.common",
     "FileState": "..models.fingerprint",
     "FormatError": "..base.database",
     "Grammars": "..runtime.transformers.constraint",
@@ -86,6 +91,7 @@ _HOMES = {
     "KVMatch": "..runtime.kept_kv",
     "Message": "..runtime.base",
     "ModelLoader": "..models.loaders",
+    "NamespaceOption": "..cli.common",
     "OrderedRuntime": "..fusion.in_order",
     "OutageWarning": "..base.database",
     "PhaseClock": "..base.clock",
@@ -112,8 +118,10 @@ _HOMES = {
     "check_room": "..models.memory",
     "check_tensors": "..runtime.transformers.weight_files",
     "check_whole_number": "..base.checks",
+    "checked_model": "..cli.options",
     "did_you_mean": "..base.checks",
     "engine_options": "..cli.options",
+    "existing_folder": "..cli.options",
     "expanded": "..base.paths",
     "file_digest": "..models.fingerprint",
     "format_bytes": "..cli.common",
@@ -125,9 +133,12 @@ _HOMES = {
     "known_reasoning": "..runtime.base",
     "markers_among": "..runtime.base",
     "may_be_whole": "..base.database",
+    "model_place": "..cli.options",
     "offsets": "..methods.correction",
+    "own_folder": "..base.python",
     "parse_bytes": "..cli.common",
     "print_json": "..cli.common",
+    "print_names": "..cli.common",
     "print_tables": "..cli.common",
     "processor_name": "..base.machine",
     "progress_bar": "..base.progress",
@@ -136,6 +147,7 @@ _HOMES = {
     "quiet_transformers": "..runtime.transformers.text",
     "render_chat_template": "..runtime.transformers.chat_template",
     "rotate": "..runtime.transformers.rotary",
+    "set_aside": "..base.database",
     "shown_url": "..base.urls",
     "split_hot": "..base.paths",
     "states_of": "..models.fingerprint",
@@ -151,6 +163,7 @@ __all__ = [
     "Commands",
     "Companion",
     "Database",
+    "ExistingStoreOption",
     "FileState",
     "FormatError",
     "Grammars",
@@ -158,6 +171,7 @@ __all__ = [
     "KVMatch",
     "Message",
     "ModelLoader",
+    "NamespaceOption",
     "OrderedRuntime",
     "OutageWarning",
     "PhaseClock",
@@ -184,8 +198,10 @@ __all__ = [
     "check_room",
     "check_tensors",
     "check_whole_number",
+    "checked_model",
     "did_you_mean",
     "engine_options",
+    "existing_folder",
     "expanded",
     "file_digest",
     "format_bytes",
@@ -198,9 +214,12 @@ __all__ = [
     "late_names",
     "markers_among",
     "may_be_whole",
+    "model_place",
     "offsets",
+    "own_folder",
     "parse_bytes",
     "print_json",
+    "print_names",
     "print_tables",
     "processor_name",
     "progress_bar",
@@ -209,6 +228,7 @@ __all__ = [
     "quiet_transformers",
     "render_chat_template",
     "rotate",
+    "set_aside",
     "shown_url",
     "split_hot",
     "states_of",

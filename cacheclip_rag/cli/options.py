@@ -253,17 +253,12 @@ def checked_model(name: str | None) -> str | None:
 
 
 def model_place(name: str | None) -> str | None:
-    """The absolute path of a model's folder or GGUF file, because the next command may run in another folder; any other
-    name as it is. A file keeps its name, by which it is known as GGUF, and its parts are found: it may be a link to
-    another one."""
-    from ..models.load import is_gguf
+    """The absolute path of a model that is a folder or file, because the next command may run in another folder; any
+    other name as it is."""
+    from ..models.load import loader_of
 
-    if name is None:
-        return None
-    path = expanded(name)
-    if (path / "config.json").is_file():
-        return str(path.resolve())
-    return str(path.absolute()) if is_gguf(path.name) and path.is_file() else name
+    path = loader_of(name).path if name else None
+    return name if path is None else str(path)
 
 
 def existing_store(store: str) -> str:

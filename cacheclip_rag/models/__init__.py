@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .context import is_here, known_context, knows_tools
     from .devices import DEVICE_MAPS, check_device, choose_device
     from .load import concrete, load_model, loader_of, register_runtime, resolve
+    from .modules import load_module
 
 __all__ = [
     "DEVICE_MAPS",
@@ -25,6 +26,7 @@ __all__ = [
     "known_context",
     "knows_tools",
     "load_model",
+    "load_module",
     "loader_of",
     "register_runtime",
     "resolve",
@@ -42,6 +44,7 @@ __getattr__ = late_names(
         "known_context": "context",
         "knows_tools": "context",
         "load_model": "load",
+        "load_module": "modules",
         "loader_of": "load",
         "register_runtime": "load",
         "resolve": "load",

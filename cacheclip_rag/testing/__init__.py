@@ -14,6 +14,7 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from .backends import BackendConformance
     from .fake import FakeRuntime, Latch, fake_models, fake_of, messages_of
+    from .faults import Broken, Fault
     from .methods import MethodConformance
     from .object_storage import s3_server
     from .runtimes import RuntimeConformance
@@ -25,9 +26,11 @@ __all__ = [
     "SENTENCES",
     "TINY_MODELS",
     "BackendConformance",
+    "Broken",
     "FakeRuntime",
     "FakeServer",
     "Latch",
+    "Fault",
     "MethodConformance",
     "RuntimeConformance",
     "ThrottledBackend",
@@ -49,9 +52,11 @@ __getattr__ = late_names(
         "SENTENCES": "tiny",
         "TINY_MODELS": "tiny",
         "BackendConformance": "backends",
+        "Broken": "faults",
         "FakeRuntime": "fake",
         "FakeServer": "server",
         "Latch": "fake",
+        "Fault": "faults",
         "MethodConformance": "methods",
         "RuntimeConformance": "runtimes",
         "ThrottledBackend": "throttled",

@@ -20,38 +20,13 @@ from cacheclip_rag.fusion.answer import Event
 from cacheclip_rag.guards.base import Observer
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, TenantStore, Tiers
+from cacheclip_rag.testing import Broken, Fault
 from tests.answering.test_turns import until
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, rag
 from tests.store.samples import totals_are_right
 
 Owner = Callable[[CacheClipEngine], Any]
-
-
-class Broken(Exception):
-    """A planted failure."""
-
-
-class Fault:
-    """Fails at one call of a function; the calls before and after it are as always."""
-
-    def __init__(
-        self, patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: type[BaseException] = Broken
-    ) -> None:
-        self.calls, called = 0, getattr(owner, name)
-
-        def failing(*arguments: Any, **options: Any) -> Any:
-            self.calls += 1
-            if self.calls == at:
-                raise error(f"{name} failed at call {at}")
-            return called(*arguments, **options)
-
-        patch.setattr(owner, name, failing)
-        self._at = at
-
-    @property
-    def has_failed(self) -> bool:
-        return self.calls >= self._at
 
 
 def threads() -> set[threading.Thread]:

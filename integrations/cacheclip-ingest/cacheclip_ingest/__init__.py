@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cacheclip_rag.base.late import late_names
+from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
     from .embedding import Embedder

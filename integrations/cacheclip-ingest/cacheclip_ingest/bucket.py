@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError, MissingExtraError
+from cacheclip_rag import ConfigurationError, DocumentError, MissingExtraError
 
 from .documents import document_text
 from .text import DocumentText

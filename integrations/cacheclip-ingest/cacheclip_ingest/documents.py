@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from cacheclip_rag.base.errors import DocumentError, MissingExtraError
-from cacheclip_rag.base.paths import expanded
+from cacheclip_rag import DocumentError, MissingExtraError
+from cacheclip_rag.plugins import expanded
 
 from .html import html_text
 from .pdf import PYPDF, pdf_text

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.models.load import concrete
-from cacheclip_rag.prompt.segments import chunk_texts
+from cacheclip_rag import CacheClipEngine, CacheClipError, ConfigurationError
+from cacheclip_rag.models import concrete
+from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.store import ChunkStore
 
 from .embedding import Embedder
@@ -184,7 +182,7 @@ def _precompute(
     bad: dict[str, CacheClipError] = {}
     engine.precompute(texts, stored=stored, skipped=lambda text, _, error: bad.setdefault(text, error))
     for item, passages in group:
-        if errors := [bad[text] for text in chunk_texts(passages) if text in bad]:
+        if errors := [bad[text] for text in passages if text in bad]:
             survey.tell("failed", item.name, f"{item.name}: {errors[0]}")
         else:
             yield item, passages

@@ -20,11 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from cacheclip_rag.base.database import Database, may_be_whole, set_aside
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, StoreError
-from cacheclip_rag.base.paths import expanded
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import ConfigurationError, EngineConfig, StoreError
 from cacheclip_rag.models import loader_of
+from cacheclip_rag.plugins import Database, expanded, may_be_whole, set_aside
 
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
@@ -352,10 +350,8 @@ class Library:
 
     def _read_embeddings(self) -> _Embeddings:
         """Passages and index, read again after a change."""
-        try:
-            import faiss
-        except ImportError as error:
-            raise MissingExtraError("faiss-cpu", "ingest") from error
+        import faiss
+
         rows = self._database.query("SELECT value FROM meta WHERE name = 'revision'")
         revision = str(rows[0][0]) if rows else ""
         if self._embeddings is None or self._embeddings.revision != revision:

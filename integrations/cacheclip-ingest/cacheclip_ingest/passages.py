@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePath
 
-from cacheclip_rag.base.errors import DocumentError, MissingExtraError
-from cacheclip_rag.base.paths import is_url
-from cacheclip_rag.runtime.base import Runtime
+from cacheclip_rag import DocumentError, MissingExtraError
+from cacheclip_rag.plugins import is_url
+from cacheclip_rag.runtime import Runtime
 
 from .bucket import read_object
 from .documents import MARKDOWN_SUFFIXES, TABLE_SUFFIXES, EmptyFileError, printable, read_document

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.base.errors import DocumentError, MissingExtraError
+from cacheclip_rag import DocumentError, MissingExtraError
 
 from .pdf_lines import has_both_directions, read_in_order
 from .pdf_view import EVERYWHERE, Box, Layers, PageView, entry, overlap, page_box, upright

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cacheclip_rag import CacheClipEngine, CacheClipError
 from cacheclip_rag.adapters import precompute_cost
-from cacheclip_rag.base.errors import CacheClipError
-from cacheclip_rag.chunks.caches import ChunkCaches
-from cacheclip_rag.engine import CacheClipEngine
 
 from .survey import DocumentWork, IngestCounts, Survey
 
@@ -47,7 +45,7 @@ def plan_documents(
 
     def texts() -> Iterator[str]:
         for item, passages in documents:
-            if reason := _reason_to_fail(passages, engine.chunk_caches() if engine is not None else ()):
+            if reason := _reason_to_fail(passages, engine):
                 survey.tell("failed", item.name, f"{item.name}: {reason}")
                 continue
             found.added += item.is_new
@@ -67,11 +65,11 @@ def plan_documents(
     return found
 
 
-def _reason_to_fail(passages: Iterable[str], models: Sequence[ChunkCaches]) -> str:
+def _reason_to_fail(passages: Iterable[str], engine: CacheClipEngine | None) -> str:
     """Why the KV of a document cannot be stored; empty if it can."""
     try:
-        for passage in passages:
-            for caches in models:
+        for caches in engine.chunk_caches() if engine is not None else ():
+            for passage in passages:
                 caches.check_length(passage)
     except CacheClipError as error:
         return str(error)

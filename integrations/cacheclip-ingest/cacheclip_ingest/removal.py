@@ -7,10 +7,8 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from cacheclip_rag.base.checks import did_you_mean
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
-from cacheclip_rag.base.paths import expanded, is_url
-from cacheclip_rag.engine import CacheClipEngine
+from cacheclip_rag import CacheClipEngine, ConfigurationError, DocumentError, StoreError
+from cacheclip_rag.plugins import did_you_mean, expanded, is_url
 
 from .documents import printable
 from .library import Library

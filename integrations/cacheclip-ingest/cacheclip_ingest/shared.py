@@ -20,16 +20,18 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.base.checks import check_choice
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, MissingExtraError, StoreError
-from cacheclip_rag.base.keys import text_digest
-from cacheclip_rag.base.paths import cache_home
-from cacheclip_rag.base.progress import progress_bar
-from cacheclip_rag.base.python import own_folder
-from cacheclip_rag.base.urls import shown_url
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.prompt.segments import normalise_chunk
+from cacheclip_rag import (
+    CacheClipEngine,
+    CacheClipError,
+    ConfigurationError,
+    DocumentError,
+    EngineConfig,
+    MissingExtraError,
+    StoreError,
+)
+from cacheclip_rag.adapters import normalise_chunk
+from cacheclip_rag.plugins import cache_home, check_choice, own_folder, progress_bar, shown_url
+from cacheclip_rag.store import text_digest
 
 from .library import LibrarySettings, differences
 from .passages import PassageReader, read_each

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.prompt.segments import normalise_chunk
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.adapters import normalise_chunk
 
 _RULE = re.compile(r"[ \t>]*+\|?[ \t]*+:?-++:?[ \t]*+(?:\|[ \t]*+:?-++:?[ \t]*+)*+\|?[ \t]*+\n?")
 """The line below the header of a table of Markdown."""
@@ -48,10 +48,8 @@ class Splitter:
                 is cut between rows, and each passage of it begins with the table's header.
             table: the text is a table, a row a line (CSV, TSV), whose first row is its header.
         """
-        try:
-            from semantic_text_splitter import MarkdownSplitter, TextSplitter
-        except ImportError as error:
-            raise MissingExtraError("semantic-text-splitter", "ingest") from error
+        from semantic_text_splitter import MarkdownSplitter, TextSplitter
+
         cls = MarkdownSplitter if markdown else TextSplitter
         splitter = self._cutter(cls, self.chunk_tokens, self.overlap_tokens)
         found: list[str] = []

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from cacheclip_rag.base.errors import DocumentError
-from cacheclip_rag.base.paths import expanded, is_url
+from cacheclip_rag import DocumentError
+from cacheclip_rag.plugins import expanded, is_url
 
 from .bucket import find_objects
 from .documents import (

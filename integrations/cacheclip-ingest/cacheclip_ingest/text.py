@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from cacheclip_rag.base.errors import DocumentError
+from cacheclip_rag import DocumentError
 
 from .unseen import Unseen, note_on_unseen
 

@@ -8,10 +8,9 @@ import pytest
 from cacheclip_ingest.documents import read_document
 from cacheclip_ingest.pdf_lines import _as_read, _is_guess
 from cacheclip_ingest.text import DocumentText
+from pdf_cases import draw, form, image, pdf, stream, with_parts
 from pypdf import PageObject, PdfWriter
 from pypdf.generic import ArrayObject, DictionaryObject, NameObject, NumberObject
-
-from tests.ingest.pdf import draw, form, image, pdf, stream, with_parts
 
 HEBREW = "\u05d4\u05de\u05d2\u05d3\u05dc\u05d5\u05e8 \u05e0\u05d1\u05e0\u05d4"
 MORE = "\u05e2\u05dc \u05d9\u05d3\u05d9"

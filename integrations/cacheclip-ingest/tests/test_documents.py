@@ -7,9 +7,9 @@ from pathlib import Path
 import cacheclip_ingest.documents as documents
 import pytest
 from cacheclip_ingest.documents import find_files, read_document
+from pdf_cases import pdf
 
-from cacheclip_rag.base.errors import DocumentError
-from tests.ingest.pdf import pdf
+from cacheclip_rag import DocumentError
 
 
 def test_folders_give_text_and_markdown_once_in_order(tmp_path: Path) -> None:

@@ -13,67 +13,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from cacheclip_ingest import job, passages
 from cacheclip_ingest.documents import find_files
 from cacheclip_ingest.embedding import Embedder, Vectors
-from cacheclip_ingest.job import IngestReport, ingest, plan_ingestion
+from cacheclip_ingest.job import ingest, plan_ingestion
 from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.plan import IngestPlan
 from cacheclip_ingest.splitting import Splitter
+from ingest_cases import LetterEmbedder, Workshop
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import (
+from cacheclip_rag import (
+    CacheClipEngine,
     ConfigurationError,
     DocumentError,
     DownloadError,
+    SamplingParams,
     StoreError,
     UnknownModelError,
 )
 from cacheclip_rag.models import checkpoints
-
-
-class LetterEmbedder(Embedder):
-    """Counts letters: a real, deterministic embedding that needs no download."""
-
-    def embed(self, texts: Sequence[str]) -> Vectors:
-        counts = np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], dtype=np.float32)
-        return counts / np.maximum(1e-6, np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
-
-
-class Workshop:
-    """A corpus folder, a store and what it takes to ingest."""
-
-    def __init__(self, root: Path, models: dict[str, str]) -> None:
-        self.corpus, self.store = root / "corpus", root / "store"
-        self.corpus.mkdir()
-        self.settings = LibrarySettings(
-            models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0, "prefix"
-        )
-        self.engine = CacheClipEngine(primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store))
-        self.library = Library(self.store)
-
-    def write(self, name: str, text: str) -> None:
-        (self.corpus / name).write_text(text)
-
-    def run(self, *files: Path, **changes: object) -> IngestReport:
-        settings = dataclasses.replace(self.settings, **changes)
-        return ingest(
-            [self.corpus, *files],
-            library=self.library,
-            engine=self.engine,
-            embedder=LetterEmbedder("letters"),
-            settings=settings,
-        )
-
-
-@pytest.fixture
-def workshop(tmp_path: Path, tiny_models: dict[str, str], chunks: list[str]) -> Workshop:
-    shop = Workshop(tmp_path, tiny_models)
-    shop.write("a.txt", "\n\n".join(chunks[:2]))
-    shop.write("b.md", "# Birds\n\n" + chunks[2])
-    return shop
 
 
 def test_everything_once_then_nothing(workshop: Workshop) -> None:
@@ -304,7 +263,7 @@ def test_opening_a_library_that_is_not_there_says_what_to_do(tmp_path: Path) -> 
 def test_passages_are_within_size_and_cover_the_text(
     tiny_models: dict[str, str], chunks: list[str], overlap: int
 ) -> None:
-    from cacheclip_rag.models.load import load_model
+    from cacheclip_rag.models import load_model
 
     runtime = load_model(tiny_models["llama"])
     text = "\n\n".join(chunks)

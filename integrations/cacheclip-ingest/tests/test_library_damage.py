@@ -12,7 +12,7 @@ import pytest
 from cacheclip_ingest.embedding import Vectors
 from cacheclip_ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
 
-from cacheclip_rag.base.errors import ConfigurationError, StoreError
+from cacheclip_rag import ConfigurationError, StoreError
 
 SETTINGS = LibrarySettings("primary", None, "letters", "float32", "default", 32, 0, "prefix")
 DIMENSIONS = 8

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
+from ingest_cases import Workshop
 
-from cacheclip_rag.base.errors import StoreError
+from cacheclip_rag import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.testing.steps import Steps
-from tests.ingest.test_job import Workshop, workshop  # noqa: F401
 
 CHANGES: dict[str, Callable[[Workshop, str], object]] = {
     "gone": lambda shop, name: (shop.corpus / name).unlink(),
@@ -26,7 +26,7 @@ def full() -> StoreError:
 @pytest.mark.parametrize("error", [full, KeyboardInterrupt])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_documents_lose_is_released_in_the_end(
-    workshop: Workshop,  # noqa: F811
+    workshop: Workshop,
     change: str,
     error: Callable[[], BaseException],
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from cacheclip_ingest.documents import EmptyFileError, read_document
 from cacheclip_ingest.html import _Page
 from cacheclip_ingest.text import DocumentText, cleaned, notes_on_markdown
+from pdf_cases import annotate, form, image, pdf, stream, with_parts
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import (
     ArrayObject,
@@ -28,8 +29,7 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-from cacheclip_rag.base.errors import DocumentError
-from tests.ingest.pdf import annotate, form, image, pdf, stream, with_parts
+from cacheclip_rag import DocumentError
 
 SAID = "The boiler in hall 4 was inspected on 12 May. Its pressure is 6 bar: caf\u00e9 \u2603, \U0001f525.\n"
 

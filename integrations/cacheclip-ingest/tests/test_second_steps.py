@@ -3,20 +3,19 @@ are found, and a second run has nothing to do for them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cacheclip_ingest.library import Library
+from ingest_cases import LetterEmbedder, Workshop
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import ChunkStore, TenantStore
-from tests.conftest import SENTENCES
-from tests.engine.test_second_steps import Broken, Fault, threads
-from tests.ingest.test_job import LetterEmbedder, Workshop
-from tests.store.samples import totals_are_right
+from cacheclip_rag.testing import SENTENCES, Broken, Fault
 
 NAMES = ["a.txt", "b.txt", "c.txt"]
 STEPS: list[tuple[Callable[[Workshop], Any], str, int]] = [
@@ -50,16 +49,16 @@ def is_found(shop: Workshop, passage: str) -> bool:
 def test_a_second_run_does_the_rest(
     shop: Workshop, owner: Callable[[Workshop], Any], name: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = threads()
+    before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         Fault(patch, owner(shop), name, at)
         with pytest.raises(Broken, match=f"{name} failed at call {at}"):
             shop.run()
-    assert (
-        threads() <= before
-        and not shop.engine.store.catalog.announcements.writers()
-        and totals_are_right(shop.engine.store)
-    )
+    catalog = shop.engine.store.catalog
+    assert {*threading.enumerate()} <= before and not catalog.announcements.writers()
+    kept = catalog.total(), catalog.tenants()
+    catalog.count_again()
+    assert kept == (catalog.total(), catalog.tenants())
     known = [Path(path).name for path in shop.library.documents()]
     assert known == NAMES[: len(known)] and len(known) < len(NAMES) + (name == "release")
     for document in known:

@@ -20,13 +20,19 @@ import httpx
 import pytest
 import typer.testing
 from cacheclip_shared.testing import bucket, s3_address, set_environment  # noqa: F401
+from ingest_cases import OneVector
 
-from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, DocumentError, StoreError
+from cacheclip_rag import (
+    CacheClipEngine,
+    CacheClipError,
+    ConfigurationError,
+    DocumentError,
+    EngineConfig,
+    SamplingParams,
+    StoreError,
+)
 from cacheclip_rag.cli import app
-from cacheclip_rag.config import EngineConfig
-from tests.conftest import CHUNKS, rag_prompt
-from tests.ingest.test_survey import OneVector
+from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 pa = pytest.importorskip("pyarrow", reason="the extra shared is not installed: pip install -e '.[shared]'")
 obstore = pytest.importorskip("obstore", reason="the extra shared is not installed: pip install -e '.[shared]'")

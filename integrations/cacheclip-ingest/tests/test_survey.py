@@ -11,25 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-import numpy as np
 import pytest
 from cacheclip_ingest import survey
-from cacheclip_ingest.embedding import Embedder, Vectors
 from cacheclip_ingest.job import ingest, plan_ingestion
 from cacheclip_ingest.library import Library, LibrarySettings
 from cacheclip_ingest.removal import remove_documents
 from cacheclip_ingest.survey import IngestCounts, is_in
 from cacheclip_shared.table import TextTable
+from ingest_cases import OneVector
 
-from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.base.errors import ConfigurationError, DocumentError, StoreError
+from cacheclip_rag import CacheClipEngine, ConfigurationError, DocumentError, StoreError
 
 PICTURE = "\n\n![plan](data:image/png;base64," + "iVBORw0KGgoAAAANSUhEUg" * 40 + ")\n"
-
-
-class OneVector(Embedder):
-    def embed(self, texts: Sequence[str]) -> Vectors:
-        return np.ones((len(texts), 4), np.float32)
 
 
 class Door:
@@ -256,7 +249,7 @@ class TestDocumentsThatAreTakenBack:
         ],
     )
     def test_a_document_without_visible_text(self, door: Door, name: str, after: str, note: str) -> None:
-        from tests.ingest.pdf import pdf
+        from pdf_cases import pdf
 
         said = "The tide mill grinds at night."
         file = door.write(name, pdf(said) if name.endswith(".pdf") else said)
@@ -270,7 +263,7 @@ class TestDocumentsThatAreTakenBack:
 
     def test_what_may_hold_text_that_cannot_be_read(self, door: Door) -> None:
         """A scanned page: its old text stays, and every run says so."""
-        from tests.ingest.pdf import pdf
+        from pdf_cases import pdf
 
         door.write("c.pdf", pdf("The tide mill grinds at night."))
         door.run()
@@ -447,7 +440,7 @@ class TestWhatIsLeftOut:
 
     def test_a_document_whose_type_is_skipped_now_stays(self, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
         """It was given by its own name, or could be read by another installation."""
-        from tests.ingest.pdf import pdf
+        from pdf_cases import pdf
 
         log = door.write("notes.log", "Some notes of some length about the harbour.")
         hidden = door.write(".kept.md", "Some notes that only who knows them gives.")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cacheclip_ingest.splitting import Splitter
 
-from cacheclip_rag.models.load import load_model
+from cacheclip_rag.models import load_model
 
 HEADER = "| berth | tenant | euros owed |\n|---|---|---|\n"
 

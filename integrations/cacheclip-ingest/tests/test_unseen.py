@@ -13,6 +13,7 @@ from cacheclip_ingest.documents import read_document
 from cacheclip_ingest.html import html_text
 from cacheclip_ingest.text import DocumentText
 from cacheclip_ingest.unseen import Unseen
+from pdf_cases import annotate, draw, form, image, pdf, stream, with_parts
 from pypdf import PdfWriter
 from pypdf.generic import (
     ArrayObject,
@@ -24,8 +25,7 @@ from pypdf.generic import (
     TextStringObject,
 )
 
-from cacheclip_rag.base.errors import DocumentError
-from tests.ingest.pdf import annotate, draw, form, image, pdf, stream, with_parts
+from cacheclip_rag import DocumentError
 
 OTHER = b"BT /F1 12 Tf 72 600 Td (Other.) Tj ET "
 

@@ -1,0 +1,53 @@
+"""A corpus, a store, and embeddings that need no download."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from cacheclip_ingest.embedding import Embedder, Vectors
+from cacheclip_ingest.job import IngestReport, ingest
+from cacheclip_ingest.library import Library, LibrarySettings
+
+from cacheclip_rag import CacheClipEngine
+
+
+class OneVector(Embedder):
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        return np.ones((len(texts), 4), np.float32)
+
+
+class LetterEmbedder(Embedder):
+    """Counts letters: a real, deterministic embedding that needs no download."""
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        counts = np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts], dtype=np.float32)
+        return counts / np.maximum(1e-6, np.linalg.norm(counts, axis=1, keepdims=True)).astype(np.float32)
+
+
+class Workshop:
+    """A corpus folder, a store and what it takes to ingest."""
+
+    def __init__(self, root: Path, models: dict[str, str]) -> None:
+        self.corpus, self.store = root / "corpus", root / "store"
+        self.corpus.mkdir()
+        self.settings = LibrarySettings(
+            models["llama"], models["auxiliary"], "letters", "float32", "default", 32, 0, "prefix"
+        )
+        self.engine = CacheClipEngine(primary=models["llama"], auxiliary=models["auxiliary"], store=str(self.store))
+        self.library = Library(self.store)
+
+    def write(self, name: str, text: str) -> None:
+        (self.corpus / name).write_text(text)
+
+    def run(self, *files: Path, **changes: object) -> IngestReport:
+        settings = dataclasses.replace(self.settings, **changes)
+        return ingest(
+            [self.corpus, *files],
+            library=self.library,
+            engine=self.engine,
+            embedder=LetterEmbedder("letters"),
+            settings=settings,
+        )
