@@ -13,6 +13,7 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from .backends import BackendConformance
+    from .command import CommandRun, run_without_torch
     from .fake import FakeRuntime, Latch, fake_models, fake_of, messages_of
     from .faults import Broken, Fault
     from .methods import MethodConformance
@@ -27,6 +28,7 @@ __all__ = [
     "TINY_MODELS",
     "BackendConformance",
     "Broken",
+    "CommandRun",
     "FakeRuntime",
     "FakeServer",
     "Latch",
@@ -40,6 +42,7 @@ __all__ = [
     "fake_of",
     "make_tokenizer",
     "messages_of",
+    "run_without_torch",
     "s3_server",
     "tiny_spec",
 ]
@@ -53,6 +56,7 @@ __getattr__ = late_names(
         "TINY_MODELS": "tiny",
         "BackendConformance": "backends",
         "Broken": "faults",
+        "CommandRun": "command",
         "FakeRuntime": "fake",
         "FakeServer": "server",
         "Latch": "fake",
@@ -66,6 +70,7 @@ __getattr__ = late_names(
         "fake_of": "fake",
         "make_tokenizer": "tiny",
         "messages_of": "fake",
+        "run_without_torch": "command",
         "s3_server": "object_storage",
         "tiny_spec": "tiny",
     },

@@ -6,12 +6,14 @@ pytest_plugins = ["cacheclip_rag.testing.plugin"]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .command import CommandRun, run_command
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model, make_tokenizer
 
 CHUNKS = [
@@ -102,6 +104,12 @@ def models_stay_as_they_are() -> Iterator[None]:
             assert kept["eos_ids"] == runtime._find_eos_ids(), f"{runtime.name} was left with other ends of a turn"
             grammars = kept.get("_grammars")
             assert grammars is None or grammars._eos_ids == sorted(kept["eos_ids"]), f"grammars of {runtime.name}"
+
+
+@pytest.fixture
+def cacheclip(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., CommandRun]:
+    """Runs ``cacheclip`` with arguments, in this process."""
+    return partial(run_command, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")
