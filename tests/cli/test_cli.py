@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -206,6 +208,33 @@ def test_json_knows_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
 
     print_json({"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (float("-inf"), 2)}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}}
+
+
+class TestWithoutGuests:
+    """Commands where no other distribution is installed."""
+
+    @staticmethod
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        hide = "import importlib.metadata as found; found.entry_points = lambda **_: ()"
+        program = f"{hide}; from cacheclip_rag.cli import main; main()"
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    @pytest.mark.parametrize("command", ["ingest", "store remove"])
+    def test_a_command_of_one_says_what_to_install(self, command: str) -> None:
+        done = self.run(*command.split(), "--help")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"cacheclip {command} is not installed" in done.stderr and "cacheclip-rag[ingest]" in done.stderr
+
+    def test_a_table_of_one_says_what_to_install(self, tmp_path: Path) -> None:
+        done = self.run("profile", *settings(tmp_path, "[ingest]\noverlap_tokens = 1"))
+        assert done.returncode == 1 and "what checks [ingest] is not installed" in done.stderr
+
+    def test_care_of_a_store(self, stored: Path) -> None:
+        stats = json.loads(self.run("store", "stats", "--store", stored, "--json").stdout)
+        assert stats["documents"] == stats["passages"] == 0 < stats["entries"]
+        repaired = self.run("store", "repair", "--store", stored, "--json")
+        assert repaired.returncode == 0 and json.loads(repaired.stdout)["library"] == []
 
 
 class TestStoreCommands:
