@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .base.late import late_names
+from .base.removed import refuse_removed_modules
 from .base.version import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .prompt.segments import Chunk, Fresh, Segment
     from .prompt.tools import ToolCall, call_schema
 
+refuse_removed_modules()
 
 # Torch's threads (libgomp's, on Linux) spin for milliseconds after every operation, in case another follows. Where
 # other programs use the same cores, a spinning thread takes the time of one that still computes. A shorter wait costs

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
 
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.removed import METHODS, OPTIONS, SETTINGS
+from cacheclip_rag.base.removed import METHODS, MODULES, OPTIONS, SETTINGS, refuse_removed_modules
 from cacheclip_rag.methods import PRESET_NAMES, check_method
 
 
@@ -30,8 +33,30 @@ def test_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(error.value) == sentence
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    for module in (name, f"{name}.inner"):
+        with pytest.raises(ImportError) as error:
+            importlib.import_module(module)
+        assert str(error.value) == MODULES[name]
+
+
+def test_a_module_is_refused_in_whatever_way_it_is_imported() -> None:
+    for statement in ("import cacheclip_rag.ingest.job", "from cacheclip_rag import ingest"):
+        done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
+        assert done.returncode == 1 and f"ImportError: {MODULES['cacheclip_rag.ingest']}" in done.stderr, statement
+
+
+def test_other_modules_are_none_of_its_business() -> None:
+    with pytest.raises(ModuleNotFoundError, match="No module named 'cacheclip_rag.ingests'"):
+        importlib.import_module("cacheclip_rag.ingests")
+    before = [*sys.meta_path]
+    refuse_removed_modules()
+    assert sys.meta_path == before, "one is enough"
+
+
 def test_each_says_what_to_use() -> None:
-    for name, sentence in {**METHODS, **SETTINGS, **OPTIONS}.items():
+    for name, sentence in {**METHODS, **SETTINGS, **OPTIONS, **MODULES}.items():
         setting, _, value = name.partition("=")
         shown = f"{setting}={value!r}" if value else name
         assert sentence.startswith((f"{shown} is gone", f"{shown} is no option")) and sentence.endswith("."), name

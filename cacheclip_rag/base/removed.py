@@ -3,6 +3,7 @@ sentence; after it, as any unknown name."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 from .errors import ConfigurationError
@@ -67,6 +68,33 @@ OPTIONS: dict[str, str] = {
 }
 """Options and commands of the command line, options with their dashes. An option that
 became a setting of the same name in the file of ``--settings`` needs no entry."""
+
+_INSTALL = "of the distribution that pip install 'cacheclip-rag[{}]' installs"
+MODULES: dict[str, str] = {
+    "cacheclip_rag.ingest": f"cacheclip_rag.ingest is gone: use cacheclip_ingest, {_INSTALL.format('ingest')}.",
+    "cacheclip_rag.lab": f"cacheclip_rag.lab is gone: use cacheclip_lab, {_INSTALL.format('lab')}.",
+    "cacheclip_rag.serving": f"cacheclip_rag.serving is gone: use cacheclip_serve, {_INSTALL.format('serve')}.",
+    "cacheclip_rag.vllm": f"cacheclip_rag.vllm is gone: use cacheclip_vllm, {_INSTALL.format('vllm')}.",
+    "cacheclip_adapters": "cacheclip_adapters is gone: use cacheclip_rag.adapters.",
+}
+"""Modules, by the names under which they were imported."""
+
+
+class RemovedModules:
+    """A finder of modules, the last one to be asked, which finds none and says where those that are gone are now."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """None. Raises ImportError with the sentence of a module that is gone. (``from package import name`` would not
+        show a ModuleNotFoundError.)"""
+        if name in MODULES:
+            raise ImportError(MODULES[name], name=name)
+
+
+def refuse_removed_modules() -> None:
+    """From now on, imports of modules that are gone are refused with their sentences."""
+    if RemovedModules not in sys.meta_path:
+        sys.meta_path.append(RemovedModules)
 
 
 def refuse_removed(given: Iterable[str], table: Mapping[str, str]) -> None:
