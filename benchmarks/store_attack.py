@@ -44,7 +44,7 @@ from typing import Any
 import psutil
 import torch
 import xxhash
-from cacheclip_ingest import Library, LibrarySettings
+from cacheclip_ingest import Library, LibrarySettings, check_library, repair_library
 from cacheclip_ingest import library as documents
 from transformers.utils.logging import disable_progress_bar
 
@@ -997,7 +997,7 @@ def attack_folders(args: argparse.Namespace, folder: Path) -> Result:
             result.expect(not changed | gone, f"{number} ({what}): {name} changed {sorted(changed | gone)} outside")
             found["uses"] += 1
         left = verify(scene.store)
-        left.problems += documents.check_library(scene.store)
+        left.problems += check_library(scene.store)
         result.expect(left.is_clean, f"{number} ({what}): verify finds after repair {_summary(left)}")
         engine = fake_engine(scene.store)
         engine.precompute(scene.texts)
@@ -1057,7 +1057,7 @@ _USES: dict[str, Callable[[Scene], object]] = {
     "verify": lambda scene: verify(scene.store),
     "gc": lambda scene: collect_garbage(scene.store),
     "documents": lambda scene: Library(scene.store).documents(),
-    "repair": lambda scene: (repair(scene.store), documents.repair_library(scene.store)),
+    "repair": lambda scene: (repair(scene.store), repair_library(scene.store)),
 }
 
 

@@ -74,6 +74,7 @@ _FOLDERS = {
     "langchain": "langchain-cacheclip",
     "llama-cpp": "cacheclip-llamacpp",
     "llama-index": "llama-index-llms-cacheclip",
+    "office": "cacheclip-ingest[office]",
     "pdf": "cacheclip-ingest[pdf]",
     "ray": "cacheclip-ingest[ray]",
     "serve": "cacheclip-serve",

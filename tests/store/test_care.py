@@ -473,11 +473,12 @@ def test_rows_out_of_order_do_not_go_on_for_ever(folder: Path, what: str) -> Non
     owner: Library | CatalogCare
     if what == "library":
         owner = library = Library(folder)
-        reading: Callable[[], Iterator[object]] = library._rows
+        reading: Callable[[], Iterator[object]] = library.rows
+        name = "database"
     else:
         owner = care = CatalogCare(Catalog(folder).database)
-        reading = care.entries
-    owner._database = Repeating(None, "", 1)
+        reading, name = care.entries, "_database"
+    setattr(owner, name, Repeating(None, "", 1))
     with pytest.raises(StoreError, match="out of order"):
         deque(itertools.islice(reading(), 1000), maxlen=0)
 

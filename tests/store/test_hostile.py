@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_ingest.library import Library, check_library, repair_library
+from cacheclip_ingest import Library, check_library, repair_library
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.database import Database

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cacheclip_ingest.library import Library, LibrarySettings, repair_library
+from cacheclip_ingest import Library, LibrarySettings, repair_library
 
 from cacheclip_rag.base import keys
 from cacheclip_rag.base.errors import StoreError

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from cacheclip_rag import ConfigurationError, DocumentError, MissingExtraError
 
-from .documents import document_text
+from .documents import Reader, document_text, text_read_by
 from .text import DocumentText
 
 if TYPE_CHECKING:
@@ -27,12 +28,19 @@ def find_objects(url: str) -> Iterator[tuple[str, str, int]]:
         yield f"{bucket.place.url}/{each['path']}", str(each["e_tag"] or each["last_modified"]), each["size"]
 
 
-def read_object(url: str) -> DocumentText:
-    """Text of an object, as of :func:`~cacheclip_ingest.documents.read_document`."""
+def read_object(url: str, reader: Reader | None = None) -> DocumentText:
+    """Text of an object, as of :func:`~cacheclip_ingest.documents.read_document`. ``reader`` gets a file in its
+    place."""
     bucket, name = _bucket(url)
     path = Path(url)
     try:
-        return document_text(path, bucket.fetch(name))
+        data = bucket.fetch(name)
+        if reader is None:
+            return document_text(path, data)
+        with TemporaryDirectory() as folder:
+            path = Path(folder, path.name)
+            path.write_bytes(data)
+            return text_read_by(reader, path)
     except OSError as error:
         raise DocumentError(f"{url} cannot be read: {error}") from error
     except DocumentError as error:

@@ -9,19 +9,22 @@ import logging
 import os
 import stat
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from cacheclip_rag import DocumentError, MissingExtraError
+from cacheclip_rag import CacheClipError, DocumentError, MissingExtraError
 from cacheclip_rag.plugins import expanded
 
+from .frameworks import text_of
 from .html import html_text
+from .office import OFFICE_SUFFIXES, missing_reader, office_text
 from .pdf import PYPDF, pdf_text
 from .text import (
     HTML_SUFFIXES,
     SAVE_AS_TEXT,
+    ZIP_START,
     DocumentText,
     cleaned,
     decoded,
@@ -36,8 +39,11 @@ MARKDOWN_SUFFIXES = frozenset({".md", ".markdown"})
 TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 PDF_SUFFIX = ".pdf"
 SUFFIXES = MARKDOWN_SUFFIXES | {".txt", ".text", ".rst", PDF_SUFFIX}
-"""File types read from folders. A file that is named itself is read with any suffix: as PDF if it is ``.pdf``, else as
-text."""
+"""File types read from folders, beside Office files where what reads them is installed. A file that is named itself is
+read with any suffix: as PDF or Office file if the suffix says so, else as text."""
+Reader = Callable[[Path], object]
+"""Reads a file: returns a text, a :class:`~cacheclip_ingest.DocumentText` (with notes, and whether it is Markdown), or
+documents of LangChain or LlamaIndex. It raises DocumentError for a file that it cannot read."""
 
 _UNSEEN = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 """Kinds of characters that nobody sees."""
@@ -64,9 +70,14 @@ class EmptyFileError(DocumentError):
         """What it holds in place of text, such as pictures."""
 
 
-def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tell = _nobody) -> Iterator[Path]:
-    """The given files, and text, Markdown and PDF files in the given folders, each once, in order, links last. Hidden
-    files and folders are left out without a word.
+def find_files(
+    paths: Iterable[str | Path],
+    skipped: Tell = _nobody,
+    failed: Tell = _nobody,
+    types: Collection[str] | None = None,
+) -> Iterator[Path]:
+    """The given files, and text, Markdown, PDF and Office files in the given folders, each once, in order, links last.
+    Hidden files and folders are left out without a word.
 
     Links to folders are not followed. A path that is given itself may be a link.
 
@@ -74,6 +85,7 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
         skipped: is told files of other types, PDF files if pypdf is not installed, links that lead out of the given
             folder or to nothing, devices, pipes and sockets.
         failed: is told files and folders that cannot be looked at.
+        types: suffixes of the files in folders, where another reader reads them; None: those that are read here.
 
     Raises:
         DocumentError: a path does not exist, or is neither a file nor a folder.
@@ -82,9 +94,9 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
     found: list[Path] = []
     for given in paths:
         path = Path(os.path.realpath(expanded(given)))
-        found += sorted(_files_at(path, given, skipped, failed))
+        found += sorted(_files_at(path, given, skipped, failed, types))
     for file in sorted(found, key=os.path.islink):  # a link is read only if its file is not
-        if reason := reason_of_installation(file):
+        if types is None and (reason := reason_of_installation(file)):
             skipped(file, f"{printable(file)} {reason}")
             continue
         real = os.path.realpath(file)
@@ -93,7 +105,9 @@ def find_files(paths: Iterable[str | Path], skipped: Tell = _nobody, failed: Tel
             yield file
 
 
-def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
+def _files_at(
+    path: Path, given: str | Path, skipped: Tell, failed: Tell, types: Collection[str] | None
+) -> Iterator[Path]:
     """A given file, or the files of a given folder."""
     try:
         mode = os.stat(path).st_mode
@@ -108,7 +122,7 @@ def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Ite
     if stat.S_ISREG(mode):
         yield path
     elif stat.S_ISDIR(mode):
-        yield from _files_in(path, skipped, failed)
+        yield from _files_in(path, skipped, failed, types)
     else:
         raise DocumentError(
             f"neither a file nor a folder: {printable(given)}. Give text, Markdown or PDF files, or folders that "
@@ -116,7 +130,7 @@ def _files_at(path: Path, given: str | Path, skipped: Tell, failed: Tell) -> Ite
         )
 
 
-def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
+def _files_in(root: Path, skipped: Tell, failed: Tell, types: Collection[str] | None) -> Iterator[Path]:
     folders = [root]
     while folders:
         folder = folders.pop()
@@ -136,7 +150,7 @@ def _files_in(root: Path, skipped: Tell, failed: Tell) -> Iterator[Path]:
                 continue
             if stat.S_ISDIR(mode):
                 folders.append(path)
-            elif reason := _reason_to_skip(path, root, mode, target):
+            elif reason := _reason_to_skip(path, root, mode, target, types):
                 skipped(path, f"{printable(path)} {reason}")
             elif stat.S_ISREG(target):  # a link to a folder inside leads to what is read anyway
                 yield path
@@ -152,9 +166,9 @@ def _followed(link: Path) -> int:
         return 0
 
 
-def _reason_to_skip(path: Path, root: Path, mode: int, target_mode: int) -> str:
+def _reason_to_skip(path: Path, root: Path, mode: int, target_mode: int, types: Collection[str] | None) -> str:
     """Why a path of a folder is not read; empty if there is no reason."""
-    if not stat.S_ISDIR(target_mode) and (reason := reason_of_type(path)):
+    if not stat.S_ISDIR(target_mode) and (reason := reason_of_type(path, types)):
         return reason
     if not target_mode:
         return "is a link to nothing."
@@ -167,12 +181,16 @@ def _reason_to_skip(path: Path, root: Path, mode: int, target_mode: int) -> str:
     return "" if stat.S_ISREG(target_mode) or stat.S_ISDIR(target_mode) else "is a device, pipe or socket."
 
 
-def reason_of_type(path: Path) -> str:
-    """Why files of this type are not read from folders; empty if they are."""
-    if path.suffix.lower() in SUFFIXES:
+def reason_of_type(path: Path, types: Collection[str] | None = None) -> str:
+    """Why files of this type are not read from folders; empty if they are. ``types``: as of :func:`find_files`."""
+    suffix = path.suffix.lower()
+    missing = missing_reader(suffix) if types is None else None
+    if suffix in (SUFFIXES | OFFICE_SUFFIXES if types is None else types) and missing is None:
         return ""
     kind = f"of type {printable(path.suffix)}" if path.suffix else "without a type"
-    way = SAVE_AS_TEXT if path.suffix.lower() in _OFFICE else "If it is text, give it by its own name."
+    way = SAVE_AS_TEXT if suffix in _OFFICE else "If it is text, give it by its own name."
+    if missing is not None:
+        way += f" To have it read: {missing}"
     return f"is a file {kind}, which is not read from a folder. {way}"
 
 
@@ -234,8 +252,8 @@ def digest_file(path: Path) -> tuple[str, int]:
 
 def read_document(path: Path, digest: str | None = None) -> DocumentText:
     """Text of a file, with notes on what its readers see and the text lacks: UTF-8, UTF-16 or UTF-32, what a browser
-    shows of an HTML page (in the encoding that the page names), or the text of a PDF file. What readers do not see
-    (:class:`~cacheclip_ingest.unseen.Unseen`) is left out, with a note.
+    shows of an HTML page (in the encoding that the page names), or the text of a PDF or Office file. What readers do
+    not see (:class:`~cacheclip_ingest.unseen.Unseen`) is left out, with a note.
 
     Args:
         digest: what :func:`digest_file` gave before.
@@ -243,13 +261,37 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
     Raises:
         DocumentError: the file is unreadable, empty, binary, in another encoding, encrypted, without text, or has
             another digest.
-        MissingExtraError: a PDF file, and pypdf, or what it needs to decrypt the file, is not installed.
+        MissingExtraError: what reads the PDF or Office file, or decrypts it, is not installed.
     """
     with _opened(path) as file:
         data = file.read()
     if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
+        raise _changed(path)
     return document_text(path, data)
+
+
+def text_read_by(reader: Reader, path: Path, digest: str | None = None) -> DocumentText:
+    """Text of a file as ``reader`` gives it, cleaned as that of :func:`read_document`.
+
+    Raises:
+        DocumentError: the reader cannot read the file, there is no text in it, or it has another digest.
+        ConfigurationError: the reader returns something else than a text or documents.
+    """
+    try:
+        value = reader(path)
+    except (CacheClipError, MemoryError):
+        raise
+    except Exception as error:  # one file never ends a run
+        raise DocumentError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+    text = text_of(value)
+    found = (_finished_markdown if text.is_markdown else _finished)(path, text)
+    if digest is not None and digest_file(path)[0] != digest:
+        raise _changed(path)
+    return found
+
+
+def _changed(path: Path) -> DocumentError:
+    return DocumentError(f"{path} was changed while the run was going on. Run ingest again.")
 
 
 def document_text(path: Path, data: bytes) -> DocumentText:
@@ -268,19 +310,33 @@ def document_text(path: Path, data: bytes) -> DocumentText:
 def _text_in(path: Path, data: bytes) -> DocumentText:
     suffix = path.suffix.lower()
     if suffix == PDF_SUFFIX and data.strip():
-        found = pdf_text(path, data)
-    else:
-        found = decoded(path, data, encoding_of_page(data) if suffix in HTML_SUFFIXES else None)
-    notes = [*found.notes]
+        return _finished(path, pdf_text(path, data))
+    if suffix in OFFICE_SUFFIXES and data.startswith(ZIP_START):
+        return _finished(path, office_text(path, data))
     if suffix in HTML_SUFFIXES:
-        found = html_text(found)
-        notes += found.notes
-    elif suffix in MARKDOWN_SUFFIXES:
-        found = without_comments(found)
-        notes += found.notes
-    found = cleaned(found)
+        source = decoded(path, data, encoding_of_page(data))
+        page = html_text(source)
+        return _finished(path, DocumentText(page, [*source.notes, *page.notes], is_markdown=True))
+    found = decoded(path, data)
     if suffix in MARKDOWN_SUFFIXES:
-        notes += notes_on_markdown(found)
+        return _finished_markdown(path, found)
+    return _finished(path, found)
+
+
+def _finished_markdown(path: Path, written: DocumentText) -> DocumentText:
+    """A text of Markdown as somebody wrote it, without what readers do not see."""
+    shown = without_comments(written)
+    found = cleaned(shown)
+    notes = [*written.notes, *shown.notes, *notes_on_markdown(found)]
+    return _unless_empty(path, DocumentText(found, [*notes, *found.notes], is_markdown=True))
+
+
+def _finished(path: Path, read: DocumentText) -> DocumentText:
+    found = cleaned(read)
+    return _unless_empty(path, DocumentText(found, [*read.notes, *found.notes], is_markdown=read.is_markdown))
+
+
+def _unless_empty(path: Path, found: DocumentText) -> DocumentText:
     if all(unicodedata.category(character) in _UNSEEN for character in found):
-        raise EmptyFileError(f"{path} is empty.", [*notes, *found.notes])
-    return DocumentText(found, [*notes, *found.notes])
+        raise EmptyFileError(f"{path} is empty.", found.notes)
+    return found

@@ -7,16 +7,19 @@ stored chunk caches by their content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cacheclip_rag import CacheClipEngine, CacheClipError, ConfigurationError
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.store import ChunkStore
 
+from .documents import Reader
 from .embedding import Embedder
+from .frameworks import is_document, texts_by_name
 from .library import Library, LibrarySettings
 from .passages import PassageReader, read_each
 from .plan import IngestPlan, plan_documents
@@ -40,7 +43,7 @@ _Document = tuple[DocumentWork, list[str]]
 
 
 def ingest(
-    paths: Iterable[str | Path],
+    paths: Iterable[str | Path | Any],
     *,
     library: Library,
     engine: CacheClipEngine,
@@ -48,20 +51,29 @@ def ingest(
     settings: LibrarySettings,
     max_bytes: int | None = None,
     confirmed: bool = False,
+    reader: Reader | None = None,
+    types: Collection[str] | None = None,
 ) -> IngestReport:
     """Bring the library up to date with ``paths``. Only new, changed and damaged documents are processed.
 
     Documents that were ingested from a given folder, which could be looked at, and are not there any more are removed.
 
     Args:
-        paths: files and folders, and URLs of object storage.
+        paths: files and folders, URLs of object storage, and documents of LangChain or LlamaIndex. Such a document is
+            known by the ``source`` or ``file_path`` of its metadata, else by its id; several of one place are one. It
+            stays until it is taken out with :func:`~cacheclip_ingest.remove_documents`.
         settings: recorded with the first document; a later run with other settings is refused.
         max_bytes: limit to record in the store first; 0: no limit; None: as recorded.
         confirmed: remove documents even if more than half of those of a given path are gone, or all of a folder.
+        reader: reads every file in place of this package's readers: a function that gets a path, and returns a text, a
+            :class:`~cacheclip_ingest.DocumentText`, or documents of LangChain or LlamaIndex. Files that it leaves to us
+            it reads with :func:`~cacheclip_ingest.read_document`. A file that did not change is not read again, also by
+            another reader.
+        types: suffixes, such as ``.docx``, of the files in folders that are read; None: those that this package reads.
 
     Raises:
         DocumentError: a path does not exist, or no document was found.
-        ConfigurationError: the library was made with other settings.
+        ConfigurationError: the library was made with other settings, or the reader returns something else.
         StoreError: the library or the store cannot be used.
     """
     if max_bytes is not None:
@@ -70,7 +82,7 @@ def ingest(
             raise ConfigurationError(f"max_bytes limits a store folder, got {engine.config.store!r}. Leave it out.")
         store.set_limit(max_bytes)
     settings = _concrete(settings, engine)
-    survey = _survey(paths, library, engine, settings)
+    survey = _survey(paths, library, engine, settings, types)
     report = survey.begin(IngestReport)
     _check_models(survey, engine, embedder)
     for path in survey.unchanged:
@@ -78,7 +90,7 @@ def ingest(
     done = []
     with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
         before = 0
-        for group in _together(_documents(survey, engine, settings), engine):
+        for group in _together(_documents(survey, engine, settings, reader), engine):
             num_bytes = sum(item.num_bytes for item, _ in group)
 
             def show(share: float, before: int = before, num_bytes: int = num_bytes) -> None:
@@ -102,7 +114,7 @@ def _concrete(settings: LibrarySettings, engine: CacheClipEngine) -> LibrarySett
 
 
 def plan_ingestion(
-    paths: Iterable[str | Path],
+    paths: Iterable[str | Path | Any],
     *,
     library: Library,
     engine: CacheClipEngine,
@@ -110,27 +122,36 @@ def plan_ingestion(
     embedder: Embedder | None = None,
     max_bytes: int | None = None,
     confirmed: bool = False,
+    reader: Reader | None = None,
+    types: Collection[str] | None = None,
 ) -> IngestPlan:
     """What :func:`ingest` would do with ``paths``, and its cost. Changes nothing, and raises the same errors.
 
     Args:
         embedder: is checked too, if it is given.
         max_bytes: limit that the store would have; None: no limit.
-        confirmed: as of :func:`ingest`.
+        confirmed, reader, types: as of :func:`ingest`.
     """
     settings = _concrete(settings, engine)
-    survey = _survey(paths, library, engine, settings)
+    survey = _survey(paths, library, engine, settings, types)
     _check_models(survey, engine, embedder)
-    documents = _documents(survey, engine, settings)
+    documents = _documents(survey, engine, settings, reader)
     return plan_documents(survey, documents, engine, confirmed=confirmed, max_bytes=max_bytes)
 
 
 def _survey(
-    paths: Iterable[str | Path], library: Library, engine: CacheClipEngine, settings: LibrarySettings
+    paths: Iterable[Any],
+    library: Library,
+    engine: CacheClipEngine,
+    settings: LibrarySettings,
+    types: Collection[str] | None,
 ) -> Survey:
     _ = engine.store  # refuses a store of an older format before anything is read
     library.check_settings(settings)
-    return Survey.take(paths, library.documents(), damaged=library.damaged())
+    given = [*paths]
+    texts = texts_by_name(filter(is_document, given))
+    places = [each for each in given if not is_document(each)]
+    return Survey.take(places, library.documents(), damaged=library.damaged(), texts=texts, types=types)
 
 
 def _check_models(survey: Survey, engine: CacheClipEngine, embedder: Embedder | None) -> None:
@@ -141,10 +162,16 @@ def _check_models(survey: Survey, engine: CacheClipEngine, embedder: Embedder | 
         engine.chunk_caches()
 
 
-def _documents(survey: Survey, engine: CacheClipEngine, settings: LibrarySettings) -> Iterator[_Document]:
+def _documents(
+    survey: Survey, engine: CacheClipEngine, settings: LibrarySettings, reader: Reader | None
+) -> Iterator[_Document]:
     """Each document to process and its passages; the survey hears of others."""
-    sizes = settings.chunk_tokens, settings.overlap_tokens
-    return read_each(survey.work, lambda: PassageReader(engine.primary, *sizes), survey.tell)
+
+    def made() -> PassageReader:
+        sizes = settings.chunk_tokens, settings.overlap_tokens
+        return PassageReader(engine.primary, *sizes, reader=reader, texts=survey.texts)
+
+    return read_each(survey.work, made, survey.tell)
 
 
 def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterator[list[_Document]]:

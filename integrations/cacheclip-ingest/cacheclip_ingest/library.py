@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +21,7 @@ import numpy as np
 
 from cacheclip_rag import ConfigurationError, EngineConfig, StoreError
 from cacheclip_rag.models import loader_of
-from cacheclip_rag.plugins import Database, expanded, may_be_whole, set_aside
+from cacheclip_rag.plugins import Database, expanded
 
 from .embedding import DEFAULT_EMBEDDING, Vectors
 
@@ -44,7 +43,7 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 # as bytes: SQLite refuses to read a whole table if one text in it is not UTF-8
 _PASSAGE = "SELECT id, CAST(path AS BLOB), ordinal, CAST(text AS BLOB), CAST(vector AS BLOB), digest FROM passages"
-_PATH = "ifnull(CAST(path AS BLOB), x'')"
+PATH_COLUMN = "ifnull(CAST(path AS BLOB), x'')"
 _BATCH = 1000
 Release = Callable[[list[str]], object]
 _DEFAULTS = EngineConfig()
@@ -107,7 +106,7 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class StoredPassage:
     """A passage as it is stored."""
 
     number: int
@@ -121,7 +120,7 @@ class _Row:
     @classmethod
     def read(
         cls, number: int, path: bytes | None, ordinal: Any, text: bytes | None, vector: bytes | None, digest: Any
-    ) -> _Row:
+    ) -> StoredPassage:
         path, text, vector = path or b"", text or b"", vector or b""
         is_intact = bool(digest == _digest(path, ordinal, text, vector))
         return cls(number, path.decode("utf-8", "replace"), ordinal, text.decode("utf-8", "replace"), vector, is_intact)
@@ -149,8 +148,8 @@ class Library:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = expanded(folder).absolute()
-        self._database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
-        self._database.on_replaced = lambda: logger.warning(
+        self.database = Database(self.folder / FILE_NAME, _SCHEMA, VERSION)
+        self.database.on_replaced = lambda: logger.warning(
             "the library %s was deleted or replaced, and its documents are lost. Ingest them again.", self.folder
         )
         self._embeddings: _Embeddings | None = None
@@ -176,7 +175,7 @@ class Library:
     @property
     def settings(self) -> LibrarySettings | None:
         """Settings of the first ingestion; None in a new library. Raises StoreError if they are damaged."""
-        rows = dict(self._database.query("SELECT name, value FROM meta WHERE name IN ('settings', 'settings_digest')"))
+        rows = dict(self.database.query("SELECT name, value FROM meta WHERE name IN ('settings', 'settings_digest')"))
         if not rows:
             return None
         value = str(rows.get("settings"))
@@ -204,7 +203,7 @@ class Library:
     def fix_settings(self, settings: LibrarySettings) -> None:
         """Record the settings if none are recorded; otherwise check them as :meth:`check_settings` does."""
         value = json.dumps(asdict(settings))
-        self._database.execute(
+        self.database.execute(
             "INSERT OR IGNORE INTO meta SELECT 'settings', ? UNION ALL SELECT 'settings_digest', ?",
             (value, _digest_of_settings(value)),
         )
@@ -214,25 +213,26 @@ class Library:
 
     def documents(self) -> dict[str, str]:
         """Path to digest of every document."""
-        rows = self._database.query(f"SELECT {_PATH}, ifnull(CAST(digest AS BLOB), x'') FROM documents ORDER BY path")
+        digest = "ifnull(CAST(digest AS BLOB), x'')"
+        rows = self.database.query(f"SELECT {PATH_COLUMN}, {digest} FROM documents ORDER BY path")
         return {path.decode("utf-8", "replace"): digest.decode("utf-8", "replace") for path, digest in rows}
 
     def passages(self) -> list[tuple[str, int, str]]:
         """All intact passages as (path, ordinal, text), in order."""
-        return sorted((row.path, row.ordinal, row.text) for row in self._rows() if row.is_intact)
+        return sorted((row.path, row.ordinal, row.text) for row in self.rows() if row.is_intact)
 
     def passages_of(self, path: str) -> list[str]:
         """Texts of the intact passages of one document, in order."""
-        rows = self._database.query(f"{_PASSAGE} WHERE path = ? ORDER BY ordinal", (path,))
-        return [row.text for row in (_Row.read(*values) for values in rows) if row.is_intact]
+        rows = self.database.query(f"{_PASSAGE} WHERE path = ? ORDER BY ordinal", (path,))
+        return [row.text for row in (StoredPassage.read(*values) for values in rows) if row.is_intact]
 
     def damaged(self) -> dict[str, str]:
         """Documents of which passages are damaged, missing or left over, and what is wrong. They must be ingested
         again."""
-        query = self._database.query(f"SELECT {_PATH}, num_passages FROM documents")
+        query = self.database.query(f"SELECT {PATH_COLUMN}, num_passages FROM documents")
         expected = {path.decode("utf-8", "replace"): count for path, count in query}
         intact, found = dict.fromkeys(expected, 0), {}
-        for row in self._rows():
+        for row in self.rows():
             if not row.is_intact:
                 found[row.path] = f"passage {row.ordinal} is damaged"
             elif row.path not in expected:
@@ -283,7 +283,7 @@ class Library:
             raise ConfigurationError(
                 f"expected {num_texts} finite vectors from the embedding model, got an array of shape {vectors.shape}."
             )
-        other = next((row for row in self._rows() if row.is_intact and row.path != path), None)
+        other = next((row for row in self.rows() if row.is_intact and row.path != path), None)
         if other is not None and len(other.vector) != 4 * vectors.shape[1]:
             raise _wrong_dimensions(self.folder, vectors.shape[1], len(other.vector) // 4)
 
@@ -292,9 +292,9 @@ class Library:
     ) -> list[str]:
         of_others = "SELECT 1 FROM passages WHERE text = ? AND path != ? LIMIT 1"
         before = set(self.passages_of(path)).difference(texts)
-        unused = [text for text in before if not self._database.query(of_others, (text, path))]
+        unused = [text for text in before if not self.database.query(of_others, (text, path))]
         release(unused)
-        self._database.execute_many(
+        self.database.execute_many(
             [
                 ("DELETE FROM passages WHERE path = ?", (path,)),
                 ("DELETE FROM documents WHERE path = ?", (path,)),
@@ -306,10 +306,11 @@ class Library:
         self._reported.discard(path)
         return unused
 
-    def _rows(self) -> Iterator[_Row]:
+    def rows(self) -> Iterator[StoredPassage]:
+        """All passages, damaged ones too, in the order in which they were stored."""
         last = -1
-        while rows := self._database.query(f"{_PASSAGE} WHERE id > ? ORDER BY id LIMIT {_BATCH}", (last,)):
-            yield from (_Row.read(*values) for values in rows)
+        while rows := self.database.query(f"{_PASSAGE} WHERE id > ? ORDER BY id LIMIT {_BATCH}", (last,)):
+            yield from (StoredPassage.read(*values) for values in rows)
             if rows[-1][0] <= last:  # a damaged page: asking on would never end
                 raise StoreError(
                     f"{self.folder / FILE_NAME} is damaged: its passages are out of order. Run cacheclip store repair "
@@ -318,7 +319,7 @@ class Library:
             last = rows[-1][0]
 
     def close(self) -> None:
-        self._database.close()
+        self.database.close()
 
     # -- search -------------------------------------------------------------------------------------------------
 
@@ -343,7 +344,7 @@ class Library:
             wanted = min(len(embeddings.numbers), 2 * max(wanted, top_k))
             scores, places = embeddings.index.search(np.asarray(vector, np.float32), wanted)
             for score, place in zip(scores[0].tolist(), places[0].tolist(), strict=True):
-                rows = self._database.query(f"{_PASSAGE} WHERE id = ?", (embeddings.numbers[place],))
+                rows = self.database.query(f"{_PASSAGE} WHERE id = ?", (embeddings.numbers[place],))
                 for row in self._intact(rows):
                     passages.setdefault(row.text, Passage(row.text, row.path, row.ordinal, score))
         return list(passages.values())[:top_k]
@@ -352,11 +353,11 @@ class Library:
         """Passages and index, read again after a change."""
         import faiss
 
-        rows = self._database.query("SELECT value FROM meta WHERE name = 'revision'")
+        rows = self.database.query("SELECT value FROM meta WHERE name = 'revision'")
         revision = str(rows[0][0]) if rows else ""
         if self._embeddings is None or self._embeddings.revision != revision:
             numbers, sizes, vectors = [], set(), bytearray()
-            for row in self._intact(self._rows()):
+            for row in self._intact(self.rows()):
                 numbers.append(row.number)
                 sizes.add(len(row.vector))
                 vectors += row.vector
@@ -373,9 +374,9 @@ class Library:
             self._embeddings = _Embeddings(revision, numbers, index)
         return self._embeddings
 
-    def _intact(self, rows: Iterable[_Row | Sequence[Any]]) -> Iterator[_Row]:
+    def _intact(self, rows: Iterable[StoredPassage | Sequence[Any]]) -> Iterator[StoredPassage]:
         for values in rows:
-            row = values if isinstance(values, _Row) else _Row.read(*values)
+            row = values if isinstance(values, StoredPassage) else StoredPassage.read(*values)
             if row.is_intact:
                 yield row
             elif row.path not in self._reported:
@@ -392,71 +393,3 @@ def _wrong_dimensions(folder: Path, found: int, expected: int) -> ConfigurationE
 
 def _digest_of_settings(value: str) -> str:
     return hashlib.sha256(value.encode()).hexdigest()
-
-
-# -- care -----------------------------------------------------------------------------------------------------------
-
-
-def check_library(folder: str | Path) -> list[str]:
-    """What is wrong with the documents of a store, in sentences; empty if nothing is. Changes nothing."""
-    library = Library(folder)
-    if not os.path.lexists(library.folder / FILE_NAME):
-        return []
-    try:
-        _ = library.settings
-        problems = [f"{library.folder / FILE_NAME}: {problem}" for problem in library._database.check()]
-        return problems + [f"{path}: {problem}" for path, problem in library.damaged().items()]
-    except StoreError as error:
-        return [str(error)]
-    finally:
-        library.close()
-
-
-def repair_library(folder: str | Path) -> list[str]:
-    """Make the documents of a store usable; returns what was done, in sentences. Stop other users of the store before.
-
-    Documents with damaged passages are removed from the library, so that the next ingestion processes them again. A
-    file that cannot be used is moved aside to ``library.sqlite3.damaged``.
-    """
-    library = Library(folder)
-    target = library.folder / FILE_NAME
-    if not os.path.lexists(target):
-        return []
-    try:
-        _ = library.settings
-        if library._database.check():
-            library._database.query("REINDEX")
-        _ = library.settings
-        if not library._database.check():
-            return _remove_damaged(library)
-        reason = "it is damaged"
-    except StoreError as error:
-        if may_be_whole(error):
-            raise
-        reason = str(error)
-    library.close()
-    try:
-        aside = set_aside(library.folder, FILE_NAME)
-    except OSError as error:
-        raise StoreError(f"cannot move {target}: {error}. Check who may write to the store.") from error
-    return [f"{FILE_NAME} was moved to {aside} ({reason}); ingest the documents again"]
-
-
-def _remove_damaged(library: Library) -> list[str]:
-    damaged = library.damaged()
-    done = [f"{path} was removed ({problem}); ingest it again" for path, problem in damaged.items()]
-    numbers = [row.number for row in library._rows() if row.path in damaged]
-    rows = library._database.query(f"SELECT rowid, {_PATH} FROM documents")
-    library._database.execute_many(
-        [
-            *(("DELETE FROM passages WHERE id = ?", (number,)) for number in numbers),
-            *(
-                ("DELETE FROM documents WHERE rowid = ?", (number,))
-                for number, path in rows
-                if path.decode("utf-8", "replace") in damaged
-            ),
-            ("INSERT OR REPLACE INTO meta VALUES ('revision', ?)", (secrets.token_hex(8),)),
-        ]
-    )
-    library.close()
-    return done

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
+from types import MappingProxyType
 
 from cacheclip_rag import DocumentError, MissingExtraError
 from cacheclip_rag.plugins import is_url
 from cacheclip_rag.runtime import Runtime
 
 from .bucket import read_object
-from .documents import MARKDOWN_SUFFIXES, TABLE_SUFFIXES, EmptyFileError, printable, read_document
+from .documents import TABLE_SUFFIXES, EmptyFileError, Reader, printable, read_document, text_read_by
 from .splitting import Splitter
 from .survey import DocumentWork
-from .text import HTML_SUFFIXES, DocumentText
+from .text import DocumentText
 
 Told = Callable[[str, str, str], None]
 """Is told what is wrong with a document, as :meth:`~cacheclip_ingest.survey.Survey.tell`."""
 
 
 class PassageReader:
-    """Reads documents for one model."""
+    """Reads documents for one model.
 
-    def __init__(self, runtime: Runtime, chunk_tokens: int, overlap_tokens: int) -> None:
-        self._runtime = runtime
+    Args:
+        reader: reads files in place of this package's readers; None: these do.
+        texts: documents that are no files, by name.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        chunk_tokens: int,
+        overlap_tokens: int,
+        *,
+        reader: Reader | None = None,
+        texts: Mapping[str, DocumentText] = MappingProxyType({}),
+    ) -> None:
+        self._runtime, self._reader, self._texts = runtime, reader, texts
         self._splitter = Splitter(runtime.tokenizer, chunk_tokens, overlap_tokens)
 
     def passages(self, name: str, digest: str, told: Told) -> list[str]:
@@ -33,7 +47,7 @@ class PassageReader:
             digest: SHA-256 that a file must have; empty: any.
         """
         try:
-            text = read_object(name) if is_url(name) else read_document(Path(name), digest or None)
+            text = self._read(name, digest or None)
         except EmptyFileError as error:
             told("empty", name, str(error))
             for note in error.notes:
@@ -49,9 +63,17 @@ class PassageReader:
             told("note", name, note)
         return passages
 
+    def _read(self, name: str, digest: str | None) -> DocumentText:
+        if name in self._texts:
+            return text_read_by(lambda path: self._texts[name], Path(name))
+        if is_url(name):
+            return read_object(name, self._reader)
+        if self._reader is not None:
+            return text_read_by(self._reader, Path(name), digest)
+        return read_document(Path(name), digest)
+
     def _split(self, text: DocumentText, suffix: str) -> list[str]:
-        markdown, table = suffix in MARKDOWN_SUFFIXES | HTML_SUFFIXES, suffix in TABLE_SUFFIXES
-        passages = self._splitter.split(text, markdown=markdown, table=table)
+        passages = self._splitter.split(text, markdown=text.is_markdown, table=suffix in TABLE_SUFFIXES)
         # some tokenizers drop all characters of a text, for instance invisible characters
         return [passage for passage in passages if len(self._runtime.tokenize(passage))]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from cacheclip_rag import DocumentError
@@ -23,6 +25,7 @@ from .documents import (
     reason_of_installation,
     reason_of_type,
 )
+from .text import DocumentText
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class DocumentWork:
 
 @dataclass(slots=True)
 class Survey:
-    """What there is to do. Texts are not kept."""
+    """What there is to do. Texts of files are not kept."""
 
     known: Mapping[str, str]
     """Version of each document that was ingested before, by path or URL."""
@@ -92,6 +95,10 @@ class Survey:
     failed: Problems = field(default_factory=list)
     skipped: Problems = field(default_factory=list)
     notes: Problems = field(default_factory=list)
+    texts: Mapping[str, DocumentText] = field(default_factory=dict)
+    """Documents that are no files, by name."""
+    types: Collection[str] | None = None
+    """Suffixes of the files in folders, where another reader reads them."""
     _empty: set[str] = field(default_factory=set)
     _unseen: set[str] = field(default_factory=set)
     """Documents and folders that could not be read."""
@@ -106,17 +113,21 @@ class Survey:
         *,
         damaged: Collection[str] = (),
         version: Callable[[str], str] = str,
+        texts: Mapping[str, DocumentText] = MappingProxyType({}),
+        types: Collection[str] | None = None,
     ) -> Survey:
         """Look at files, folders and URLs. Reads every file once, in pieces.
 
         Args:
             damaged: documents that are processed although they did not change.
             version: makes of a digest what is recorded.
+            texts: documents that are no files, by name. None of them is ever gone.
+            types: suffixes of the files in folders; None: those that this package reads.
 
         Raises:
             DocumentError: a path does not exist, or no document was found.
         """
-        survey, paths = cls(known), [*paths]
+        survey, paths = cls(known, texts=texts, types=types), [*paths]
         for name, tag, digest, num_bytes in survey._find(paths):
             survey.found[name] = version(tag)
             if known.get(name) == version(tag) and name not in damaged:
@@ -126,7 +137,8 @@ class Survey:
         if not (survey.found or survey.failed) and not any(map(survey._is_here, known)):
             reasons = "".join(f" Skipped: {problem['error']}" for problem in survey.skipped[:3])
             given = ", ".join(map(printable, paths))
-            raise DocumentError(f"no documents in {given}. Expected {', '.join(sorted(SUFFIXES))}.{reasons}")
+            expected = ", ".join(sorted(SUFFIXES if types is None else types))
+            raise DocumentError(f"no documents in {given}. Expected {expected}.{reasons}")
         return survey
 
     def begin(self, kind: type[_CountsT]) -> _CountsT:
@@ -174,7 +186,10 @@ class Survey:
         urls = [str(path).rstrip("/") for path in paths if is_url(path)]
         files = [expanded(path) for path in paths if not is_url(path)]
         self.roots = {*urls, *(each for path in files for each in (os.path.abspath(path), os.path.realpath(path)))}
-        for file in find_files(files, self._teller("skipped"), self._teller("failed")):
+        for name, text in self.texts.items():
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+            yield name, digest, "", len(text)
+        for file in find_files(files, self._teller("skipped"), self._teller("failed"), self.types):
             try:
                 digest, num_bytes = digest_file(file)
             except DocumentError as error:
@@ -193,8 +208,8 @@ class Survey:
                 is_hidden = not is_named and any(part.startswith(".") for part in parts)
                 if is_hidden or not (num_bytes or path.suffix) or name in self.found:  # or the marker of a folder
                     continue
-                reason = "" if is_named else reason_of_type(path)
-                if reason := reason or reason_of_installation(path):
+                reason = "" if is_named else reason_of_type(path, self.types)
+                if reason := reason or ("" if self.types else reason_of_installation(path)):
                     self.tell("skipped", name, f"{name} {reason}")
                 else:
                     yield name, tag, "", num_bytes

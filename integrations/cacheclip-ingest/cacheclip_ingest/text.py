@@ -45,8 +45,9 @@ _READ_AS = {
     "shift_jis": "cp932",
 }
 """What browsers take for other encodings, which these contain (WHATWG, Encoding Standard). Names as in Python."""
+ZIP_START = b"PK\x03\x04"
 _OTHERS = {
-    b"PK\x03\x04": "an Office file or another archive",
+    ZIP_START: "an Office file or another archive",
     b"\xd0\xcf\x11\xe0": "an older Office file",
     b"{\\rtf": "a file of Rich Text Format",
     b"%PDF-": "a PDF file whose name does not end in .pdf",
@@ -108,10 +109,12 @@ class DocumentText(str):
 
     notes: tuple[str, ...]
     """What a reader of the file sees and the text lacks, and what was changed: for people, each a sentence."""
+    is_markdown: bool
+    """Whether it is cut at headings and blocks first, and its comments are left out."""
 
-    def __new__(cls, text: str, notes: Iterable[str] = ()) -> DocumentText:
+    def __new__(cls, text: str, notes: Iterable[str] = (), *, is_markdown: bool = False) -> DocumentText:
         made = super().__new__(cls, text)
-        made.notes = tuple(notes)
+        made.notes, made.is_markdown = tuple(notes), is_markdown
         return made
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cacheclip_ingest.care import check_library, repair_library
 from cacheclip_ingest.embedding import Vectors
-from cacheclip_ingest.library import FILE_NAME, Library, LibrarySettings, check_library, repair_library
+from cacheclip_ingest.library import FILE_NAME, Library, LibrarySettings
 
 from cacheclip_rag import ConfigurationError, StoreError
 

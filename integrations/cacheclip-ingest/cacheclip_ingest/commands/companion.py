@@ -38,12 +38,12 @@ class DocumentsBeside:
             return {"documents": len(library.documents()), "passages": len(library.passages())}
 
     def problems(self, folder: Path) -> list[str]:
-        from ..library import check_library
+        from ..care import check_library
 
         return check_library(folder)
 
     def repair(self, folder: Path) -> list[str]:
-        from ..library import repair_library
+        from ..care import repair_library
 
         return repair_library(folder)
 
