@@ -44,8 +44,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # the package itself: the names of its façade
     ("",),
     ("measuring",),
-    ("testing",),
     ("cli",),
+    ("testing",),
     ("plugins",),
 )
 """Rooms of the package from bottom to top: a module may import from its own room and from those below it."""

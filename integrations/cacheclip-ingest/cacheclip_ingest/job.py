@@ -88,19 +88,9 @@ def ingest(
     for path in survey.unchanged:
         engine.texts.index.add(library.passages_of(path))  # no effect, unless the store's catalog was lost
     done = []
-    with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
-        before = 0
-        for group in _together(_documents(survey, engine, settings, reader), engine):
-            num_bytes = sum(item.num_bytes for item, _ in group)
-
-            def show(share: float, before: int = before, num_bytes: int = num_bytes) -> None:
-                advance(before + num_bytes * share)
-
-            for item, passages in _precompute(group, engine, report, survey, show):
-                report.chunks += len(passages)
-                _record(item, passages, library, engine, embedder, settings, report)
-                done.append(item.name)
-            before += num_bytes
+    for item, passages in _precomputed(_documents(survey, engine, settings, reader), engine, report, survey):
+        _record(item, passages, library, engine, embedder, settings, report)
+        done.append(item.name)
     for path in survey.settle(report, confirmed):  # last, so that a renamed document's texts keep their KV
         library.remove(path, _releasing(engine, report))
     report.evicted = sum(_num_evicted(engine, library.passages_of(path)) for path in done)
@@ -186,6 +176,24 @@ def _together(documents: Iterable[_Document], engine: CacheClipEngine) -> Iterat
             group, characters = [], 0
     if group:
         yield group
+
+
+def _precomputed(
+    documents: Iterable[_Document], engine: CacheClipEngine, report: IngestReport, survey: Survey
+) -> Iterator[_Document]:
+    """Store the chunk caches of documents, with a progress bar; gives the documents for which that worked."""
+    with progress_bar("ingesting", sum(item.num_bytes for item in survey.work)) as advance:
+        before = 0
+        for group in _together(documents, engine):
+            num_bytes = sum(item.num_bytes for item, _ in group)
+
+            def show(share: float, before: int = before, num_bytes: int = num_bytes) -> None:
+                advance(before + num_bytes * share)
+
+            for item, passages in _precompute(group, engine, report, survey, show):
+                report.chunks += len(passages)
+                yield item, passages
+            before += num_bytes
 
 
 def _precompute(

@@ -57,35 +57,39 @@ def office_text(path: Path, data: bytes) -> DocumentText:
             raise DocumentError(
                 f"{path} holds {size} bytes when it is unpacked, and at most {_MOST_BYTES} are read. Split it."
             )
-    page = _Page()
-    readers: dict[str, Callable[[bytes, _Page], Iterable[str]]] = {".docx": _words, ".pptx": _slides, ".xlsx": _sheets}
-    found = html_text("\n".join(readers[suffix](data, page)))
-    notes = notes_on_media(page.pictures, page.drawings)
-    if page.hidden:
-        notes.append(note_on_unseen(f"{page.hidden} hidden part(s) were", [Unseen.SWITCHED_OFF]))
+    left_out = _LeftOut()
+    readers: dict[str, Callable[[bytes, _LeftOut], Iterable[str]]] = {
+        ".docx": _words,
+        ".pptx": _slides,
+        ".xlsx": _sheets,
+    }
+    found = html_text("\n".join(readers[suffix](data, left_out)))
+    notes = notes_on_media(left_out.pictures, left_out.drawings)
+    if left_out.hidden:
+        notes.append(note_on_unseen(f"{left_out.hidden} hidden part(s) were", [Unseen.SWITCHED_OFF]))
     return DocumentText(found, [*found.notes, *notes], is_markdown=True)
 
 
-class _Page:
+class _LeftOut:
     """What of a file is no text, counted."""
 
     def __init__(self) -> None:
         self.pictures = self.drawings = self.hidden = 0
 
 
-def _words(data: bytes, page: _Page) -> Iterable[str]:
+def _words(data: bytes, left_out: _LeftOut) -> Iterable[str]:
     """A text. Headers, footers and comments are no part of it."""
     import mammoth
 
     def picture(found: Any) -> list[Any]:
-        page.pictures += 1
+        left_out.pictures += 1
         return [mammoth.html.text(found.alt_text)] if found.alt_text else []
 
-    found = str(mammoth.convert_to_html(BytesIO(_shown(data, page)), convert_image=picture).value)
+    found = str(mammoth.convert_to_html(BytesIO(_shown(data, left_out)), convert_image=picture).value)
     return [_CELL.sub(lambda cell: _BLOCK.sub(" ", cell[0]), found)]
 
 
-def _shown(data: bytes, page: _Page) -> bytes:
+def _shown(data: bytes, left_out: _LeftOut) -> bytes:
     """A text without hidden letters, which mammoth reads."""
     from defusedxml.ElementTree import fromstring, tostring
 
@@ -99,7 +103,7 @@ def _shown(data: bytes, page: _Page) -> bytes:
         for run in [*holder.iterfind(f"{_WORDS}r")]:
             mark = run.find(f"{_WORDS}rPr/{_WORDS}vanish")
             if mark is not None and mark.get(f"{_WORDS}val") not in ("0", "false", "off"):
-                page.hidden += 1
+                left_out.hidden += 1
                 holder.remove(run)
     written[name] = tostring(tree)
     made = BytesIO()
@@ -109,44 +113,44 @@ def _shown(data: bytes, page: _Page) -> bytes:
     return made.getvalue()
 
 
-def _slides(data: bytes, page: _Page) -> Iterator[str]:
+def _slides(data: bytes, left_out: _LeftOut) -> Iterator[str]:
     """Slides in order, each with its title as a heading, and what the speaker notes about it."""
     from pptx import Presentation
 
     for slide in Presentation(BytesIO(data)).slides:
         if slide._element.get("show") in ("0", "false"):
-            page.hidden += 1
+            left_out.hidden += 1
             continue
         for shape in slide.shapes:
-            yield from _of_shape(shape, page, "h2" if shape == slide.shapes.title else "p")
+            yield from _of_shape(shape, left_out, "h2" if shape == slide.shapes.title else "p")
         if slide.has_notes_slide and (frame := slide.notes_slide.notes_text_frame) is not None:
             yield from _paragraphs(frame.text, "p")
 
 
-def _of_shape(shape: Any, page: _Page, tag: str) -> Iterator[str]:
+def _of_shape(shape: Any, left_out: _LeftOut, tag: str) -> Iterator[str]:
     if hasattr(shape, "shapes"):  # a group
         for each in shape.shapes:
-            yield from _of_shape(each, page, tag)
+            yield from _of_shape(each, left_out, tag)
     elif getattr(shape, "has_table", False):
         yield _table([cell.text for cell in row.cells] for row in shape.table.rows)
     elif getattr(shape, "has_text_frame", False):
         yield from _paragraphs(shape.text_frame.text, tag)
-    page.pictures += hasattr(shape, "image")
-    page.drawings += bool(getattr(shape, "has_chart", False))
+    left_out.pictures += hasattr(shape, "image")
+    left_out.drawings += bool(getattr(shape, "has_chart", False))
 
 
 def _paragraphs(text: str, tag: str) -> Iterator[str]:
     yield from (f"<{tag}>{escape(line)}</{tag}>" for line in text.splitlines() if line.strip())
 
 
-def _sheets(data: bytes, page: _Page) -> Iterator[str]:
+def _sheets(data: bytes, left_out: _LeftOut) -> Iterator[str]:
     """Sheets in order, each a table under its name: values as they were when the file was saved."""
     from openpyxl import load_workbook
 
     book = load_workbook(BytesIO(data), read_only=True, data_only=True)
     for sheet in book.worksheets:
         if sheet.sheet_state != "visible":
-            page.hidden += 1
+            left_out.hidden += 1
             continue
         sheet.reset_dimensions()  # what the file says of them may be wrong
         rows = (["" if value is None else str(value) for value in row] for row in sheet.iter_rows(values_only=True))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheclip_rag import ConfigurationError
+from cacheclip_rag import ConfigurationError, MissingExtraError
 from cacheclip_rag.plugins import (
     CommandSettings,
     JsonOption,
@@ -39,53 +39,60 @@ def _checked_backend(name: str) -> str:
     return name
 
 
+_Paths = Annotated[
+    list[str],
+    typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs of object storage."),
+]
+_Embedding = Annotated[
+    str | None,
+    typer.Option(
+        callback=checked_model,
+        show_default="the store's, else all-MiniLM-L6-v2",
+        help="sentence-transformers model for retrieval.",
+    ),
+]
+_ChunkTokens = Annotated[int | None, typer.Option(show_default="512", help="Most tokens in a chunk.")]
+_DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."),
+]
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see.")
+]
+_Yes = Annotated[
+    bool,
+    typer.Option(
+        "--yes", help="Remove what is gone, even if it is most of what was ingested from a path, or all of a folder."
+    ),
+]
+_Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        callback=_checked_backend,
+        help="What runs the primary: transformers in this process, or vllm.",
+    ),
+]
+_Engine = Annotated[
+    str | None,
+    typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local"),
+]
+_Workers = Annotated[int, typer.Option("--workers", min=1, help="Processes that encode, with --engine ray.")]
+
+
 @engine_options("store", "primary", "auxiliary", "dtype", "device", "namespace")
 def ingest(
     context: typer.Context,
     settings: CommandSettings,
-    paths: Annotated[
-        list[str],
-        typer.Argument(help="Text, Markdown and PDF files, or folders that contain them; URLs of object storage."),
-    ],
-    embedding: Annotated[
-        str | None,
-        typer.Option(
-            callback=checked_model,
-            show_default="the store's, else all-MiniLM-L6-v2",
-            help="sentence-transformers model for retrieval.",
-        ),
-    ] = None,
-    chunk_tokens: Annotated[int | None, typer.Option(show_default="512", help="Most tokens in a chunk.")] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print what would be done, and its cost (chunks, bytes, minutes); change nothing."
-        ),
-    ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="End with exit code 1 if a document's text lacks what its readers see."),
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option(
-            "--yes",
-            help="Remove what is gone, even if it is most of what was ingested from a path, or all of a folder.",
-        ),
-    ] = False,
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            callback=_checked_backend,
-            help="What runs the primary: transformers in this process, or vllm.",
-        ),
-    ] = "transformers",
-    engine: Annotated[
-        str | None,
-        typer.Option("--engine", help="What spreads the work, for a shared store: ray.", show_default="local"),
-    ] = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, help="Processes that encode, with --engine ray.")] = 1,
+    paths: _Paths,
+    embedding: _Embedding = None,
+    chunk_tokens: _ChunkTokens = None,
+    dry_run: _DryRun = False,
+    strict: _Strict = False,
+    yes: _Yes = False,
+    backend: _Backend = "transformers",
+    engine: _Engine = None,
+    workers: _Workers = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Precompute the chunk caches of documents and index them for retrieval. A second run processes only changes."""
@@ -103,7 +110,25 @@ def ingest(
         raise ConfigurationError(
             "--engine, --workers and kv of [ingest] need a shared store, such as --store s3://bucket/prefix."
         )
+    own = {"embedding": embedding, "chunk_tokens": chunk_tokens}
+    found, limit = _ingest_folder(context, settings, paths, own, backend, dry_run, yes)
+    _finish(store, found, strict, as_json, limit)
 
+
+def _ingest_folder(
+    context: typer.Context,
+    settings: CommandSettings,
+    paths: list[str],
+    own: dict[str, Any],
+    backend: str,
+    dry_run: bool,
+    confirmed: bool,
+) -> tuple[IngestReport | IngestPlan, int | None]:
+    """Into a folder: KV, texts and embeddings. Gives the limit of the store too; None: it has none.
+
+    Args:
+        own: settings of documents that were given as options; None: not given.
+    """
     from ..embedding import Embedder
     from ..job import ingest as run
     from ..job import plan_ingestion
@@ -111,33 +136,26 @@ def ingest(
     from ..splitting import check_sizes
     from .settings import merge_settings
 
-    folder = expanded(store)
+    folder = expanded(settings.store)
     if dry_run and not folder.is_dir():  # a dry run must not create the folder
         folder = Path(context.with_resource(TemporaryDirectory()))
     library = Library(folder)
-    own = {
-        "embedding": embedding,
-        "chunk_tokens": chunk_tokens,
-        "overlap_tokens": settings.table(IngestTable).overlap_tokens,
-    }
-    given = {name: value for name, value in own.items() if value is not None}
-    chosen = merge_settings(library, {**settings.engine, **given})
+    chosen = merge_settings(library, _given(settings, own))
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = chosen.engine_config(**{**settings.engine, "store": folder})
     made = _engine(context, replace(config, max_bytes=None), backend, dict(settings.vllm))
     limit = made.store.chunk_store.limit if config.max_bytes is None else config.max_bytes or None
     embedder = Embedder(chosen.embedding, config.device)
-    common: dict[str, Any] = {
-        "library": library,
-        "engine": made,
-        "settings": chosen,
-        "embedder": embedder,
-        "confirmed": yes,
-    }
+    common: dict[str, Any] = {"library": library, "engine": made, "settings": chosen, "embedder": embedder}
     if dry_run:
-        _finish(store, plan_ingestion(paths, max_bytes=limit, **common), strict, as_json)
-    else:
-        _finish(store, run(paths, max_bytes=config.max_bytes, **common), strict, as_json, limit)
+        return plan_ingestion(paths, max_bytes=limit, confirmed=confirmed, **common), limit
+    return run(paths, max_bytes=config.max_bytes, confirmed=confirmed, **common), limit
+
+
+def _given(settings: CommandSettings, own: dict[str, Any]) -> dict[str, Any]:
+    """Settings of engine and documents that were given."""
+    own = {**own, "overlap_tokens": settings.table(IngestTable).overlap_tokens}
+    return {**settings.engine, **{name: value for name, value in own.items() if value is not None}}
 
 
 def _finish(
@@ -181,10 +199,8 @@ def _ingest_shared(
     if workers != 1 and engine == "local":
         raise ConfigurationError(f"one process encodes without --engine ray, got --workers {workers}. Add it.")
     check_choice("kv", kv, KV_OF_TEXTS)
-    own = {"chunk_tokens": chunk_tokens, "overlap_tokens": settings.table(IngestTable).overlap_tokens}
-    given = {name: value for name, value in own.items() if value is not None}
     known = read_settings(settings.store) or LibrarySettings()
-    chosen = replace(known, **given_settings({**settings.engine, **given}))
+    chosen = replace(known, **given_settings(_given(settings, {"chunk_tokens": chunk_tokens})))
     check_sizes(chosen.chunk_tokens, chosen.overlap_tokens)
     config = concrete(chosen.engine_config(**{**settings.engine, "store": settings.store}))
     chosen = replace(chosen, dtype=config.dtype)
@@ -199,8 +215,10 @@ def _engine(context: typer.Context, config: EngineConfig, backend: str, vllm: di
 
     if backend == "transformers":
         return CacheClipEngine(config)
-    from cacheclip_vllm.encoding import vllm_engine
-
+    try:
+        from cacheclip_vllm import vllm_engine
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("cacheclip-vllm (for --backend vllm)", "vllm") from error
     return context.with_resource(vllm_engine(config, vllm=vllm))
 
 
