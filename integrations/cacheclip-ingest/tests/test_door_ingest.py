@@ -15,7 +15,6 @@ SHARED_STORES = {
 """Names of stores in object storage, which become a distribution of their own."""
 TO_COME = {
     *("chunks.batches.in_batches", "chunks.caches.ChunkCaches", "prompt.segments.chunk_texts"),  # a cost of the core
-    "models.load.is_gguf",  # a loader of the core
 }
 
 
