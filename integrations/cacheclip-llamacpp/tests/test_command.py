@@ -11,10 +11,10 @@ import torch
 from cacheclip_lab.evaluation.exactness import DIRECT, check_exactness
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_lab.training.finetune import open_engine
+from cacheclip_rag.cli.settings import given_settings
 from tiny_gguf import MakeEngine
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
-from cacheclip_rag.cli.settings import given_settings
 from cacheclip_rag.fusion import in_order
 from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.models.load import loader_of
