@@ -67,9 +67,10 @@ def plan_documents(
 
 def _reason_to_fail(passages: Iterable[str], engine: CacheClipEngine | None) -> str:
     """Why the KV of a document cannot be stored; empty if it can."""
+    models = engine.chunk_caches() if engine is not None else []
     try:
-        for caches in engine.chunk_caches() if engine is not None else ():
-            for passage in passages:
+        for passage in passages:
+            for caches in models:
                 caches.check_length(passage)
     except CacheClipError as error:
         return str(error)
