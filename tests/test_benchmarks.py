@@ -147,7 +147,7 @@ def test_rivals(run: Any, questions: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_where_an_answer_differs(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, str]) -> None:
-    """What ``serving.py --only equality`` asks of the engine; the whole of it runs in ``tests/vllm``."""
+    """What ``serving.py --only equality`` asks of the engine; the whole of it runs in cacheclip-vllm's tests."""
     first_difference = load("serving", monkeypatch).first_difference
     engine = CacheClipEngine(primary=tiny_models["llama"], auxiliary=None, method="epic")
     engine.precompute(CHUNKS)

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("guards",),
     ("timing",),
     ("answering",),
-    ("engine",),
+    ("engine", "planning"),
     ("adapters",),
     # the package itself: the names of its façade
     ("",),

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cacheclip_serve.access import Access
 from cacheclip_shared.care import create
 from cacheclip_shared.place import SharedPlace
-from cacheclip_vllm.launch import command
-from cacheclip_vllm.parameters import STORE_VARIABLE, Settings
-from cacheclip_vllm.settings import ServerSettings
 from langchain_cacheclip import CacheClipLLM as TextModel
 from langchain_cacheclip import ChatCacheClip
 from langchain_core.load import dumpd
@@ -239,22 +235,3 @@ def test_wrong_addresses_of_servers(kind: Any, url: str, seen: list[str]) -> Non
     with pytest.raises(ConfigurationError, match="base_url must be the address of a server") as caught:
         kind(base_url=url.format(SECRET))
     seen.append("".join(traceback.format_exception(caught.value)))
-
-
-def test_the_server_and_vllm(seen: list[str], tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All users of a machine can read a command line, and vLLM logs it."""
-    store = f"s3://b/p?hot=redis://:{SECRET}@h:1"
-    config = EngineConfig(primary=tiny_models["llama"], auxiliary=None, store=store, device="cpu")
-    settings = ServerSettings(config, "tiny", api_key=f"key-{SECRET}", seal=SECRET)
-    program = command(settings, [], host="127.0.0.1", port=8000)
-    seen += [repr(settings), repr(program), " ".join(program.arguments), repr(settings.access)]
-    for name, value in program.environment.items():
-        monkeypatch.setenv(name, value)
-    extra = json.loads(program.arguments[program.arguments.index("--kv-transfer-config") + 1])
-    connector = Settings.of(extra["kv_connector_extra_config"])
-    assert connector.store == store == program.environment[STORE_VARIABLE]
-    seen += [repr(connector), result_of(lambda: Access("default", f"{SECRET} x"))]
-    plain = command(
-        ServerSettings(EngineConfig(primary=tiny_models["llama"], store="s3://b/p"), "t"), [], host="", port=1
-    )
-    assert '"s3://b/p"' in " ".join(plain.arguments) and STORE_VARIABLE not in plain.environment

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ..fusion.answer import last_answer
     from ..prompt.messages import check_template_kwargs
     from ..prompt.segments import chunk_texts, normalise_chunk
-    from ..prompt.tools import as_name, check_tools, past_calls, with_whole_characters
+    from ..prompt.tools import as_name, as_object, check_tools, past_calls, with_whole_characters
     from .aio import answer_in_thread, iterate_in_thread
     from .finishing import final_events
     from .forced_tools import SCHEMA_OF_CALLS, allowed_tools, can_constrain, forced_tool, uses_tools, with_tool_choice
-    from .neutral import IGNORED, NEUTRAL, changes_nothing, says_nothing
+    from .neutral import IGNORED, NEUTRAL, changes_nothing, is_neutral, says_nothing
     from .precomputing import PrecomputeCost, all_stored, precompute_cost, precompute_in_batches
     from .remote import RemoteEngine
     from .served import ServedFields
@@ -42,6 +42,7 @@ __all__ = [
     "allowed_tools",
     "answer_in_thread",
     "as_name",
+    "as_object",
     "can_constrain",
     "changes_nothing",
     "check_template_kwargs",
@@ -49,6 +50,7 @@ __all__ = [
     "chunk_texts",
     "final_events",
     "forced_tool",
+    "is_neutral",
     "iterate_in_thread",
     "last_answer",
     "normalise_chunk",
@@ -81,6 +83,7 @@ _HOMES = {
     "allowed_tools": "forced_tools",
     "answer_in_thread": "aio",
     "as_name": "..prompt.tools",
+    "as_object": "..prompt.tools",
     "can_constrain": "forced_tools",
     "changes_nothing": "neutral",
     "check_template_kwargs": "..prompt.messages",
@@ -88,6 +91,7 @@ _HOMES = {
     "chunk_texts": "..prompt.segments",
     "final_events": "finishing",
     "forced_tool": "forced_tools",
+    "is_neutral": "neutral",
     "iterate_in_thread": "aio",
     "last_answer": "..fusion.answer",
     "normalise_chunk": "..prompt.segments",

@@ -70,6 +70,16 @@ class FusionPlan:
     codec: str = "float32"
     """Entries of a coarser codec must not be used."""
 
+    @classmethod
+    def computing(
+        cls, token_ids: Sequence[int], num_tokens: int, *, model: str, rope_pin: str, namespace: str
+    ) -> FusionPlan:
+        """A plan that computes the first ``num_tokens`` of a prompt and reads no entry: its answer is plain
+        prefill's."""
+        piece = StoredPiece(0, "0" * 64, 0, num_tokens)
+        computed = ((0, num_tokens),)
+        return cls(tuple(token_ids), (piece,), computed, model=model, rope_pin=rope_pin, namespace=namespace)
+
     def __post_init__(self) -> None:
         end = self.end
         _check(self.token_ids and all(map(is_whole_number, self.token_ids)), "token_ids must be one number or more")
@@ -91,6 +101,14 @@ class FusionPlan:
     def end(self) -> int:
         """Position after the last piece. What follows is ordinary prefill."""
         return self.pieces[-1].stop if self.pieces else 0
+
+    @property
+    def used_pieces(self) -> list[StoredPiece]:
+        """The pieces of which something is written, or is compared with what is computed."""
+        if self.correction:
+            return [*self.pieces]
+        whole = (any(a <= piece.start and piece.stop <= b for a, b in self.computed) for piece in self.pieces)
+        return [piece for piece, is_computed in zip(self.pieces, whole, strict=True) if not is_computed]
 
     @property
     def num_ready(self) -> int:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .certificate import THRESHOLDS, Certificate, GateFigures, RatioFigures, TurnFigures, check_writable, verdict_at
     from .metrics import Metrics
     from .promise import Guarantee, PromisedGate
+    from .tracing import record_spans
 
 __all__ = [
     "THRESHOLDS",
@@ -24,6 +25,7 @@ __all__ = [
     "RatioFigures",
     "TurnFigures",
     "check_writable",
+    "record_spans",
     "verdict_at",
 ]
 
@@ -41,6 +43,7 @@ __getattr__ = late_names(
         "RatioFigures": "certificate",
         "TurnFigures": "certificate",
         "check_writable": "certificate",
+        "record_spans": "tracing",
         "verdict_at": "certificate",
     },
 )

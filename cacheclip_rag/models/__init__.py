@@ -12,6 +12,7 @@ from ..base.late import late_names
 
 if TYPE_CHECKING:
     from ..runtime.base import weights_digest
+    from .checkpoints import quantization_of
     from .context import is_here, known_context, knows_tools
     from .devices import DEVICE_MAPS, check_device, choose_device
     from .load import concrete, load_model, loader_of, register_runtime, resolve
@@ -28,6 +29,7 @@ __all__ = [
     "load_model",
     "load_module",
     "loader_of",
+    "quantization_of",
     "register_runtime",
     "resolve",
     "weights_digest",
@@ -46,6 +48,7 @@ __getattr__ = late_names(
         "load_model": "load",
         "load_module": "modules",
         "loader_of": "load",
+        "quantization_of": "checkpoints",
         "register_runtime": "load",
         "resolve": "load",
         "weights_digest": "..runtime.base",

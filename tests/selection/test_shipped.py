@@ -14,12 +14,12 @@ from zipfile import ZipFile
 
 import pytest
 import torch
-from cacheclip_vllm.planner import Planner
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.errors import ModelError
 from cacheclip_rag.models import load as load_module
 from cacheclip_rag.models.load import load_model
+from cacheclip_rag.planning import PlanningEngine
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
 from cacheclip_rag.selection.heads import _SHIPPED, HeadSet, model_digest, shipped_set
@@ -147,13 +147,13 @@ class TestOtherWeights:
         one, two = (engine.parts.certificates.identity(engine.make_method("cacheclip")) for engine in engines)
         assert one.auxiliary_sha256 != two.auxiliary_sha256 and one.digest() != two.digest()
 
-    def test_a_server_of_vllm_plans_with_it(
+    def test_a_planner_without_the_primarys_weights_has_it(
         self, heads: HeadSet, other: Path, tiny_models: dict[str, str], tmp_path: Path
     ) -> None:
         """Without a head set, the default method would need the primary's weights, and the planner would refuse."""
         options: Any = {"primary": tiny_models["llama"], "auxiliary": str(other), "store": str(tmp_path / "store")}
         CacheClipEngine(**options).precompute(CHUNKS)
-        planner = Planner(**options)
+        planner = PlanningEngine(**options)
         planner.warm_up()
         assert planner.plan(rag_prompt(CHUNKS)).fusion is not None
 

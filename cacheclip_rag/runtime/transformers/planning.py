@@ -15,6 +15,7 @@ import torch
 
 from ...base.errors import ModelError
 from .model import ModelRuntime
+from .rotary import rotate, unrotate
 
 Encoder = Callable[[Sequence[Sequence[int]], torch.Tensor | None], list[torch.Tensor]]
 """Computes the KV of chunks, as :meth:`~cacheclip_rag.runtime.base.Runtime.encode_many`."""
@@ -56,6 +57,23 @@ class PlanningRuntime(ModelRuntime):
         found._encoder, found.batch_characters = encoder, batch_characters
         found.reuse_tokens = min(self.reuse_tokens, max_tokens or self.reuse_tokens)
         return found
+
+    def placed(self, kv: torch.Tensor) -> torch.Tensor:
+        """Position-free KV of a prompt's first tokens, ``(num_layers, 2, num_kv_heads, num_tokens, head_dim)``, as the
+        model has it: keys after RoPE, in its dtype."""
+        tables = self.rotary_tables(torch.arange(kv.shape[3]))
+        layers = [
+            torch.stack([rotate(keys, of_layer), values]) for (keys, values), of_layer in zip(kv, tables, strict=True)
+        ]
+        return torch.stack(layers).to(self.dtype)
+
+    def position_free(self, kv: torch.Tensor, start: int) -> torch.Tensor:
+        """KV of neighbouring tokens from position ``start`` on as it is stored, with keys before RoPE, in the model's
+        dtype. ``kv`` has the shape of :meth:`placed`, with keys after RoPE, and is overwritten."""
+        tables = self.rotary_tables(torch.arange(start, start + kv.shape[3]))
+        for layer, of_layer in zip(kv, tables, strict=True):
+            layer[0] = unrotate(layer[0], of_layer).to(kv.dtype)
+        return kv.to(self.dtype)
 
     def encode(self, ids: Sequence[int], context: torch.Tensor | None = None) -> torch.Tensor:
         return self.encode_many([ids], context)[0]

@@ -138,14 +138,14 @@ def serve(
 def _serve_vllm(settings: CommandSettings, door: Door, flags: list[str], as_json: bool) -> None:
     """Become vLLM's server, which gets the flags."""
     try:
-        from cacheclip_vllm.launch import launch
-        from cacheclip_vllm.options import check_given
+        from cacheclip_vllm import check_settings, launch_server
     except ModuleNotFoundError as error:
         raise MissingExtraError("cacheclip-vllm", "vllm") from error
 
     table = settings.table(ServeTable)
-    check_given({*settings.engine, *(each.name for each in fields(table) if getattr(table, each.name) != each.default)})
-    launch(
+    stated = {each.name for each in fields(table) if getattr(table, each.name) != each.default}
+    check_settings({*settings.engine, *stated})
+    launch_server(
         settings.store_config(),
         flags,
         served_name=table.served_name,

@@ -7,29 +7,48 @@ vLLM, then ``replies.py`` (our statistics), and some of them ``shadow_checks.py`
 compared). ``settings.py`` takes the options from one process to the other.
 
 Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``scheduling.py``,
-``loading.py``, ``rows.py``, ``passes.py``, ``stored.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a
-program. Only ``connector``, ``capturing`` and ``rows`` import vLLM at once.
+``loading.py``, ``rows.py``, ``passes.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a program,
+``measuring.py`` for a laboratory. Only ``connector``, ``capturing`` and ``rows`` import vLLM at once.
+:mod:`cacheclip_rag.planning` plans prompts, and brings stored KV to its positions.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cacheclip_rag.base.late import late_names
+from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
     from .encoding import vllm_engine
+    from .launch import launch_server
+    from .measuring import MeasuredAnswer, MeasuredVLLM, measured_vllm
     from .offline import FusedLLM, engine_options
+    from .options import check_settings
     from .planner import Planner
 
-__all__ = ["FusedLLM", "Planner", "engine_options", "vllm_engine"]
+__all__ = [
+    "FusedLLM",
+    "MeasuredAnswer",
+    "MeasuredVLLM",
+    "Planner",
+    "check_settings",
+    "engine_options",
+    "launch_server",
+    "measured_vllm",
+    "vllm_engine",
+]
 
 __getattr__ = late_names(
     __name__,
     {
         "FusedLLM": "offline",
+        "MeasuredAnswer": "measuring",
+        "MeasuredVLLM": "measuring",
         "Planner": "planner",
+        "check_settings": "options",
         "engine_options": "offline",
+        "launch_server": "launch",
+        "measured_vllm": "measuring",
         "vllm_engine": "encoding",
     },
 )

@@ -18,15 +18,14 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError
+from cacheclip_rag import CacheClipError, ConfigurationError
 
 from .captures import CAPTURE, Captor, Capture, CapturedRows, CaptureSchedule, open_context
 from .connector import CacheClipConnector, Loads
-from .loading import local_heads
+from .loading import local_heads, slots_of
 from .parameters import Ready
 from .prefix_blocks import salt
 from .scheduling import check_request
-from .stored import slots_of
 
 logger = init_logger("vllm.cacheclip")
 

@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from cacheclip_rag.models.load import load_planning
+from cacheclip_rag.planning import load_planning
 
 from .loading import Loader
 from .once import WarnOnce

@@ -23,12 +23,17 @@ from typing import Any
 
 import torch
 
-from cacheclip_rag.base.errors import CacheClipError, ConfigurationError, EncodingError, MissingExtraError, ModelError
-from cacheclip_rag.config import EngineConfig
-from cacheclip_rag.engine import CacheClipEngine
-from cacheclip_rag.models.load import concrete, load_planning
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
-from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag import (
+    CacheClipEngine,
+    CacheClipError,
+    ConfigurationError,
+    EncodingError,
+    EngineConfig,
+    MissingExtraError,
+    ModelError,
+)
+from cacheclip_rag.models import concrete, resolve
+from cacheclip_rag.planning import PlanningRuntime, load_planning
 
 from .captures import CAPTURE, Capture, read_capture, remove_capture, remove_context, write_context
 from .internals import check_vllm, differs, is_tried, probe_ids
@@ -173,22 +178,13 @@ class ChunkEncoder:
         shape = (runtime.num_layers, 2, runtime.num_kv_heads, len(ids), runtime.head_dim)
         if tuple(kv.shape) != shape:
             return f"its KV has shape {tuple(kv.shape)}, expected {shape}"
-        tables = runtime.rotary_tables(torch.arange(capture.start, capture.start + len(ids)))
-        for layer, of_layer in zip(kv, tables, strict=True):
-            layer[0] = unrotate(layer[0], of_layer).to(kv.dtype)
-        return kv.to(runtime.dtype)
+        return runtime.position_free(kv, capture.start)
 
     def _written(self, context: torch.Tensor) -> str:
         if self._context is not None and self._context[0] is context:
             return self._context[1]
         self.close()
-        runtime, num_tokens = self._runtime, context.shape[3]
-        tables = runtime.rotary_tables(torch.arange(num_tokens))
-        rotated = [
-            torch.stack([rotate(keys, of_layer), values])
-            for (keys, values), of_layer in zip(context, tables, strict=True)
-        ]
-        name = write_context(self._folder, torch.stack(rotated).to(runtime.dtype), runtime.fingerprint)
+        name = write_context(self._folder, self._runtime.placed(context), self._runtime.fingerprint)
         self._context = (context, name)
         return name
 
@@ -238,8 +234,6 @@ def start_vllm(model: str, dtype: str, ours: Mapping[str, Any], options: Mapping
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     check_vllm()
     from vllm import LLM
-
-    from cacheclip_rag.models.load import resolve
 
     folder = str(resolve(model))
     try:

@@ -17,9 +17,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError
-from cacheclip_rag.fusion.wire import FusionPlan, StoredPiece
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag import ConfigurationError, MissingExtraError
+from cacheclip_rag.planning import FusionPlan, PlanningRuntime
 
 from .served import installed
 
@@ -200,11 +199,9 @@ def probe_ids(runtime: PlanningRuntime) -> tuple[int, ...]:
 
 def probe(runtime: PlanningRuntime, namespace: str) -> FusionPlan:
     """A plan whose tokens are all recomputed, so that it reads no chunk: its answer is plain prefill's."""
-    ids = probe_ids(runtime)
-    return FusionPlan(
-        ids,
-        (StoredPiece(0, "0" * 64, 0, _PROBE_PROMPT - 3),),
-        ((0, _PROBE_PROMPT - 3),),
+    return FusionPlan.computing(
+        probe_ids(runtime),
+        _PROBE_PROMPT - 3,
         model=runtime.fingerprint,
         rope_pin=runtime.rope_pin,
         namespace=namespace,

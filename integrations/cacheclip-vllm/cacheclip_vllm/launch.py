@@ -16,16 +16,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from cacheclip_serve.access import check_origins
-from cacheclip_serve.server import address_of, check_reachable
-from cacheclip_serve.server import served_name as name_of
+from cacheclip_serve import address_of, check_origins, check_reachable
+from cacheclip_serve import served_name as name_of
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import expanded
-from cacheclip_rag.base.python import own_folder, python_command, python_environment
-from cacheclip_rag.base.urls import shown_url
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import ConfigurationError, EngineConfig
 from cacheclip_rag.models import choose_device, concrete, resolve
+from cacheclip_rag.plugins import expanded, own_folder, python_command, python_environment, shown_url
 
 from .internals import check_vllm, is_tried
 from .offline import engine_options, worker_of
@@ -77,7 +73,7 @@ def command(settings: ServerSettings, flags: Sequence[str], *, host: str, port: 
     return Command((*arguments, *absolute_paths(flags)), environment)
 
 
-def launch(
+def launch_server(
     config: EngineConfig,
     flags: Sequence[str] = (),
     *,

@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag.planning import FusionPlan, PlanningRuntime, StoredInterval, check_fits, copy_stream
 from cacheclip_rag.store import KV
-from cacheclip_rag.store.joined import COPIES_BESIDE
 
 from .captures import open_context
 from .parameters import Settings
 from .passes import Pass, passes
 from .scheduling import Load
-from .stored import LayersAhead, StoredInterval, check_fits, slots_of, used_pieces
 
 if TYPE_CHECKING:
     from .rows import RowRunner
@@ -187,7 +184,7 @@ class Loader:
     def _num_bytes(self, plan: FusionPlan) -> int:
         runtime = self._runtime
         of_token = 2 * runtime.num_layers * runtime.num_kv_heads * runtime.head_dim * runtime.dtype.itemsize
-        return of_token * sum(piece.num_tokens for piece in used_pieces(plan))
+        return of_token * sum(piece.num_tokens for piece in plan.used_pieces)
 
     def _passes(self, each: _UnderWay) -> deque[Pass]:
         load = each.load
@@ -203,9 +200,7 @@ class Loader:
 
     @cached_property
     def _side(self) -> Any | None:
-        """The device's stream on which stored KV is copied beside forward passes; None: it is a CPU."""
-        copies = self._device.type in COPIES_BESIDE
-        return torch.get_device_module(self._device).Stream() if copies else None
+        return copy_stream(self._device)
 
     @staticmethod
     def _cost(each: Pass) -> int:
@@ -268,7 +263,7 @@ class Loader:
 
     def _read(self, plan: FusionPlan) -> dict[str, Future[KV]]:
         reader = self._settings.open_reader(plan.namespace, plan.codec, self._heads)  # one of the connector's tenants
-        keys = dict.fromkeys(piece.key for piece in used_pieces(plan))
+        keys = dict.fromkeys(piece.key for piece in plan.used_pieces)
         return {key: self._threads.submit(reader.get, key, codec=plan.codec) for key in keys}
 
     def _is_read(self, each: _UnderWay, waits: bool) -> bool:
@@ -313,7 +308,7 @@ class _PassWriter:
     def __init__(self, loader: Loader, load: Load, plan: FusionPlan, each: Pass, kv: Mapping[str, KV]) -> None:
         self._plan, device = plan, loader._device
         self._stored = StoredInterval.of(plan, kv, each.begin, each.end, loader._runtime, device)
-        self.layers = LayersAhead(self._stored, loader._heads, len(loader._layers), loader._side)
+        self.layers = self._stored.ahead(loader._heads, len(loader._layers), loader._side)
         self.rows = torch.cat(
             [torch.zeros(0, dtype=torch.int64), *(torch.arange(start, stop) for start, stop in each.runs)]
         )
@@ -376,6 +371,12 @@ class _Writing:
                 f"the attention backend wrote the KV of layers {missed} by other means than do_kv_cache_update, so "
                 "that no stored KV could be written. Choose another one with --attention-backend."
             )
+
+
+def slots_of(block_ids: Sequence[int], block_size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Slots of a request's positions in the paged cache, ``(num_positions,)`` int64 on the CPU."""
+    blocks = torch.tensor(block_ids, dtype=torch.int64)
+    return blocks[positions // block_size] * block_size + positions % block_size
 
 
 def _chosen(parts: Iterable[torch.Tensor], rows: torch.Tensor | None) -> Iterable[torch.Tensor]:

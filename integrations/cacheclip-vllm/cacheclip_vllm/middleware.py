@@ -19,22 +19,27 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cacheclip_serve.access import Caller
-from cacheclip_serve.bodies import Bodies, check_host
-from cacheclip_serve.bounds import check_counts
-from cacheclip_serve.connections import KEEP_S, timed
-from cacheclip_serve.counters import Counters
-from cacheclip_serve.errors import RequestError, error_body
-from cacheclip_serve.queue import Queue
-from cacheclip_serve.replies import as_json
-from cacheclip_serve.schema import read_json
+from cacheclip_serve import (
+    KEEP_S,
+    Bodies,
+    Caller,
+    Counters,
+    Queue,
+    RequestError,
+    as_json,
+    check_counts,
+    check_host,
+    error_body,
+    read_json,
+    timed,
+)
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheclip_rag.fusion.answer import FusionStats
-from cacheclip_rag.guards.tracing import record_spans
+from cacheclip_rag import FusionStats
+from cacheclip_rag.guards import record_spans
 
 from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters

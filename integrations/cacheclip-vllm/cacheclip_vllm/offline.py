@@ -15,13 +15,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cacheclip_rag.base.checks import check_choice
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError, PromptTooLongError
-from cacheclip_rag.base.paths import is_url
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.prompt.messages import Documents, Prompt
+from cacheclip_rag import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.guards import Metrics
+from cacheclip_rag.methods import Method
+from cacheclip_rag.planning import Documents, FusionPlan, Prompt
+from cacheclip_rag.plugins import check_choice, is_url
 
 from .internals import PROBE_TOKENS, check_probe, check_vllm, is_tried, probe
 from .parameters import PARAMETER, UNREADABLE, request_parameters

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from cacheclip_rag.base.errors import ConfigurationError
+from cacheclip_rag import ConfigurationError
 
 _NO_EFFECT = {
     "max_ttft_s": "ratios are not chosen by time for vLLM. Give recompute_ratio as a number",
@@ -66,7 +66,7 @@ _WHOLE = ("quantization",)
 """Flags of vLLM that are also the beginnings of others."""
 
 
-def check_given(settings: Collection[str]) -> None:
+def check_settings(settings: Collection[str]) -> None:
     """Raise ConfigurationError if one of the settings that a user gave, by name, has no effect with vLLM."""
     for name, instead in _NO_EFFECT.items():
         if name in settings:

@@ -20,11 +20,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from cacheclip_rag.base.checks import check_namespace
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.base.paths import is_url
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.planning import FusionPlan, PlanningRuntime
+from cacheclip_rag.plugins import check_namespace, is_url
 from cacheclip_rag.store import StoreReader
 
 from .passes import passes

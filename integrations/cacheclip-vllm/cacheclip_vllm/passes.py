@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.fusion.wire import FusionPlan, Interval
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.planning import FusionPlan, Interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheclip_serve.counters import exposition
-from cacheclip_serve.errors import RequestError, error_of
-from cacheclip_serve.field import CacheClipField
-from cacheclip_serve.hidden import names_of, renamed
-from cacheclip_serve.queue import Queue, QueueFull
+from cacheclip_serve import CacheClipField, Queue, QueueFull, RequestError, error_of, exposition, names_of, renamed
 
-from cacheclip_rag.adapters.forced_tools import uses_tools
-from cacheclip_rag.answering.turns import CallerLeft, Waiter
-from cacheclip_rag.base.database import ANSWER_WAIT_S, waiting_at_most
-from cacheclip_rag.base.errors import CertificateError, ConfigurationError, PromptTooLongError
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.guards.metrics import Metrics
-from cacheclip_rag.methods.base import Method
-from cacheclip_rag.runtime.transformers.planning import PlanningRuntime
+from cacheclip_rag import CertificateError, ConfigurationError, PromptTooLongError
+from cacheclip_rag.adapters import uses_tools
+from cacheclip_rag.guards import Metrics
+from cacheclip_rag.methods import Method
+from cacheclip_rag.planning import CallerLeft, FusionPlan, PlannedPrompt, PlanningRuntime, Waiter
 from cacheclip_rag.store import open_chunk_store
 
 from .once import WarnOnce
-from .planner import PlannedPrompt, Planner
+from .planner import Planner
 from .requests import NotPlanned, PlannablePrompt
 from .settings import ServerSettings
 
@@ -141,8 +134,9 @@ class Planning:
 
     def _drop_unreadable(self, fusion: FusionPlan, tenant: str) -> None:
         try:
-            with waiting_at_most(ANSWER_WAIT_S):
-                self.planner(tenant).drop_unreadable(fusion)
+            planner = self.planner(tenant)
+            with planner.asking(Waiter()):
+                planner.drop_unreadable(fusion)
         except Exception as error:
             self._warn_once("the chunks of a failed plan could not be checked: %s", error, traced=True)
 
@@ -161,8 +155,8 @@ class Planning:
         began = time.perf_counter()
         planned: PlannedPrompt | None = None
         try:
-            with waiting_at_most(ANSWER_WAIT_S), caller.asking():
-                planner = self.planner(tenant)
+            planner = self.planner(tenant)
+            with planner.asking(caller):
                 planned = self._planned(planner, asked, field, _method(planner, field))
                 planned = _without_paths(planned, self._names)
             reason = planned.reason

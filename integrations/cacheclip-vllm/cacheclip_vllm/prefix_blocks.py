@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.plan.plan import is_plain_better
+from cacheclip_rag.planning import FusionPlan, is_plain_better
 
 from .passes import computed_rows
 

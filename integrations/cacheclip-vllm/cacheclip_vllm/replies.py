@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cacheclip_serve.replies import as_json, server_sent
+from cacheclip_serve import as_json, server_sent
 
-from cacheclip_rag.base.clock import PHASES
-from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag import FusionStats
+from cacheclip_rag.plugins import PHASES
 
 from .parameters import EXACT, UNREADABLE
 from .planners import Route

@@ -10,16 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cacheclip_serve.errors import RequestError, unsupported
-from cacheclip_serve.field import CacheClipField
-from cacheclip_serve.schema import ChatBody, parse_field, without_nothing
+from cacheclip_serve import CacheClipField, ChatBody, RequestError, parse_field, unsupported, without_nothing
 
-from cacheclip_rag.adapters.forced_tools import allowed_tools
-from cacheclip_rag.adapters.neutral import is_neutral
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.prompt.messages import check_template_kwargs
-from cacheclip_rag.prompt.tools import as_object
-from cacheclip_rag.runtime.base import Message
+from cacheclip_rag import ConfigurationError
+from cacheclip_rag.adapters import allowed_tools, as_object, check_template_kwargs, is_neutral
 
 
 class NotPlanned(Exception):
@@ -30,7 +24,7 @@ class NotPlanned(Exception):
 class PlannablePrompt:
     """A prompt that can be planned."""
 
-    prompt: str | list[Message]
+    prompt: str | list[dict[str, Any]]
     """A text, which is read as it stands, or messages for the chat template."""
     tools: tuple[dict[str, Any], ...] = ()
     """As vLLM gives them to the chat template."""
@@ -169,7 +163,7 @@ def _check_fields(body: Mapping[str, Any], name: str, neutral: Mapping[str, tupl
             raise NotPlanned(each_field)
 
 
-def _message(given: Any) -> Message:
+def _message(given: Any) -> dict[str, Any]:
     """A message as vLLM gives it to the chat template."""
     role = given.get("role") if isinstance(given, Mapping) else None
     if not isinstance(role, str):

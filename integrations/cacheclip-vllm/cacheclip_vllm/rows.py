@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cacheclip_rag.fusion.wire import Interval
+from cacheclip_rag.planning import Interval
 
-from .stored import slots_of
+from .loading import slots_of
 
 
 class RowRunner:

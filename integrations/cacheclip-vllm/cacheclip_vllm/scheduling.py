@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from cacheclip_rag.fusion.wire import FusionPlan
-from cacheclip_rag.runtime.base import DTYPES
+from cacheclip_rag.planning import FusionPlan
+from cacheclip_rag.runtime import DTYPES
 
 from .parameters import PARAMETER, UNREADABLE, Ready
 

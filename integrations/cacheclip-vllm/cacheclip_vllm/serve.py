@@ -9,13 +9,14 @@ import logging
 
 
 def show_warnings() -> None:
-    """Let this package's warnings go where vLLM's log goes. Sagemaker's library, which vLLM's API server imports, sets
+    """Let our packages' warnings go where vLLM's log goes. Sagemaker's library, which vLLM's API server imports, sets
     the root logger's level to ERROR."""
-    ours, theirs = logging.getLogger("cacheclip_rag"), logging.getLogger("vllm")
-    if ours.level == logging.NOTSET:  # else the file of --log-config-file says it
-        ours.setLevel(logging.WARNING)
-    if not ours.hasHandlers():
-        ours.handlers = [*theirs.handlers]
+    theirs = logging.getLogger("vllm")
+    for ours in map(logging.getLogger, ("cacheclip_rag", "cacheclip_serve", "cacheclip_vllm")):
+        if ours.level == logging.NOTSET:  # else the file of --log-config-file says it
+            ours.setLevel(logging.WARNING)
+        if not ours.hasHandlers():
+            ours.handlers = [*theirs.handlers]
 
 
 def main() -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from cacheclip_rag.models.checkpoints import quantization_of
-from cacheclip_rag.models.load import resolve
+from cacheclip_rag.models import quantization_of, resolve
 
 
 def installed() -> tuple[str, str]:

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cacheclip_serve.access import Access, read_tenants
+from cacheclip_serve import Access, read_tenants
 
-from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.config import EngineConfig
+from cacheclip_rag import ConfigurationError, EngineConfig
 
 from .parameters import SEAL_VARIABLE
 from .served import Served

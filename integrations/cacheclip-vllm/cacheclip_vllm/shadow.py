@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from cacheclip_rag.guards.metrics import Metrics
+from cacheclip_rag.guards import Metrics
 
 logger = logging.getLogger(__name__)
 

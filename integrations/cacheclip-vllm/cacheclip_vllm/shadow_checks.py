@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from cacheclip_serve.replies import as_json
+from cacheclip_serve import as_json
 from starlette.types import ASGIApp, Message, Scope
 
-from cacheclip_rag.fusion.answer import FusionStats
+from cacheclip_rag import FusionStats
 
 from .planners import Planning
 from .replies import ReplyText, Result

@@ -9,8 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from cacheclip_rag.models.fingerprint import file_states
-from cacheclip_rag.models.load import check_unchanged, resolve
+from cacheclip_rag.planning import model_files
 
 _runners: list[tuple[weakref.ref[Any], tuple[object, ...]]] = []
 """The model runners of this process, once their weights are loaded, and the states of the files that they were loaded
@@ -48,11 +47,8 @@ def _telling(base: type[Any]) -> type[Any]:
         """The hook of :meth:`shift_positions`."""
 
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
-            name = self.vllm_config.model_config.model
-            folder = resolve(name)
-            files = file_states(folder)
-            result = super().load_model(*args, **kwargs)
-            check_unchanged(file_states(folder), files, name, folder)
+            with model_files(self.vllm_config.model_config.model) as files:
+                result = super().load_model(*args, **kwargs)
             _runners.append((weakref.ref(self.model_runner), files))
             return result
 

@@ -23,7 +23,7 @@ from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
 from evaluation.test_certify import short_prompts
 
-from cacheclip_rag import CacheClipEngine, EngineConfig
+from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
 from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.segments import Fresh
@@ -387,9 +387,9 @@ class TestServed:
     def session(self, given: dict[str, Any], *, dtype: str = "float32") -> Any:
         """Answers by what they are asked for."""
 
-        def ask(prompt: Any, method: Any, tokens: int, **options: Any) -> Any:
+        def ask(prompt: str, method: Any, tokens: int, **options: Any) -> Any:
             asked.append((method.name, method.nominal_ratio, tokens, options))
-            key = next(key for key in given if key in (method.name, options.get("text") and f"{method.name} single"))
+            key = method.name if prompt == self.PROMPT.text else f"{method.name} single"
             return given[key](options) if callable(given[key]) else given[key]
 
         asked: list[Any] = []
@@ -398,8 +398,8 @@ class TestServed:
         return SimpleNamespace(ask=ask, asked=asked, engine=engine, planner=planner)
 
     def answer(self, ids: list[int], rows: list[list[float]], ratio: float = 0.2) -> Any:
-        planned = SimpleNamespace(token_ids=[1, 2, 3])
-        return SimpleNamespace(ids=ids, rows=torch.tensor(rows), planned=planned, effective_ratio=ratio)
+        planned = SimpleNamespace(token_ids=[1, 2, 3], effective_ratio=ratio)
+        return SimpleNamespace(ids=ids, rows=torch.tensor(rows), planned=planned, not_reused=None)
 
     def test_measures(self) -> None:
         reference = self.answer([0, 1, 1, 2], REFERENCE)
@@ -419,28 +419,11 @@ class TestServed:
         found = served._measure(session, self.PROMPT, preset("direct"), reference)
         assert len(session.asked) == 1 and found.finds_needle and found.fidelity.agreement == 1.0
 
-    def test_the_share_that_was_computed(self) -> None:
-        """Spans of 10 and 5 tokens, of which runs cover 3 and 1; what is computed beside them does not count."""
-        spans = [SimpleNamespace(start=10, stop=20), SimpleNamespace(start=30, stop=35)]
-        fusion = SimpleNamespace(computed=((0, 12), (15, 16), (20, 31)))
-        planned: Any = SimpleNamespace(plan=SimpleNamespace(reused=spans), fusion=fusion)
-        assert served._ServedAnswer([], torch.empty(0), planned).effective_ratio == pytest.approx(4 / 15)
-        for nothing in (
-            SimpleNamespace(plan=planned.plan, fusion=None),
-            SimpleNamespace(plan=SimpleNamespace(reused=[]), fusion=fusion),
-        ):
-            plain: Any = nothing
-            assert served._ServedAnswer([], torch.empty(0), plain).effective_ratio == 1.0
-
-    def test_rows_of_flat_logprobs(self) -> None:
-        flat = SimpleNamespace(
-            start_indices=[0, 2], end_indices=[2, 5], token_ids=[3, 0, 1, 2, 0], logprobs=[-1.0, -2.0, -3.0, -4.0, -5.0]
-        )
-        session = served._VLLMSession(None, None, None, True)  # type: ignore[arg-type]
-        vars(session)["vocab_size"] = 4
-        output = SimpleNamespace(outputs=[SimpleNamespace(logprobs=flat)])
-        assert session._rows(output, True).tolist() == [[-2.0, -INF, -INF, -1.0], [-5.0, -3.0, -4.0, -INF]]
-        assert session._rows(output, False).shape == (0, 4)
+    def test_what_is_not_reused_is_no_measurement(self) -> None:
+        answer = self.answer([0], REFERENCE)
+        answer.not_reused = "some chunks were not found in the store"
+        with pytest.raises(ConfigurationError, match="cannot be certified with vLLM, .* not found in the store"):
+            served._measure(self.session({"direct": answer}), self.PROMPT, preset("direct"), answer)
 
     @pytest.mark.parametrize(("dtype", "shift"), [("float32", 0.0), ("bfloat16", 0.0), ("bfloat16", 1.0)])
     def test_exactness(self, dtype: str, shift: float) -> None:

@@ -1,0 +1,213 @@
+"""An engine without the primary's weights: it plans prompts for another process that has them, by the primary's
+tokenizer, the store's index and the auxiliary model.
+
+Chunks must be stored already (``cacheclip ingest``, or ``precompute`` of an engine with the weights): their KV cannot
+be computed here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from ..answering.options import CallOptions, Request
+from ..answering.parts import Parts
+from ..answering.pipeline import Answering
+from ..answering.turns import Waiter
+from ..answering.writer import ChunkWriter
+from ..base.clock import PhaseClock
+from ..base.database import ANSWER_WAIT_S, waiting_at_most
+from ..base.errors import ConfigurationError
+from ..config import EngineConfig
+from ..fusion.fuse import plan_ahead
+from ..fusion.wire import FusionPlan
+from ..guards.base import Observer
+from ..guards.certificate import CertificateGuard, check_certificate
+from ..guards.misses import MissWarning
+from ..methods.base import Method
+from ..models.load import concrete, load_planning
+from ..prompt.messages import Documents, Prompt
+from ..prompt.segments import PromptReader, Segment, given_texts, tokenize_whole
+from ..prompt.tools import check_tools
+from ..runtime.transformers.planning import PlanningRuntime
+from ..store import TieredStore
+from .prompts import PlannedPrompt
+
+logger = logging.getLogger(__name__)
+
+
+class PlanningEngine:
+    """Plans prompts by the settings of an engine. Loads the auxiliary model if the method needs it. Safe to share
+    between threads."""
+
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        answers: str = "the other process",
+        load_primary: Callable[..., PlanningRuntime] = load_planning,
+        **options: Any,
+    ) -> None:
+        """Settings are those of :class:`~cacheclip_rag.engine.CacheClipEngine`. ``dtype`` must be that of the process
+        that answers, and ``store`` a folder or URL that it can read. Engines of several tenants may share its
+        :class:`~cacheclip_rag.store.TieredStore`: ``PlanningEngine(config, store=shared)``.
+
+        Args:
+            answers: name of what has the weights, for messages.
+            load_primary: called with the primary's name and ``dtype=…``, and gives it without its weights.
+
+        Raises:
+            ConfigurationError: there is no store, or a setting has no effect on answers of another process.
+        """
+        shared = options.pop("store") if isinstance(options.get("store"), TieredStore) else None
+        self.config = EngineConfig.from_options(config, options)
+        self._answers, self._load_primary = answers, load_primary
+        if self.config.store is None:
+            raise ConfigurationError(f"{answers}'s workers read chunks from a store, and none is set. Set store.")
+        for name in ("finish", "max_ttft_s"):
+            if getattr(self.config, name) not in (None, False, 0.0, "none"):
+                raise ConfigurationError(f"{name} has no effect on answers of {answers}. Leave it out.")
+        if self.config.fixed_ratio != self.config.recompute_ratio:
+            raise ConfigurationError(f"ratios are not chosen by time for {answers}. Give recompute_ratio as a number.")
+        self.parts = Parts(self.config, shared, load_primary=load_primary)
+        """Store, models and caches, each made at first use."""
+        self._answering = Answering(self.parts, ChunkWriter(self.parts), ())
+        self.observers: list[Observer] = [CertificateGuard(self.config), MissWarning()]
+        """Called with every plan."""
+
+    @property
+    def primary(self) -> PlanningRuntime:
+        """The primary without its weights."""
+        return cast(PlanningRuntime, self.parts.runtime)
+
+    def make_method(self, method: str | Method | None = None, recompute_ratio: float | None = None) -> Method:
+        """The method of a call; see :meth:`CacheClipEngine.make_method`."""
+        return self.parts.choose_method(method, recompute_ratio)
+
+    def warm_up(self) -> None:
+        """Load what the settings' method needs, so that the first plan need not wait for it.
+
+        Raises:
+            ConfigurationError: no prompt could be fused with this method.
+            CertificateError: the settings require a certificate, and there is none for this method and its ratio.
+        """
+        method = self.make_method()
+        reason = self.why_never(method)
+        if reason is not None:
+            raise ConfigurationError(
+                f"nothing would be reused: {reason}. Choose a method that chooses tokens without the primary's KV, for "
+                "instance cacheclip (with an auxiliary model) or epic."
+            )
+        sources = self.parts.kv_sources(method)
+        self.parts.texts.index.find("Is the text index open?")
+        if method.reuses_chunks and self.config.require_certificate:
+            check_certificate(self.config, method, self.parts.certificates.identity(method))
+        self.segments("?", method=method)
+        assert sources.primary.runtime is self.primary
+
+    def why_never(self, method: Method) -> str | None:
+        """Why the other process alone can fuse no prompt with this method; None if it can, or if the method reuses no
+        chunks."""
+        name, other = method.name, self._answers
+        if not method.reuses_chunks:
+            return None
+        if type(method).positions is not Method.positions:
+            return f"method {name!r} changes positions or attention, which {other} cannot decode with"
+        if self.primary.pinned_rope:
+            return f"the model's rotary frequencies depend on the length, and {other}'s differ from the stored chunks'"
+        if not method.plans_ahead:
+            return f"method {name!r} chooses tokens by the primary's KV, which a planner does not have"
+        if method.min_confidence:
+            return f"min_confidence needs the first token's logits before the answer, which {other} does not give"
+        return None
+
+    def segments(
+        self,
+        prompt: Prompt,
+        *,
+        method: str | Method | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        as_it_stands: bool = False,
+    ) -> list[Segment]:
+        """A prompt cut into chunks and fresh text, for :meth:`plan` with the same method. ``as_it_stands``: it is a
+        text without chat template and system prompt."""
+        chosen = method if isinstance(method, Method) else self.make_method(method)
+        isolated = self.parts.context_of(chosen).isolated
+        given = given_texts(documents)
+        if not as_it_stands:
+            checked = check_tools(tools)
+            return self.parts.segment(prompt, given, tools=checked, variables=variables, isolated=isolated)
+        assert isinstance(prompt, str), "only a text can be read as it stands"
+        return self.parts.segment_as_it_stands(prompt, given, isolated=isolated)
+
+    @torch.inference_mode()
+    def plan(
+        self,
+        prompt: Prompt | Sequence[Segment],
+        *,
+        method: str | Method | None = None,
+        recompute_ratio: float | None = None,
+        question: str | None = None,
+        documents: Documents = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> PlannedPrompt:
+        """Plan a prompt. Arguments are those of :meth:`CacheClipEngine.generate`.
+
+        Raises:
+            ConfigurationError: a setting is out of range. PromptTooLongError: the prompt does not fit the model.
+            CertificateError: as for :meth:`CacheClipEngine.generate`.
+        """
+        chosen = self.make_method(method, recompute_ratio)
+        clock = PhaseClock()
+        request = Request(prompt, chosen, CallOptions(question=question, documents=documents, tools=tools))
+        sources = self.parts.kv_sources(chosen)
+        with clock.phase("lookup"):
+            plan = self._answering.plan(request)
+        for observer in self.observers:
+            observer.on_plan(plan, sources)
+        reason = plan.fallback if chosen.reuses_chunks else None
+        if plan.reused:
+            reason = self.why_never(chosen)
+        if not plan.reused or reason is not None:
+            return PlannedPrompt.plain(plan, reason, clock)
+        fusion = plan_ahead(self.primary, plan, sources, clock=clock)
+        for piece in fusion.pieces:
+            self.parts.store.record_use(piece.key)  # the workers, which read them, write nothing
+        self.parts.store.flush(ANSWER_WAIT_S)  # now: until they have read it, it is what others evict last
+        return PlannedPrompt.fused(plan, fusion, clock)
+
+    @contextmanager
+    def asking(self, caller: Waiter) -> Iterator[None]:
+        """Within the block, this thread plans for a caller who may leave (:class:`~cacheclip_rag.planning.CallerLeft`
+        then), and waits for other processes no longer than an answer does (StoreError then)."""
+        with waiting_at_most(ANSWER_WAIT_S), caller.asking():
+            yield
+
+    def drop_unreadable(self, fusion: FusionPlan) -> int:
+        """Remove what cannot be read of a plan that could not be carried out, so that it is missing from the next
+        plan; returns the number of removed entries. Workers themselves change nothing in the store."""
+        found = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
+        if found:
+            logger.warning(
+                "%d chunks of a plan could not be read and were removed. Ingest their documents again.", found
+            )
+        return found
+
+    def token_ids(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """Those of a prompt that is not planned. Needs neither store nor auxiliary model.
+
+        Raises:
+            ConfigurationError: the prompt or a tool is malformed. The errors of :func:`load_planning`.
+        """
+        runtime = self._load_primary(self.config.primary, dtype=concrete(self.config).dtype)
+        segments = PromptReader(runtime, self.config.system_prompt).segments(prompt, None, tools=check_tools(tools))
+        return tuple(tokenize_whole(segments, runtime).ids)
+
+    def close(self) -> None:
+        self.parts.close()

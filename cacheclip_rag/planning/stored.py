@@ -1,0 +1,174 @@
+"""What a process with the weights makes of a plan and of entries of the store: KV at true positions, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..fusion.wire import FusionPlan, Interval, StoredPiece
+from ..methods.correction import Chunks, Split, offsets
+from ..runtime.transformers.model import ModelRuntime
+from ..runtime.transformers.rotary import Tables, changed, rotate
+from ..store import KV, Joined, join, part_of
+from ..store.joined import COPIES_BESIDE
+
+_BLOCK_TOKENS = 256
+"""Tokens that are put side by side in host memory, so that intermediate results stay in the processor's caches: one
+chunk most often, which is not copied then."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredInterval:
+    """Stored KV within positions ``[start, stop)`` of a plan's prompt."""
+
+    places: torch.Tensor
+    """``(num_stored,)`` int64 on the CPU, positions with stored KV."""
+    _tables: Sequence[Tables | None]
+    """Per layer, rotary tables of ``places`` on the device, each ``(num_stored, width)``."""
+    _joined: tuple[Joined, ...]
+    _dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        plan: FusionPlan,
+        entries: Mapping[str, KV],
+        start: int,
+        stop: int,
+        runtime: ModelRuntime,
+        device: torch.device,
+    ) -> StoredInterval:
+        """``entries``: KV by key. ``runtime`` gives the rotary tables; it needs no weights."""
+        parts = [(max(piece.start, start), _part(piece, entries, start, stop)) for piece in _within(plan, start, stop)]
+        joined = join(parts)
+        places = torch.cat([torch.zeros(0, dtype=torch.int64), *(each.places for each in joined)])
+        tables = changed(runtime.rotary_tables(places), lambda table: table.to(device)) if parts else []
+        if device.type == "cpu":
+            joined = [block for each in joined for block in each.in_blocks(_BLOCK_TOKENS)]
+        return cls(places, tables, tuple(joined), runtime.dtype, device)
+
+    def numbers_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which of :attr:`places` each position is, on the CPU; -1: it has no stored KV."""
+        if not len(self.places):
+            return torch.full_like(positions, -1)
+        found = torch.searchsorted(self.places, positions).clamp_(max=len(self.places) - 1)
+        return torch.where(self.places[found] == positions, found, -1)
+
+    def split(self, chunks: Sequence[Interval], rows: torch.Tensor) -> Split | None:
+        """What the correction of whole ``chunks`` needs in a pass that computes ``rows``, with numbers of
+        :attr:`places` as slots; None: nothing is corrected."""
+        if not chunks:
+            return None
+        starts = self.numbers_of(torch.tensor([start for start, _ in chunks])).tolist()
+        slots = [(first, first + stop - start) for first, (start, stop) in zip(starts, chunks, strict=True)]
+        return Chunks(slots).split(self.numbers_of(rows), self.device)
+
+    def correct(
+        self,
+        number: int,
+        stored: tuple[torch.Tensor, torch.Tensor],
+        fresh: tuple[torch.Tensor, torch.Tensor],
+        split: Split,
+        weight: float,
+    ) -> None:
+        """Correct a :meth:`layer` in place, by the keys and values of the pass's rows, each ``(num_rows, num_heads,
+        head_dim)``."""
+        own, tables = slice(split.start, split.stop), self._tables[number]
+        old = stored[0][own].transpose(0, 1), stored[1][own].transpose(0, 1)
+        new = fresh[0].transpose(0, 1), fresh[1].transpose(0, 1)
+        added = offsets(new, old, split, weight, None if tables is None else (tables[0][own], tables[1][own]))
+        for target, offset in zip(old, added, strict=True):
+            target += offset.to(target.dtype)
+
+    def layer(self, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys after RoPE and values of one layer in the compute dtype, each ``(num_stored, num_heads, head_dim)``, of
+        these KV heads; on the device, in memory of their own."""
+        found, first, tables = list[torch.Tensor](), 0, self._tables[number]
+        for joined in self._joined:
+            is_cut = joined.pieces[0].shape[2] == heads.stop - heads.start  # read so, or the only worker
+            keys, values, scale = joined.layer(number, self.device, slice(None) if is_cut else heads)
+            own = slice(first, first := first + keys.shape[1])
+            keys = rotate(keys, None if tables is None else (tables[0][own], tables[1][own]))
+            both = (keys, values if scale is None else values * scale)
+            if not found:
+                shape = (len(self.places), len(keys), keys.shape[2])
+                found = [torch.empty(shape, dtype=self._dtype, device=self.device) for _ in both]
+            for target, numbers in zip(found, both, strict=True):
+                target[own] = numbers.transpose(0, 1)
+        return found[0], found[1]
+
+    def ahead(self, heads: slice, num_layers: int, stream: Any | None) -> LayersAhead:
+        """All layers in order. ``stream``: of :func:`copy_stream`; None makes each layer when it is asked for."""
+        return LayersAhead(self, heads, num_layers, stream)
+
+
+class LayersAhead:
+    """Layers of stored KV, in order. While a device computes with one, the next one is copied, dequantised and rotated
+    on a stream of its own. Its memory is that stream's: a layer is kept until the stream waits for what reads it."""
+
+    def __init__(self, stored: StoredInterval, heads: slice, num_layers: int, stream: Any | None) -> None:
+        self._stored, self._heads, self._num_layers, self._stream = stored, heads, num_layers, stream
+        self._made: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], Any]] = {}
+        """The layer that was taken last, and the next one, each with the event of its end."""
+
+    def take(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`StoredInterval.layer`, of one layer after the other."""
+        if self._stream is None:
+            return self._stored.layer(number, self._heads)
+        if number not in self._made:
+            self._make(number)
+        found, is_made = self._made[number]
+        self._current.wait_event(is_made)
+        if number + 1 < self._num_layers:
+            self._make(number + 1)
+        return found
+
+    def close(self) -> None:
+        """Let the device's current stream wait for what is being copied, also after a failure."""
+        if self._stream is not None:
+            self._current.wait_stream(self._stream)
+            self._stream.wait_stream(self._current)
+            self._made.clear()
+
+    def _make(self, number: int) -> None:
+        assert self._stream is not None, "layers are made ahead"
+        self._stream.wait_stream(self._current)
+        self._made.pop(number - 2, None)
+        with torch.get_device_module(self._stored.device).stream(self._stream):
+            found = self._stored.layer(number, self._heads)
+        self._made[number] = found, self._stream.record_event()
+
+    @property
+    def _current(self) -> Any:
+        return torch.get_device_module(self._stored.device).current_stream()
+
+
+def copy_stream(device: torch.device) -> Any | None:
+    """A stream of the device on which stored KV is copied beside forward passes; None: it is a CPU."""
+    return torch.get_device_module(device).Stream() if device.type in COPIES_BESIDE else None
+
+
+def check_fits(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntime, heads: slice | None = None) -> None:
+    """Raise ValueError unless a plan is for this model's weights, and all pieces that are used are in entries of its
+    shape, of all KV heads or of ``heads``."""
+    if plan.model != runtime.fingerprint:
+        raise ValueError("the plan is for other weights than this process loaded")
+    shape = (runtime.num_layers, 2, runtime.head_dim)
+    counts = (runtime.num_kv_heads, runtime.num_kv_heads if heads is None else heads.stop - heads.start)
+    for piece in plan.used_pieces:
+        found = entries[piece.key].shape
+        if (*found[:2], found[4]) != shape or found[2] not in counts or piece.first + piece.num_tokens > found[3]:
+            raise ValueError(f"entry {piece.key[:12]}… has shape {tuple(found)}, which does not fit the plan")
+
+
+def _within(plan: FusionPlan, start: int, stop: int) -> list[StoredPiece]:
+    return [piece for piece in plan.used_pieces if piece.start < stop and piece.stop > start]
+
+
+def _part(piece: StoredPiece, entries: Mapping[str, KV], start: int, stop: int) -> KV:
+    first = piece.first + max(0, start - piece.start)
+    return part_of(entries[piece.key], first, piece.first + min(stop, piece.stop) - piece.start)

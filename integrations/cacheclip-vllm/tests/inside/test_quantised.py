@@ -1,0 +1,128 @@
+"""A checkpoint with 8-bit weights: vLLM computes its chunks and answers from them. Our own runtime refuses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cacheclip_lab.evaluation import certify as common
+from cacheclip_lab.evaluation.served import certify_vllm
+from cacheclip_vllm.offline import FusedLLM
+from cacheclip_vllm.served import Served
+from safetensors.torch import load_file, save_file
+from vllm_engines import (
+    CHUNKS,
+    MODELS,
+    PROMPTS,
+    VLLM,
+    Setting,
+    check_against_its_own_full,
+    clean_up,
+    encoding,
+    outcomes,
+    sampling,
+)
+
+from cacheclip_rag import CacheClipEngine
+from cacheclip_rag.base.errors import CertificateError, UnsupportedModelError
+from cacheclip_rag.config import EngineConfig
+from cacheclip_rag.methods import preset
+from cacheclip_rag.testing.tiny import build_model
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+"""A scale for each row of a weight, and for each token."""
+
+
+def quantised(folder: Path) -> Path:
+    """Round the linear layers of a saved model to 8 bits."""
+    file = folder / "model.safetensors"
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in load_file(file).items():
+        if name.endswith("_proj.weight"):
+            scale = tensor.abs().amax(1, keepdim=True) / 127
+            tensors[f"{name}_scale"], tensor = scale, (tensor / scale).round().to(torch.int8)
+        tensors[name] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": INT8}))
+    return folder
+
+
+def test_eight_bits(settings: Any, tmp_path: Path) -> None:
+    full = settings()
+    options = {
+        **full.options,
+        "primary": str(quantised(build_model(tmp_path / "model", MODELS["qwen3"]))),
+        "store": str(tmp_path / "store"),
+        "dtype": "bfloat16",  # vLLM runs these weights in no other
+    }
+    setting = Setting(options["primary"], options["store"], options)
+    with pytest.raises(UnsupportedModelError, match="quanti"):
+        setting.engine.precompute(CHUNKS)
+    unquantised = {**options, "primary": full.model, "store": str(tmp_path / "unquantised")}
+    CacheClipEngine(**unquantised).precompute(CHUNKS)
+    with encoding(setting, tmp_path, dtype="bfloat16") as made:
+        assert made.engine(Path(setting.store)).precompute(CHUNKS) == len(CHUNKS)
+        fused = FusedLLM(made.fused.llm, setting.planner())
+        check_against_its_own_full(fused, 0.1)
+
+        other = FusedLLM(made.fused.llm, setting.planner(store=unquantised["store"]))
+        planned = other.planner.plan(PROMPTS[0])
+        assert planned.fusion is None and planned.stats.misses == 4, "chunks of other weights are not found"
+        planned = setting.planner(**unquantised).plan(PROMPTS[0])
+        given = {"prompt_token_ids": list(planned.token_ids)}
+        found = fused.llm.generate([given], [sampling(planned.fusion)], use_tqdm=False)
+        assert outcomes(found) == ["plain"]
+        assert "other weights" in found[0].kv_transfer_params["cacheclip"]["reason"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_certificate(settings: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a quantised checkpoint to a fused answer that a certificate covers; another engine's covers none."""
+    for name, value in (("_QUICK_PROMPTS", 2), ("ANSWER_TOKENS", 2), ("RATIOS", (1.0,))):
+        monkeypatch.setattr(common, name, value)
+    options = {
+        **settings().options,
+        "primary": str(quantised(build_model(tmp_path / "model", MODELS["qwen3"]))),
+        "store": str(tmp_path / "store"),
+        "dtype": "bfloat16",
+    }
+    setting = Setting(options["primary"], options["store"], options)
+    certificate = certify_vllm(EngineConfig(**options), quick=True, vllm=VLLM)
+    assert certificate.exactness["passed"], certificate.exactness
+    (row,) = [row for row in certificate.ratios if row.ratio == 1.0]
+    assert row.verdict != "not faithful" and certificate.identity.backend.startswith("vllm 0.")
+    clean_up()
+    with encoding(setting, tmp_path, dtype="bfloat16") as made:
+        made.engine(Path(setting.store)).precompute(CHUNKS)
+        asked = {"method": preset("cacheclip").at(1.0), "use_tqdm": False}
+        fused = FusedLLM(made.fused.llm, setting.planner(require_certificate=True))
+        with pytest.raises(CertificateError, match="--backend vllm|certify_vllm"):
+            fused.generate(PROMPTS[:1], **asked)
+        certificate.save()
+        fused = FusedLLM(made.fused.llm, setting.planner(require_certificate=True))
+        assert outcomes(fused.generate(PROMPTS[:2], **asked)) == ["fused"] * 2 and not fused.plain
+    other = setting.planner(require_certificate=True, served=Served(kv_cache_dtype="fp8_e4m3"))
+    with pytest.raises(CertificateError):
+        other.plan(PROMPTS[0], method=asked["method"])
