@@ -11,7 +11,7 @@ from typing import Any
 from cacheclip_serve import as_json, server_sent
 
 from cacheclip_rag import FusionStats
-from cacheclip_rag.plugins import PHASES
+from cacheclip_rag.measuring import PHASES
 
 from .parameters import EXACT, UNREADABLE
 from .planners import Route

@@ -1,0 +1,91 @@
+"""An engine without the primary's weights: what it refuses, and what it says of whom."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheclip_rag import CacheClipEngine, ConfigurationError, ModelError
+from cacheclip_rag.methods import preset
+from cacheclip_rag.models import load_model
+from cacheclip_rag.planning import CallerLeft, FusionPlan, PlanningEngine, Waiter, load_planning, model_files
+from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
+
+
+@pytest.fixture
+def options(tiny_models: dict[str, str], tmp_path: Path) -> dict[str, Any]:
+    found = {"primary": tiny_models["llama"], "auxiliary": None, "store": str(tmp_path / "store"), "method": "epic"}
+    CacheClipEngine(**found).precompute(CHUNKS)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"store": None}, "X's workers read chunks from a store"),
+        ({"finish": "verify"}, "finish has no effect on answers of X"),
+        ({"max_ttft_s": 1.0}, "max_ttft_s has no effect on answers of X"),
+        ({"recompute_ratio": "auto"}, "not chosen by time for X"),
+    ],
+)
+def test_settings_without_effect(options: dict[str, Any], changed: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        PlanningEngine(answers="X", **{**options, **changed})
+
+
+def test_why_nothing_is_fused(options: dict[str, Any]) -> None:
+    engine = PlanningEngine(answers="X", **options)
+    assert engine.why_never(preset("epic")) is engine.why_never(preset("full")) is None
+    assert "which X cannot decode with" in str(engine.why_never(preset("ape")))
+    assert "by the primary's KV" in str(engine.why_never(preset("anchored")))
+    assert "which X does not give" in str(engine.why_never(replace(preset("epic"), min_confidence=0.5)))
+    with pytest.raises(ConfigurationError, match="nothing would be reused: .* by the primary's KV"):
+        PlanningEngine(**{**options, "method": "anchored"}).warm_up()
+
+
+def test_it_computes_no_kv(options: dict[str, Any]) -> None:
+    engine = PlanningEngine(**options)
+    engine.warm_up()
+    assert engine.plan(rag_prompt(CHUNKS)).fusion is not None
+    with pytest.raises(ModelError, match="without its weights"):
+        engine.primary.encode([1, 2, 3])
+
+
+def test_a_caller_who_leaves(options: dict[str, Any]) -> None:
+    """The search for given documents ends."""
+    engine, caller = PlanningEngine(**options), Waiter()
+    with engine.asking(caller):
+        assert engine.plan(rag_prompt(CHUNKS), documents=CHUNKS).fusion is not None
+        caller.leave()
+        with pytest.raises(CallerLeft):
+            engine.plan(rag_prompt(CHUNKS), documents=CHUNKS)
+
+
+def test_keys_turn_to_their_positions_and_back(tiny_models: dict[str, str]) -> None:
+    ids, whole, runtime = list(range(5, 25)), load_model(tiny_models["llama"]), load_planning(tiny_models["llama"])
+    kv = whole.encode(ids)
+    placed = runtime.placed(kv)
+    torch.testing.assert_close(runtime.position_free(placed.clone(), 0), kv)
+    for layer, there in zip(placed, whole.prefill(torch.tensor(ids), len(ids))[0].layers, strict=True):
+        torch.testing.assert_close(layer[0], there.keys[0, :, : len(ids)], atol=1e-5, rtol=1e-4)
+    assert (runtime.position_free(placed.clone(), 1) - kv).abs().max() > 0.1, "the twin: one position off"
+
+
+def test_a_plan_that_reads_nothing() -> None:
+    plan = FusionPlan.computing([3, 1, 4, 1, 5], 3, model="m", rope_pin="", namespace="north")
+    assert plan.used_pieces == [] and (plan.num_ready, plan.num_rows) == (3, 5)
+    assert len(replace(plan, correction=0.5).used_pieces) == 1, "what is computed is compared with what is stored"
+
+
+def test_files_that_change_while_they_are_loaded(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_models["llama"], tmp_path / "model"))
+    with model_files(str(folder)) as files:
+        assert files == load_planning(folder).files
+    config = folder / "config.json"
+    with pytest.raises(ModelError, match="changed while it was loaded"), model_files(str(folder)):
+        config.write_text(config.read_text() + " ")
