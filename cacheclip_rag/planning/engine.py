@@ -139,12 +139,12 @@ class PlanningEngine:
         text without chat template and system prompt."""
         chosen = method if isinstance(method, Method) else self.make_method(method)
         isolated = self.parts.context_of(chosen).isolated
-        given = given_texts(documents)
+        texts = given_texts(documents)
         if not as_it_stands:
             checked = check_tools(tools)
-            return self.parts.segment(prompt, given, tools=checked, variables=variables, isolated=isolated)
+            return self.parts.segment(prompt, texts, tools=checked, variables=variables, isolated=isolated)
         assert isinstance(prompt, str), "only a text can be read as it stands"
-        return self.parts.segment_as_it_stands(prompt, given, isolated=isolated)
+        return self.parts.segment_as_it_stands(prompt, texts, isolated=isolated)
 
     @torch.inference_mode()
     def plan(
@@ -192,12 +192,12 @@ class PlanningEngine:
     def drop_unreadable(self, fusion: FusionPlan) -> int:
         """Remove what cannot be read of a plan that could not be carried out, so that it is missing from the next
         plan; returns the number of removed entries. Workers themselves change nothing in the store."""
-        found = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
-        if found:
+        removed = self.parts.store.drop_unreadable(list(dict.fromkeys(piece.key for piece in fusion.pieces)))
+        if removed:
             logger.warning(
-                "%d chunks of a plan could not be read and were removed. Ingest their documents again.", found
+                "%d chunks of a plan could not be read and were removed. Ingest their documents again.", removed
             )
-        return found
+        return removed
 
     def token_ids(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Those of a prompt that is not planned. Needs neither store nor auxiliary model.

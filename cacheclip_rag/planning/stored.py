@@ -55,8 +55,8 @@ class StoredInterval:
         """Which of :attr:`places` each position is, on the CPU; -1: it has no stored KV."""
         if not len(self.places):
             return torch.full_like(positions, -1)
-        found = torch.searchsorted(self.places, positions).clamp_(max=len(self.places) - 1)
-        return torch.where(self.places[found] == positions, found, -1)
+        numbers = torch.searchsorted(self.places, positions).clamp_(max=len(self.places) - 1)
+        return torch.where(self.places[numbers] == positions, numbers, -1)
 
     def split(self, chunks: Sequence[Interval], rows: torch.Tensor) -> Split | None:
         """What the correction of whole ``chunks`` needs in a pass that computes ``rows``, with numbers of
@@ -87,19 +87,19 @@ class StoredInterval:
     def layer(self, number: int, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys after RoPE and values of one layer in the compute dtype, each ``(num_stored, num_heads, head_dim)``, of
         these KV heads; on the device, in memory of their own."""
-        found, first, tables = list[torch.Tensor](), 0, self._tables[number]
+        layer, first, tables = list[torch.Tensor](), 0, self._tables[number]
         for joined in self._joined:
             is_cut = joined.pieces[0].shape[2] == heads.stop - heads.start  # read so, or the only worker
             keys, values, scale = joined.layer(number, self.device, slice(None) if is_cut else heads)
             own = slice(first, first := first + keys.shape[1])
             keys = rotate(keys, None if tables is None else (tables[0][own], tables[1][own]))
             both = (keys, values if scale is None else values * scale)
-            if not found:
+            if not layer:
                 shape = (len(self.places), len(keys), keys.shape[2])
-                found = [torch.empty(shape, dtype=self._dtype, device=self.device) for _ in both]
-            for target, numbers in zip(found, both, strict=True):
+                layer = [torch.empty(shape, dtype=self._dtype, device=self.device) for _ in both]
+            for target, numbers in zip(layer, both, strict=True):
                 target[own] = numbers.transpose(0, 1)
-        return found[0], found[1]
+        return layer[0], layer[1]
 
     def ahead(self, heads: slice, num_layers: int, stream: Any | None) -> LayersAhead:
         """All layers in order. ``stream``: of :func:`copy_stream`; None makes each layer when it is asked for."""
@@ -121,11 +121,11 @@ class LayersAhead:
             return self._stored.layer(number, self._heads)
         if number not in self._made:
             self._make(number)
-        found, is_made = self._made[number]
+        layer, is_made = self._made[number]
         self._current.wait_event(is_made)
         if number + 1 < self._num_layers:
             self._make(number + 1)
-        return found
+        return layer
 
     def close(self) -> None:
         """Let the device's current stream wait for what is being copied, also after a failure."""
@@ -139,8 +139,8 @@ class LayersAhead:
         self._stream.wait_stream(self._current)
         self._made.pop(number - 2, None)
         with torch.get_device_module(self._stored.device).stream(self._stream):
-            found = self._stored.layer(number, self._heads)
-        self._made[number] = found, self._stream.record_event()
+            layer = self._stored.layer(number, self._heads)
+        self._made[number] = layer, self._stream.record_event()
 
     @property
     def _current(self) -> Any:
@@ -157,12 +157,12 @@ def check_fits(plan: FusionPlan, entries: Mapping[str, KV], runtime: ModelRuntim
     shape, of all KV heads or of ``heads``."""
     if plan.model != runtime.fingerprint:
         raise ValueError("the plan is for other weights than this process loaded")
-    shape = (runtime.num_layers, 2, runtime.head_dim)
+    expected = (runtime.num_layers, 2, runtime.head_dim)
     counts = (runtime.num_kv_heads, runtime.num_kv_heads if heads is None else heads.stop - heads.start)
     for piece in plan.used_pieces:
-        found = entries[piece.key].shape
-        if (*found[:2], found[4]) != shape or found[2] not in counts or piece.first + piece.num_tokens > found[3]:
-            raise ValueError(f"entry {piece.key[:12]}… has shape {tuple(found)}, which does not fit the plan")
+        shape = entries[piece.key].shape
+        if (*shape[:2], shape[4]) != expected or shape[2] not in counts or piece.first + piece.num_tokens > shape[3]:
+            raise ValueError(f"entry {piece.key[:12]}… has shape {tuple(shape)}, which does not fit the plan")
 
 
 def _within(plan: FusionPlan, start: int, stop: int) -> list[StoredPiece]:
