@@ -1,10 +1,10 @@
 """vLLM as an engine, unmodified: offline in this process, or by its own server with OpenAI's API.
 
 ``cacheclip serve --backend vllm``: ``launch.py`` checks the options (``options.py``) and replaces this process by
-vLLM's server, with our connector and the middleware. A request passes ``middleware.py`` (keys, paths), ``requests.py``
-(what a plan can follow, and what goes to vLLM as it is), ``planners.py`` (a planner for each tenant, in a thread), then
-vLLM, then ``replies.py`` (our statistics), and some of them ``shadow_checks.py`` (asked again for plain prefill, and
-compared). ``settings.py`` takes the options from one process to the other.
+vLLM's server, with our connector and the middleware. A request passes ``middleware.py`` (keys, paths; ``exchange.py``
+has the messages), ``requests.py`` (what a plan can follow, and what goes to vLLM as it is), ``planners.py`` (a planner
+for each tenant, in a thread), then vLLM, then ``replies.py`` (our statistics), and some of them ``shadow_checks.py``
+(asked again for plain prefill, and compared). ``settings.py`` takes the options from one process to the other.
 
 Inside vLLM: ``connector.py`` and ``worker.py`` load what a plan names (``parameters.py``, ``scheduling.py``,
 ``loading.py``, ``rows.py``, ``passes.py``). ``offline.py`` and ``encoding.py`` drive vLLM from a program,

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -41,10 +41,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cacheclip_rag import FusionStats
 from cacheclip_rag.guards import record_spans
 
+from .exchange import Replay, ReplySender, appending, as_text, changing, with_length
 from .internals import PROBE_TOKENS, check_probe, probe
 from .parameters import PARAMETER, request_parameters
 from .planners import Planning, Route
-from .replies import Result, StreamReply, WholeReply, with_code
+from .replies import Result
 from .requests import NotPlanned, PlannablePrompt, check_carried, in_vllms_words, read_chat, read_completion, take_field
 from .settings import ServerSettings
 from .shadow_checks import ShadowChecks, ask_itself
@@ -199,7 +200,7 @@ class CacheClip:
         caller = self._access.identify(request.headers.get("authorization"))
         if path == "/metrics" or path.startswith("/metrics/"):
             caller.check_metrics()
-            return await self._app(_as_text(scope), receive, _appending(send, self._metrics))
+            return await self._app(as_text(scope), receive, appending(send, self._metrics))
         if caller.may_choose and path not in _OF_TENANTS:
             raise RequestError(
                 "the key of a tenant may use chat completions, completions and models only.",
@@ -207,7 +208,7 @@ class CacheClip:
                 kind="permission_error",
             )
         if path == "/v1/models" and scope["method"] == "GET":
-            return await self._app(_as_text(scope), receive, _changing(send, self._with_cards))
+            return await self._app(as_text(scope), receive, changing(send, self._with_cards))
         if path in _READERS and scope["method"] == "POST":
             return await self._asked(path, request, caller, scope, receive, send)
         if path in _NEVER_PLANNED and scope["method"] == "POST":
@@ -284,11 +285,11 @@ class CacheClip:
             result = Result(way, self._record, self._settings.shows_metrics)
             result.began -= way.queued_s + way.planning_s
             kept = _MOST_KEPT if self._checks.rate else 0
-            reply = _Replying(result, send, shows_usage=_count_usage(body), kept=kept)
-            replay = _Replay(as_json(body), leaving, receive)
+            reply = ReplySender(result, send, shows_usage=_count_usage(body), kept=kept)
+            replay = Replay(as_json(body), leaving, receive)
             self._running += 1
             try:
-                await self._app(_with_length(scope, replay.body), replay, reply)
+                await self._app(with_length(scope, replay.body), replay, reply)
             finally:
                 self._running -= 1
                 if replay.client_left and not reply.is_done:
@@ -390,134 +391,6 @@ async def _unless_left(work: Coroutine[Any, Any, T], leaving: asyncio.Future[Mes
         return await task
     finally:
         task.cancel()
-
-
-class _Replay:
-    """Receives the body again, then what the client sends after it: that it has left."""
-
-    def __init__(self, body: bytes, leaving: asyncio.Future[Message], receive: Receive) -> None:
-        """``leaving``: the first message after the body."""
-        self.body, self._leaving, self._receive = body, leaving, receive
-        self._is_sent = self._is_next_read = False
-        self.client_left = False
-
-    async def __call__(self) -> Message:
-        if not self._is_sent:
-            self._is_sent = True
-            return {"type": "http.request", "body": self.body, "more_body": False}
-        if self._is_next_read:
-            message = await self._receive()
-        else:
-            message = await asyncio.shield(self._leaving)
-            self._is_next_read = True
-        self.client_left |= message["type"] == "http.disconnect"
-        return message
-
-
-class _Replying:
-    """Sends vLLM's response with our field, and the error of a long prompt with its code. Other errors and other
-    content pass as they are."""
-
-    def __init__(self, result: Result, send: Send, *, shows_usage: bool, kept: int) -> None:
-        """``kept``: bytes of a stream that :attr:`body` keeps."""
-        self._send, self._kept = send, kept
-        self._whole, self._stream = WholeReply(result), StreamReply(result, shows_usage)
-        self._start: Message | None = None
-        self._kind = ""
-        self.body = bytearray()
-        """What vLLM sent."""
-        self.is_done = False
-        """Whether the end of the response was sent."""
-
-    async def __call__(self, message: Message) -> None:
-        await self._take(message)
-        self.is_done |= message["type"] == "http.response.body" and not message.get("more_body", False)
-
-    async def _take(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kind = _header(message, b"content-type").partition(b";")[0].strip().lower()
-            is_read = message["status"] == 200 or (message["status"] == 400 and kind == b"application/json")
-            self._kind = kind.decode("latin-1") if is_read else ""
-            self._start = message
-            if self._kind != "application/json":
-                await self._send(_without_length(message) if self._kind == "text/event-stream" else message)
-        elif message["type"] != "http.response.body" or self._kind not in ("application/json", "text/event-stream"):
-            await self._send(message)
-        elif self._kind == "application/json":
-            await self._collect(message)
-        else:
-            await self._pass_on(message)
-
-    async def _collect(self, message: Message) -> None:
-        self.body += message.get("body", b"")
-        if message.get("more_body", False):
-            return
-        assert self._start is not None, "a body has a start before it"
-        finish = self._whole.finish if self._start["status"] == 200 else with_code
-        await _send_whole(self._send, self._start, finish(bytes(self.body)))
-
-    async def _pass_on(self, message: Message) -> None:
-        more = message.get("more_body", False)
-        came = message.get("body", b"")
-        if len(self.body) < self._kept:
-            self.body += came
-        data = self._stream.feed(came)
-        if not more:
-            data += self._stream.finish()
-        if data or not more:
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-def _changing(send: Send, change: Callable[[bytes], bytes]) -> Send:
-    """Sends a response of status 200 with another body."""
-    start: Message = {}
-    body = bytearray()
-
-    async def changed(message: Message) -> None:
-        nonlocal start
-        if message["type"] == "http.response.start":
-            start = message
-            if message["status"] != 200:
-                await send(message)
-        elif start.get("status") != 200 or message["type"] != "http.response.body":
-            await send(message)
-        else:
-            body.extend(message.get("body", b""))
-            if not message.get("more_body", False):
-                await _send_whole(send, start, change(bytes(body)))
-
-    return changed
-
-
-async def _send_whole(send: Send, start: Message, body: bytes) -> None:
-    headers = [*_without_length(start)["headers"], (b"content-length", str(len(body)).encode())]
-    await send({**start, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _appending(send: Send, more: Callable[[], bytes]) -> Send:
-    return _changing(send, lambda body: body.rstrip(b"\n") + b"\n" + more())
-
-
-def _header(message: MutableMapping[str, Any], name: bytes) -> bytes:
-    return next((value for key, value in message.get("headers", ()) if key.lower() == name), b"")
-
-
-def _without_length(message: Message) -> Message:
-    headers = [(key, value) for key, value in message.get("headers", ()) if key.lower() != b"content-length"]
-    return {**message, "headers": headers}
-
-
-def _with_length(scope: Scope, body: bytes) -> Scope:
-    dropped = (b"content-length", b"transfer-encoding")
-    headers = [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]
-    return {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
-
-
-def _as_text(scope: Scope) -> Scope:
-    """The scope of a request for an uncompressed body of the usual kind."""
-    dropped = (b"accept", b"accept-encoding")
-    return {**scope, "headers": [(key, value) for key, value in scope["headers"] if key.lower() not in dropped]}
 
 
 def _refuse(error: RequestError) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
