@@ -261,7 +261,7 @@ def read_document(path: Path, digest: str | None = None) -> DocumentText:
     Raises:
         DocumentError: the file is unreadable, empty, binary, in another encoding, encrypted, without text, or has
             another digest.
-        MissingExtraError: what reads the PDF or Office file, or decrypts it, is not installed.
+        MissingExtraError: what reads the PDF file, or decrypts it, is not installed.
     """
     with _opened(path) as file:
         data = file.read()
@@ -312,7 +312,9 @@ def _text_in(path: Path, data: bytes) -> DocumentText:
     if suffix == PDF_SUFFIX and data.strip():
         return _finished(path, pdf_text(path, data))
     if suffix in OFFICE_SUFFIXES and data.startswith(ZIP_START):
-        return _finished(path, office_text(path, data))
+        if (missing := missing_reader(suffix)) is None:
+            return _finished(path, office_text(path, data))
+        raise DocumentError(f"{path} looks binary: it is an Office file. {SAVE_AS_TEXT} To have it read: {missing}")
     if suffix in HTML_SUFFIXES:
         source = decoded(path, data, encoding_of_page(data))
         page = html_text(source)

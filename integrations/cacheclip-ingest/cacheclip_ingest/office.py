@@ -46,12 +46,9 @@ def office_text(path: Path, data: bytes) -> DocumentText:
 
     Raises:
         DocumentError: the file is larger than is read.
-        MissingExtraError: what reads it is not installed.
         Whatever the libraries raise at damaged files.
     """
     suffix = path.suffix.lower()
-    if (missing := missing_reader(suffix)) is not None:
-        raise missing
     with ZipFile(BytesIO(data)) as parts:
         if (size := sum(each.file_size for each in parts.infolist())) > _MOST_BYTES:
             raise DocumentError(

@@ -416,8 +416,12 @@ def test_skipped_files_are_listed_with_reasons(
     find_spec = importlib.util.find_spec
 
     def without_pypdf(name: str, *rest: Any) -> Any:
-        return None if name == "pypdf" else find_spec(name, *rest)
+        return None if name in ("pypdf", "mammoth") else find_spec(name, *rest)
 
+    def without_mammoth(name: str, *rest: Any) -> Any:
+        return None if name == "mammoth" else find_spec(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_mammoth)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", without_pypdf)
         result = cacheclip("ingest", corpus, "--store", tmp_path / "store", *models)
