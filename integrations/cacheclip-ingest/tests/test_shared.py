@@ -246,12 +246,12 @@ class TestJob:
     def test_what_a_folder_leaves_out_a_bucket_does(self, config: EngineConfig, settings: LibrarySettings) -> None:
         """Hidden and empty objects, markers of folders, other types. What was given by its own name stays."""
         root = f"{config.store}-documents"
-        contents = {"a.txt": CHUNKS[0], ".b.txt": CHUNKS[1], ".git/c.txt": CHUNKS[2], "d.docx": "x", "e.log": CHUNKS[3]}
+        contents = {"a.txt": CHUNKS[0], ".b.txt": CHUNKS[1], ".git/c.txt": CHUNKS[2], "d.odt": "x", "e.log": CHUNKS[3]}
         for name, text in {**contents, "sub": "", "f.txt": ""}.items():
             obstore.put(SharedPlace(root).objects, name, text.encode())
         for dry in (True, False):
             found = (plan_shared if dry else ingest_shared)([root], config, settings)
-            assert [each["path"].removeprefix(f"{root}/") for each in found.skipped] == ["d.docx", "e.log", "f.txt"]
+            assert [each["path"].removeprefix(f"{root}/") for each in found.skipped] == ["d.odt", "e.log", "f.txt"]
             assert (found.added, found.failed, found.removed) == (1, [], 0)
         assert {*texts_of(config)} == {f"{root}/a.txt"}
         named = [f"{root}/e.log", f"{root}/.git", f"{root}/.b.txt"]
