@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .base import Method
     from .block import BlockAttention
     from .cacheblend import CacheBlend
+    from .correction import Chunks, Split, offsets
     from .presets import PRESET_NOTES, PRESETS
     from .recompute import Recompute
     from .settings import vary
@@ -32,11 +33,14 @@ __all__ = [
     "Ape",
     "BlockAttention",
     "CacheBlend",
+    "Chunks",
     "Method",
     "Recompute",
+    "Split",
     "check_auxiliary",
     "check_method",
     "check_reads",
+    "offsets",
     "preset",
     "reads_kv",
     "vary",
@@ -138,8 +142,11 @@ __getattr__ = late_names(
         "Ape": "ape",
         "BlockAttention": "block",
         "CacheBlend": "cacheblend",
+        "Chunks": "correction",
         "Method": "base",
         "Recompute": "recompute",
+        "Split": "correction",
+        "offsets": "correction",
         "vary": "settings",
     },
 )

@@ -48,25 +48,31 @@ from .tiers import Tiers, TierStats
 from .view import CatalogView, SourcesView
 
 if TYPE_CHECKING:
+    from ..base.database import Database, FormatError, OutageWarning, may_be_whole, set_aside
+    from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
     from .care import clear, collect_garbage, repair, verify
 
 __all__ = [
-    "Backend",
     "CAN_DROP_PAGE_CACHE",
     "CODECS",
+    "FRAME_VERSION",
+    "KV",
+    "PAGE_CACHE",
+    "READ_ERRORS",
+    "Backend",
     "Catalog",
     "CatalogView",
     "ChunkStore",
+    "Database",
     "DiskBackend",
     "Entry",
-    "FRAME_VERSION",
+    "FormatError",
     "Frame",
     "FrameError",
     "Joined",
-    "KV",
     "MemoryBackend",
     "OtherVersionError",
-    "PAGE_CACHE",
+    "OutageWarning",
     "ReadAgain",
     "ReadAhead",
     "ReadBuffer",
@@ -102,22 +108,34 @@ __all__ = [
     "keeps",
     "later",
     "layer_of",
+    "may_be_whole",
     "measure_reads",
     "open_chunk_store",
     "part_of",
+    "read_tensors",
     "repair",
+    "set_aside",
     "store_kind",
     "text_digest",
     "text_row",
     "verify",
+    "write_tensors",
 ]
 
 __getattr__ = late_names(
     __name__,
     {
+        "READ_ERRORS": "..base.tensor_files",
+        "Database": "..base.database",
+        "FormatError": "..base.database",
+        "OutageWarning": "..base.database",
         "clear": "care",
         "collect_garbage": "care",
+        "may_be_whole": "..base.database",
+        "read_tensors": "..base.tensor_files",
         "repair": "care",
+        "set_aside": "..base.database",
         "verify": "care",
+        "write_tensors": "..base.tensor_files",
     },
 )

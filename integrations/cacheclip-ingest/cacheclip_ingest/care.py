@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from cacheclip_rag import StoreError
-from cacheclip_rag.plugins import may_be_whole, set_aside
+from cacheclip_rag.store import may_be_whole, set_aside
 
 from .library import FILE_NAME, PATH_COLUMN, Library
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cacheclip_rag import ModelError
 from cacheclip_rag.models import load_module
-from cacheclip_rag.plugins import check_process
+from cacheclip_rag.runtime import check_process
 
 DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 

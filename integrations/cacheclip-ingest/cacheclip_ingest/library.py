@@ -21,7 +21,8 @@ import numpy as np
 
 from cacheclip_rag import ConfigurationError, EngineConfig, StoreError
 from cacheclip_rag.models import loader_of
-from cacheclip_rag.plugins import Database, expanded
+from cacheclip_rag.plugins import expanded
+from cacheclip_rag.store import Database
 
 from .embedding import DEFAULT_EMBEDDING, Vectors
 

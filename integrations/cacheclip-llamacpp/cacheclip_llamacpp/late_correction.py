@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheclip_rag.plugins import Chunks, Split, offsets
+from cacheclip_rag.methods import Chunks, Split, offsets
 
 from .context import Cells
 from .rotary import Rotation

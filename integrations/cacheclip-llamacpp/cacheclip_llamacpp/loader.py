@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheclip_rag import CacheClipError, ConfigurationError, UnknownModelError
-from cacheclip_rag.models import DEVICE_MAPS, choose_device
-from cacheclip_rag.plugins import (
-    FileState,
-    ModelLoader,
-    expanded,
-    file_digest,
-    states_of,
-    uses_tools,
-)
+from cacheclip_rag.models import DEVICE_MAPS, FileState, choose_device, file_digest, states_of, uses_tools
+from cacheclip_rag.plugins import ModelLoader, expanded
 
 if TYPE_CHECKING:
     from cacheclip_rag.runtime import Runtime
@@ -125,7 +118,7 @@ class GgufLoader(ModelLoader):
         return device
 
     def load(self, *, dtype: str, device: str) -> Runtime:
-        from cacheclip_rag.plugins import check_room, free_bytes
+        from cacheclip_rag.models import check_room, free_bytes
 
         from .model import LlamaRuntime
         from .weights import GgufWeights, check_header

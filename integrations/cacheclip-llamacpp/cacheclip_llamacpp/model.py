@@ -13,17 +13,16 @@ import numpy as np
 import torch
 
 from cacheclip_rag import ModelError
-from cacheclip_rag.plugins import (
+from cacheclip_rag.plugins import PlacedKV, fuse_in_order
+from cacheclip_rag.runtime import (
     ChatText,
     Grammars,
-    PlacedKV,
     SchemaConstraint,
+    TokenizedText,
     check_encodable,
     check_process,
-    fuse_in_order,
     known_reasoning,
 )
-from cacheclip_rag.runtime import TokenizedText
 
 from .context import KV_TYPE, Cells, Context
 from .late_correction import LateCorrection, Runs
@@ -35,7 +34,7 @@ from .weights import GgufWeights
 from .written import UnknownLayoutError, WrittenKV
 
 if TYPE_CHECKING:
-    from cacheclip_rag.plugins import KVMatch, PhaseClock
+    from cacheclip_rag.runtime import KVMatch, PhaseClock
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheclip_rag.plugins import Tables, rotate
+from cacheclip_rag.runtime import Tables, rotate
 
 from .written import WrittenKV
 

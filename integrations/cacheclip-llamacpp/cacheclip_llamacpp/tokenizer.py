@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cacheclip_rag.plugins import render_chat_template
+from cacheclip_rag.runtime import render_chat_template
 
 from .vocabulary import Vocabulary
 from .weights import GgufWeights

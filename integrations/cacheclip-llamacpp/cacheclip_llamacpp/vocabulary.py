@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from cacheclip_rag import UnsupportedModelError
-from cacheclip_rag.plugins import CALL_MARKERS, REASONING_MARKERS, markers_among
-from cacheclip_rag.runtime import TokenizedText
+from cacheclip_rag.runtime import CALL_MARKERS, REASONING_MARKERS, TokenizedText, markers_among
 
 from .library import library
 from .weights import GgufWeights

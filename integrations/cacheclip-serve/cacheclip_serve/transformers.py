@@ -13,7 +13,7 @@ from typing import Any
 from cacheclip_rag import CacheClipEngine, CallOptions, ConfigurationError, EngineConfig, Event
 from cacheclip_rag.adapters import can_constrain, final_events, iterate_in_thread, room_for, uses_tools
 from cacheclip_rag.guards import Metrics
-from cacheclip_rag.plugins import free_bytes
+from cacheclip_rag.models import free_bytes
 from cacheclip_rag.store import open_chunk_store
 
 from .backend import ModelCard, ServedQuestion, ServingBackend

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable
 
-from cacheclip_rag.plugins import Database
-from cacheclip_rag.store import Sources, TextIndex, text_digest
+from cacheclip_rag.store import Database, Sources, TextIndex, text_digest
 
 from .table import Removal, SharedText
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from cacheclip_rag import StoreError
-from cacheclip_rag.plugins import Database, FormatError, may_be_whole
-from cacheclip_rag.store import CatalogView, TextIndex, erase
+from cacheclip_rag.store import CatalogView, Database, FormatError, TextIndex, erase, may_be_whole
 
 from .changes import Changes
 from .place import SharedPlace, failing_as

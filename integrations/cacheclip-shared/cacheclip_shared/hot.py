@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.plugins import OutageWarning, shown_url
-from cacheclip_rag.store import CODECS, Backend, Sink, later
+from cacheclip_rag.plugins import shown_url
+from cacheclip_rag.store import CODECS, Backend, OutageWarning, Sink, later
 
 from .objects import ObjectBackend
 from .place import key_and_codec, key_folder, need, object_name, tenant_folder

@@ -10,8 +10,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from cacheclip_rag.plugins import Database
-from cacheclip_rag.store import Entry, Frame, FrameError, SqliteCatalog, TextIndex, Total, each_in_pool, erase, is_key
+from cacheclip_rag.store import (
+    Database,
+    Entry,
+    Frame,
+    FrameError,
+    SqliteCatalog,
+    TextIndex,
+    Total,
+    each_in_pool,
+    erase,
+    is_key,
+)
 
 from .changes import Changes, SharedIndex, SharedSources
 from .copies import FILE_NAME, RECORD, ROWS_OF_TEXT, TableCopy

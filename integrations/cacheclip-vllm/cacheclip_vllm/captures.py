@@ -27,7 +27,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.plugins import READ_ERRORS, is_whole_number, read_tensors, write_tensors
+from cacheclip_rag.plugins import is_whole_number
+from cacheclip_rag.store import READ_ERRORS, read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 CAPTURE = "cacheclip_capture"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.cli.common import BackendOption
 from cacheclip_rag.methods import DEFAULT_METHOD
 from cacheclip_rag.plugins import (
+    BackendOption,
     CommandSettings,
     JsonOption,
     Rows,

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 
 from cacheclip_rag import UnsupportedModelError
-from cacheclip_rag.plugins import JsonOption, check_architecture, format_bytes, print_json
+from cacheclip_rag.plugins import JsonOption, format_bytes, print_json
+from cacheclip_rag.runtime import check_architecture
 
 from ..packaged.catalogue import PACKAGED_MODELS, PREFIX
 from ..packaged.pull import model_folder

@@ -23,7 +23,8 @@ def convert_gguf(gguf_file: Path, target: Path, *, name: str, source_sha256: str
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cacheclip_rag.plugins import check_tensors, progress_bar, quiet_transformers
+    from cacheclip_rag.plugins import progress_bar
+    from cacheclip_rag.runtime import check_tensors, quiet_transformers
 
     where: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf_file.parent),

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cacheclip_rag.models import loader_of
-from cacheclip_rag.plugins import FileState, ModelLoader, TransformersLoader, check_architecture, expanded
+from cacheclip_rag.models import FileState, TransformersLoader, loader_of
+from cacheclip_rag.plugins import ModelLoader, expanded
+from cacheclip_rag.runtime import check_architecture
 
 from .catalogue import PACKAGED_MODELS, PREFIX, packaged_name
 from .pull import gguf_path, model_folder, pull, pull_gguf
