@@ -117,12 +117,12 @@ def test_reading_the_store_counts(stored: CacheClipEngine, time: Clock, monkeypa
     assert time.times(stored, "direct") == (len(CHUNKS), 0.0)
 
 
-@pytest.mark.parametrize("method", ["full", "direct"])
-def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: str) -> None:
-    """Stored texts and the prefix cache."""
+@pytest.mark.parametrize(("method", "seconds"), [("full", 2.0), ("direct", 3.0)])
+def test_looking_things_up_counts(stored: CacheClipEngine, time: Clock, method: str, seconds: float) -> None:
+    """Stored texts, and the prefix cache; a plan that reuses chunks looks there too, before its prefill does."""
     time.slow(stored.texts.index, "find")
     time.slow(stored.prefixes, "match")
-    assert time.times(stored, method) == (2.0, 0.0)
+    assert time.times(stored, method) == (seconds, 0.0)
 
 
 @pytest.mark.parametrize("finish", ["none", "verify", "revise"])
