@@ -55,8 +55,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 from langchain_core.tools import create_retriever_tool
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
-from llama_index.core import Document as LlamaDocument
-from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core import Document as LlamaDocument, StorageContext, VectorStoreIndex
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.node_parser import (
     HierarchicalNodeParser,

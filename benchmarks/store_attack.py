@@ -44,8 +44,7 @@ from typing import Any
 import psutil
 import torch
 import xxhash
-from cacheclip_ingest import Library, LibrarySettings, check_library, repair_library
-from cacheclip_ingest import library as documents
+from cacheclip_ingest import Library, LibrarySettings, check_library, library as documents, repair_library
 from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError

@@ -14,32 +14,38 @@ from .base.removed import refuse_removed_modules
 from .base.version import __version__
 
 if TYPE_CHECKING:
-    from cacheclip_rag.adapters.explain import explain_miss
+    from cacheclip_rag.adapters.explain import explain_miss as explain_miss
 
-    from .answering.options import CallOptions
+    from .answering.options import CallOptions as CallOptions
     from .base.errors import (
-        CacheClipError,
-        CertificateError,
-        ConfigurationError,
-        DigestMismatchError,
-        DocumentError,
-        DownloadError,
-        EncodingError,
-        MissingExtraError,
-        ModelError,
-        PromptTooLongError,
-        ServerError,
-        StoreError,
-        UnknownModelError,
-        UnsupportedModelError,
+        CacheClipError as CacheClipError,
+        CertificateError as CertificateError,
+        ConfigurationError as ConfigurationError,
+        DigestMismatchError as DigestMismatchError,
+        DocumentError as DocumentError,
+        DownloadError as DownloadError,
+        EncodingError as EncodingError,
+        MissingExtraError as MissingExtraError,
+        ModelError as ModelError,
+        PromptTooLongError as PromptTooLongError,
+        ServerError as ServerError,
+        StoreError as StoreError,
+        UnknownModelError as UnknownModelError,
+        UnsupportedModelError as UnsupportedModelError,
     )
-    from .base.sampling import SamplingParams
-    from .config import EngineConfig
-    from .engine import CacheClipEngine, WarmUp, get_engine
-    from .fusion.answer import Answer, Event, FusionStats, TokenLogprob, Trace
-    from .plan.plan import Plan
-    from .prompt.segments import Chunk, Fresh, Segment
-    from .prompt.tools import ToolCall, call_schema
+    from .base.sampling import SamplingParams as SamplingParams
+    from .config import EngineConfig as EngineConfig
+    from .engine import CacheClipEngine as CacheClipEngine, WarmUp as WarmUp, get_engine as get_engine
+    from .fusion.answer import (
+        Answer as Answer,
+        Event as Event,
+        FusionStats as FusionStats,
+        TokenLogprob as TokenLogprob,
+        Trace as Trace,
+    )
+    from .plan.plan import Plan as Plan
+    from .prompt.segments import Chunk as Chunk, Fresh as Fresh, Segment as Segment
+    from .prompt.tools import ToolCall as ToolCall, call_schema as call_schema
 
 refuse_removed_modules()
 
@@ -49,77 +55,27 @@ refuse_removed_modules()
 if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
-__all__ = [
-    "Answer",
-    "CacheClipEngine",
-    "CacheClipError",
-    "CallOptions",
-    "CertificateError",
-    "Chunk",
-    "ConfigurationError",
-    "DigestMismatchError",
-    "DocumentError",
-    "DownloadError",
-    "EncodingError",
-    "EngineConfig",
-    "Event",
-    "Fresh",
-    "FusionStats",
-    "MissingExtraError",
-    "ModelError",
-    "Plan",
-    "PromptTooLongError",
-    "SamplingParams",
-    "Segment",
-    "ServerError",
-    "StoreError",
-    "TokenLogprob",
-    "ToolCall",
-    "Trace",
-    "UnknownModelError",
-    "UnsupportedModelError",
-    "WarmUp",
-    "__version__",
-    "call_schema",
-    "explain_miss",
-    "get_engine",
-]
 
-_HOMES = {
-    "Answer": "fusion.answer",
-    "CacheClipEngine": "engine",
-    "CacheClipError": "base.errors",
-    "CallOptions": "answering.options",
-    "CertificateError": "base.errors",
-    "Chunk": "prompt.segments",
-    "ConfigurationError": "base.errors",
-    "DigestMismatchError": "base.errors",
-    "DocumentError": "base.errors",
-    "DownloadError": "base.errors",
-    "EncodingError": "base.errors",
-    "EngineConfig": "config",
-    "Event": "fusion.answer",
-    "Fresh": "prompt.segments",
-    "FusionStats": "fusion.answer",
-    "MissingExtraError": "base.errors",
-    "ModelError": "base.errors",
-    "Plan": "plan.plan",
-    "PromptTooLongError": "base.errors",
-    "SamplingParams": "base.sampling",
-    "Segment": "prompt.segments",
-    "ServerError": "base.errors",
-    "StoreError": "base.errors",
-    "TokenLogprob": "fusion.answer",
-    "ToolCall": "prompt.tools",
-    "Trace": "fusion.answer",
-    "UnknownModelError": "base.errors",
-    "UnsupportedModelError": "base.errors",
-    "WarmUp": "engine",
-    "call_schema": "prompt.tools",
-    "explain_miss": "adapters.explain",
-    "get_engine": "engine",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, _LATE = late_names(
+    __name__,
+    {
+        "adapters.explain": "explain_miss",
+        "answering.options": "CallOptions",
+        "base.errors": (
+            "CacheClipError CertificateError ConfigurationError DigestMismatchError DocumentError DownloadError "
+            "EncodingError MissingExtraError ModelError PromptTooLongError ServerError StoreError "
+            "UnknownModelError UnsupportedModelError"
+        ),
+        "base.sampling": "SamplingParams",
+        "config": "EngineConfig",
+        "engine": "CacheClipEngine WarmUp get_engine",
+        "fusion.answer": "Answer Event FusionStats TokenLogprob Trace",
+        "plan.plan": "Plan",
+        "prompt.segments": "Chunk Fresh Segment",
+        "prompt.tools": "ToolCall call_schema",
+    },
+)
+__all__ = ["__version__", *_LATE]
 
 
 def __dir__() -> list[str]:

@@ -26,139 +26,83 @@ from .base.late import late_names
 
 if TYPE_CHECKING:
     from .base.checks import (
-        check_choice,
-        check_namespace,
-        check_number,
-        check_probability,
-        check_ratio_and_limit,
-        check_whole_number,
-        did_you_mean,
-        is_whole_number,
+        check_choice as check_choice,
+        check_namespace as check_namespace,
+        check_number as check_number,
+        check_probability as check_probability,
+        check_ratio_and_limit as check_ratio_and_limit,
+        check_whole_number as check_whole_number,
+        did_you_mean as did_you_mean,
+        is_whole_number as is_whole_number,
     )
-    from .base.errors import is_panic
-    from .base.machine import unit_name
-    from .base.paths import atomic_path, cache_home, expanded, fsync_folder, is_url, split_hot
-    from .base.progress import progress_bar
-    from .base.python import own_folder, python_command, python_environment
-    from .base.urls import shown_url
+    from .base.errors import is_panic as is_panic
+    from .base.machine import unit_name as unit_name
+    from .base.paths import (
+        atomic_path as atomic_path,
+        cache_home as cache_home,
+        expanded as expanded,
+        fsync_folder as fsync_folder,
+        is_url as is_url,
+        split_hot as split_hot,
+    )
+    from .base.progress import progress_bar as progress_bar
+    from .base.python import (
+        own_folder as own_folder,
+        python_command as python_command,
+        python_environment as python_environment,
+    )
+    from .base.urls import shown_url as shown_url
     from .cli.common import (
-        BackendOption,
-        ExistingStoreOption,
-        JsonOption,
-        NamespaceOption,
-        Rows,
-        VariantsOption,
-        check_backend,
-        format_bytes,
-        parse_bytes,
-        print_json,
-        print_names,
-        print_tables,
+        BackendOption as BackendOption,
+        ExistingStoreOption as ExistingStoreOption,
+        JsonOption as JsonOption,
+        NamespaceOption as NamespaceOption,
+        Rows as Rows,
+        VariantsOption as VariantsOption,
+        check_backend as check_backend,
+        format_bytes as format_bytes,
+        parse_bytes as parse_bytes,
+        print_json as print_json,
+        print_names as print_names,
+        print_tables as print_tables,
     )
-    from .cli.companions import Companion
-    from .cli.options import CommandSettings, checked_model, engine_options, existing_folder, model_place
-    from .cli.plugins import Commands
-    from .cli.tables import Table
-    from .fusion.in_order import OrderedRuntime, PlacedKV, fuse_in_order
-    from .models.loaders import ModelLoader
+    from .cli.companions import Companion as Companion
+    from .cli.options import (
+        CommandSettings as CommandSettings,
+        checked_model as checked_model,
+        engine_options as engine_options,
+        existing_folder as existing_folder,
+        model_place as model_place,
+    )
+    from .cli.plugins import Commands as Commands
+    from .cli.tables import Table as Table
+    from .fusion.in_order import OrderedRuntime as OrderedRuntime, PlacedKV as PlacedKV, fuse_in_order as fuse_in_order
+    from .models.loaders import ModelLoader as ModelLoader
 
-__all__ = [
-    "BackendOption",
-    "CommandSettings",
-    "Commands",
-    "Companion",
-    "ExistingStoreOption",
-    "JsonOption",
-    "ModelLoader",
-    "NamespaceOption",
-    "OrderedRuntime",
-    "PlacedKV",
-    "Rows",
-    "Table",
-    "VariantsOption",
-    "atomic_path",
-    "cache_home",
-    "check_backend",
-    "check_choice",
-    "check_namespace",
-    "check_number",
-    "check_probability",
-    "check_ratio_and_limit",
-    "check_whole_number",
-    "checked_model",
-    "did_you_mean",
-    "engine_options",
-    "existing_folder",
-    "expanded",
-    "format_bytes",
-    "fsync_folder",
-    "fuse_in_order",
-    "is_panic",
-    "is_url",
-    "is_whole_number",
-    "late_names",
-    "model_place",
-    "own_folder",
-    "parse_bytes",
-    "print_json",
-    "print_names",
-    "print_tables",
-    "progress_bar",
-    "python_command",
-    "python_environment",
-    "shown_url",
-    "split_hot",
-    "unit_name",
-]
 
-_HOMES = {
-    # for commands
-    "BackendOption": "..cli.common",
-    "CommandSettings": "..cli.options",
-    "Commands": "..cli.plugins",
-    "Companion": "..cli.companions",
-    "ExistingStoreOption": "..cli.common",
-    "JsonOption": "..cli.common",
-    "NamespaceOption": "..cli.common",
-    "Rows": "..cli.common",
-    "Table": "..cli.tables",
-    "VariantsOption": "..cli.common",
-    "check_backend": "..cli.common",
-    "checked_model": "..cli.options",
-    "engine_options": "..cli.options",
-    "existing_folder": "..cli.options",
-    "format_bytes": "..cli.common",
-    "model_place": "..cli.options",
-    "parse_bytes": "..cli.common",
-    "print_json": "..cli.common",
-    "print_names": "..cli.common",
-    "print_tables": "..cli.common",
-    # for runtimes
-    "ModelLoader": "..models.loaders",
-    "OrderedRuntime": "..fusion.in_order",
-    "PlacedKV": "..fusion.in_order",
-    "fuse_in_order": "..fusion.in_order",
-    # for guests of all kinds
-    "atomic_path": "..base.paths",
-    "cache_home": "..base.paths",
-    "check_choice": "..base.checks",
-    "check_namespace": "..base.checks",
-    "check_number": "..base.checks",
-    "check_probability": "..base.checks",
-    "check_ratio_and_limit": "..base.checks",
-    "check_whole_number": "..base.checks",
-    "did_you_mean": "..base.checks",
-    "expanded": "..base.paths",
-    "fsync_folder": "..base.paths",
-    "is_panic": "..base.errors",
-    "is_url": "..base.paths",
-    "is_whole_number": "..base.checks",
-    "own_folder": "..base.python",
-    "progress_bar": "..base.progress",
-    "python_command": "..base.python",
-    "python_environment": "..base.python",
-    "shown_url": "..base.urls",
-    "split_hot": "..base.paths",
-    "unit_name": "..base.machine",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, _LATE = late_names(
+    __name__,
+    {
+        "..base.checks": (
+            "check_choice check_namespace check_number check_probability check_ratio_and_limit check_whole_number "
+            "did_you_mean is_whole_number"
+        ),
+        "..base.errors": "is_panic",
+        "..base.machine": "unit_name",
+        "..base.paths": "atomic_path cache_home expanded fsync_folder is_url split_hot",
+        "..base.progress": "progress_bar",
+        "..base.python": "own_folder python_command python_environment",
+        "..base.urls": "shown_url",
+        "..cli.common": (
+            "BackendOption ExistingStoreOption JsonOption NamespaceOption Rows VariantsOption check_backend "
+            "format_bytes parse_bytes print_json print_names print_tables"
+        ),
+        "..cli.companions": "Companion",
+        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place",
+        "..cli.plugins": "Commands",
+        "..cli.tables": "Table",
+        "..fusion.in_order": "OrderedRuntime PlacedKV fuse_in_order",
+        "..models.loaders": "ModelLoader",
+    },
+)
+__all__ = ["late_names", *_LATE]

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from cacheclip_shared.care import create
 from cacheclip_shared.place import SharedPlace
-from langchain_cacheclip import CacheClipLLM as TextModel
-from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip import CacheClipLLM as TextModel, ChatCacheClip
 from langchain_core.load import dumpd
 from llama_index.llms.cacheclip import CacheClipLLM
 

@@ -8,102 +8,66 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..answering.sampler import room_for
-    from ..base.checks import ALIASES
-    from ..base.sampling import FINISH_MODES, LEAST_PENALTY
-    from ..fusion.answer import last_answer
-    from ..prompt.messages import check_template_kwargs
-    from ..prompt.segments import chunk_texts, normalise_chunk
-    from ..prompt.tools import as_name, as_object, check_tools, past_calls, with_whole_characters
-    from .aio import answer_in_thread, iterate_in_thread
-    from .finishing import final_events
-    from .forced_tools import SCHEMA_OF_CALLS, allowed_tools, can_constrain, forced_tool, uses_tools, with_tool_choice
-    from .neutral import IGNORED, NEUTRAL, changes_nothing, is_neutral, says_nothing
-    from .precomputing import PrecomputeCost, all_stored, precompute_cost, precompute_in_batches
-    from .remote import RemoteEngine
-    from .served import ServedFields
-    from .settings import EngineFields, ModelFields, Tokenizer
-    from .usage import telemetry, token_usage
+    from ..answering.sampler import room_for as room_for
+    from ..base.checks import ALIASES as ALIASES
+    from ..base.sampling import FINISH_MODES as FINISH_MODES, LEAST_PENALTY as LEAST_PENALTY
+    from ..fusion.answer import last_answer as last_answer
+    from ..prompt.messages import check_template_kwargs as check_template_kwargs
+    from ..prompt.segments import chunk_texts as chunk_texts, normalise_chunk as normalise_chunk
+    from ..prompt.tools import (
+        as_name as as_name,
+        as_object as as_object,
+        check_tools as check_tools,
+        past_calls as past_calls,
+        with_whole_characters as with_whole_characters,
+    )
+    from .aio import answer_in_thread as answer_in_thread, iterate_in_thread as iterate_in_thread
+    from .finishing import final_events as final_events
+    from .forced_tools import (
+        SCHEMA_OF_CALLS as SCHEMA_OF_CALLS,
+        allowed_tools as allowed_tools,
+        can_constrain as can_constrain,
+        forced_tool as forced_tool,
+        uses_tools as uses_tools,
+        with_tool_choice as with_tool_choice,
+    )
+    from .neutral import (
+        IGNORED as IGNORED,
+        NEUTRAL as NEUTRAL,
+        changes_nothing as changes_nothing,
+        is_neutral as is_neutral,
+        says_nothing as says_nothing,
+    )
+    from .precomputing import (
+        PrecomputeCost as PrecomputeCost,
+        all_stored as all_stored,
+        precompute_cost as precompute_cost,
+        precompute_in_batches as precompute_in_batches,
+    )
+    from .remote import RemoteEngine as RemoteEngine
+    from .served import ServedFields as ServedFields
+    from .settings import EngineFields as EngineFields, ModelFields as ModelFields, Tokenizer as Tokenizer
+    from .usage import telemetry as telemetry, token_usage as token_usage
 
-__all__ = [
-    "ALIASES",
-    "FINISH_MODES",
-    "IGNORED",
-    "LEAST_PENALTY",
-    "NEUTRAL",
-    "SCHEMA_OF_CALLS",
-    "EngineFields",
-    "ModelFields",
-    "PrecomputeCost",
-    "RemoteEngine",
-    "ServedFields",
-    "Tokenizer",
-    "all_stored",
-    "allowed_tools",
-    "answer_in_thread",
-    "as_name",
-    "as_object",
-    "can_constrain",
-    "changes_nothing",
-    "check_template_kwargs",
-    "check_tools",
-    "chunk_texts",
-    "final_events",
-    "forced_tool",
-    "is_neutral",
-    "iterate_in_thread",
-    "last_answer",
-    "normalise_chunk",
-    "past_calls",
-    "precompute_cost",
-    "precompute_in_batches",
-    "room_for",
-    "says_nothing",
-    "telemetry",
-    "token_usage",
-    "uses_tools",
-    "with_tool_choice",
-    "with_whole_characters",
-]
 
-_HOMES = {
-    "ALIASES": "..base.checks",
-    "FINISH_MODES": "..base.sampling",
-    "IGNORED": "neutral",
-    "LEAST_PENALTY": "..base.sampling",
-    "NEUTRAL": "neutral",
-    "SCHEMA_OF_CALLS": "forced_tools",
-    "EngineFields": "settings",
-    "ModelFields": "settings",
-    "PrecomputeCost": "precomputing",
-    "RemoteEngine": "remote",
-    "ServedFields": "served",
-    "Tokenizer": "settings",
-    "all_stored": "precomputing",
-    "allowed_tools": "forced_tools",
-    "answer_in_thread": "aio",
-    "as_name": "..prompt.tools",
-    "as_object": "..prompt.tools",
-    "can_constrain": "forced_tools",
-    "changes_nothing": "neutral",
-    "check_template_kwargs": "..prompt.messages",
-    "check_tools": "..prompt.tools",
-    "chunk_texts": "..prompt.segments",
-    "final_events": "finishing",
-    "forced_tool": "forced_tools",
-    "is_neutral": "neutral",
-    "iterate_in_thread": "aio",
-    "last_answer": "..fusion.answer",
-    "normalise_chunk": "..prompt.segments",
-    "past_calls": "..prompt.tools",
-    "precompute_cost": "precomputing",
-    "precompute_in_batches": "precomputing",
-    "room_for": "..answering.sampler",
-    "says_nothing": "neutral",
-    "telemetry": "usage",
-    "token_usage": "usage",
-    "uses_tools": "forced_tools",
-    "with_tool_choice": "forced_tools",
-    "with_whole_characters": "..prompt.tools",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "..answering.sampler": "room_for",
+        "..base.checks": "ALIASES",
+        "..base.sampling": "FINISH_MODES LEAST_PENALTY",
+        "..fusion.answer": "last_answer",
+        "..prompt.messages": "check_template_kwargs",
+        "..prompt.segments": "chunk_texts normalise_chunk",
+        "..prompt.tools": "as_name as_object check_tools past_calls with_whole_characters",
+        "aio": "answer_in_thread iterate_in_thread",
+        "finishing": "final_events",
+        "forced_tools": "SCHEMA_OF_CALLS allowed_tools can_constrain forced_tool uses_tools with_tool_choice",
+        "neutral": "IGNORED NEUTRAL changes_nothing is_neutral says_nothing",
+        "precomputing": "PrecomputeCost all_stored precompute_cost precompute_in_batches",
+        "remote": "RemoteEngine",
+        "served": "ServedFields",
+        "settings": "EngineFields ModelFields Tokenizer",
+        "usage": "telemetry token_usage",
+    },
+)

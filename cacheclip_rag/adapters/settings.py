@@ -5,8 +5,7 @@ defaults. It needs pydantic, which both frameworks install.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, fields as fields_of, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 

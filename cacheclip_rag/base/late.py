@@ -1,4 +1,4 @@
-"""Names that a package imports at first use, so that importing the package stays cheap."""
+"""Names that a module imports at first use, so that importing it stays cheap."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from importlib import import_module
 from typing import Any
 
 
-def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``, which finds each name in its module. Modules are named from within the package,
-    as ``settings`` or, in another room, ``..base.checks``."""
+def late_names(module: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """A module's ``__getattr__``, which finds each name where it is declared, and its ``__all__``.
+
+    Args:
+        names: names, separated by spaces, by the module that declares them: relative to ``module``, as ``settings``,
+            or ``..base.checks`` for another room.
+    """
+    homes = {name: home for home, together in names.items() for name in together.split()}
 
     def find(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name] if homes[name].startswith(".") else f".{homes[name]}", package), name)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_module(homes[name] if homes[name].startswith(".") else f".{homes[name]}", module), name)
 
-    return find
+    return find, sorted(homes)

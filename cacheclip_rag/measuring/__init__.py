@@ -12,111 +12,65 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..answering.prefill import Prefilled
-    from ..answering.sampler import confidence
-    from ..base.clock import PHASES
-    from ..base.machine import processor_name, unit_name
-    from ..chunks.caches import ChunkCaches
-    from ..fusion.fuse import choose_rows
-    from ..guards.fidelity import Fidelity, compare, greedy, kl_divergence, own_answer, read_along
-    from ..guards.identity import Identity, differences
-    from ..prompt.known_kv import known_kv
-    from ..prompt.segments import segment_text
-    from ..runtime.transformers.attention_pattern import Probe
-    from ..runtime.transformers.cache import FusedCache, cache_argument
-    from ..runtime.transformers.model import ModelRuntime
-    from ..selection.auxiliary_pass import question_ids
-    from ..selection.packed_chunks import pack_chunks
-    from ..store.disk import CAN_DROP_PAGE_CACHE
-    from ..timing.controller import Controller, find_profile, fit_media
-    from ..timing.texts import QUESTION, SECOND_QUESTION, make_texts
+    from ..answering.prefill import Prefilled as Prefilled
+    from ..answering.sampler import confidence as confidence
+    from ..base.clock import PHASES as PHASES
+    from ..base.machine import processor_name as processor_name, unit_name as unit_name
+    from ..chunks.caches import ChunkCaches as ChunkCaches
+    from ..fusion.fuse import choose_rows as choose_rows
+    from ..guards.fidelity import (
+        Fidelity as Fidelity,
+        compare as compare,
+        greedy as greedy,
+        kl_divergence as kl_divergence,
+        own_answer as own_answer,
+        read_along as read_along,
+    )
+    from ..guards.identity import Identity as Identity, differences as differences
+    from ..prompt.known_kv import known_kv as known_kv
+    from ..prompt.segments import segment_text as segment_text
+    from ..runtime.transformers.attention_pattern import Probe as Probe
+    from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
+    from ..runtime.transformers.model import ModelRuntime as ModelRuntime
+    from ..selection.auxiliary_pass import question_ids as question_ids
+    from ..selection.packed_chunks import pack_chunks as pack_chunks
+    from ..store.disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE
+    from ..timing.controller import Controller as Controller, find_profile as find_profile, fit_media as fit_media
+    from ..timing.texts import QUESTION as QUESTION, SECOND_QUESTION as SECOND_QUESTION, make_texts as make_texts
     from .engines import (
-        auxiliary_caches,
-        extending_model,
-        identity_of,
-        prefix_caches,
-        stock_attention,
-        transformers_model,
-        use_heads,
+        auxiliary_caches as auxiliary_caches,
+        extending_model as extending_model,
+        identity_of as identity_of,
+        prefix_caches as prefix_caches,
+        stock_attention as stock_attention,
+        transformers_model as transformers_model,
+        use_heads as use_heads,
     )
 
-__all__ = [
-    "CAN_DROP_PAGE_CACHE",
-    "PHASES",
-    "QUESTION",
-    "SECOND_QUESTION",
-    "ChunkCaches",
-    "Controller",
-    "Fidelity",
-    "FusedCache",
-    "Identity",
-    "ModelRuntime",
-    "Prefilled",
-    "Probe",
-    "auxiliary_caches",
-    "cache_argument",
-    "choose_rows",
-    "compare",
-    "confidence",
-    "differences",
-    "extending_model",
-    "find_profile",
-    "fit_media",
-    "greedy",
-    "identity_of",
-    "kl_divergence",
-    "known_kv",
-    "make_texts",
-    "own_answer",
-    "pack_chunks",
-    "prefix_caches",
-    "processor_name",
-    "question_ids",
-    "read_along",
-    "segment_text",
-    "stock_attention",
-    "transformers_model",
-    "unit_name",
-    "use_heads",
-]
 
-_HOMES = {
-    "CAN_DROP_PAGE_CACHE": "..store.disk",
-    "ChunkCaches": "..chunks.caches",
-    "Controller": "..timing.controller",
-    "Fidelity": "..guards.fidelity",
-    "FusedCache": "..runtime.transformers.cache",
-    "Identity": "..guards.identity",
-    "ModelRuntime": "..runtime.transformers.model",
-    "PHASES": "..base.clock",
-    "Prefilled": "..answering.prefill",
-    "Probe": "..runtime.transformers.attention_pattern",
-    "QUESTION": "..timing.texts",
-    "SECOND_QUESTION": "..timing.texts",
-    "auxiliary_caches": "engines",
-    "cache_argument": "..runtime.transformers.cache",
-    "choose_rows": "..fusion.fuse",
-    "compare": "..guards.fidelity",
-    "confidence": "..answering.sampler",
-    "differences": "..guards.identity",
-    "extending_model": "engines",
-    "find_profile": "..timing.controller",
-    "fit_media": "..timing.controller",
-    "greedy": "..guards.fidelity",
-    "identity_of": "engines",
-    "kl_divergence": "..guards.fidelity",
-    "known_kv": "..prompt.known_kv",
-    "make_texts": "..timing.texts",
-    "own_answer": "..guards.fidelity",
-    "pack_chunks": "..selection.packed_chunks",
-    "prefix_caches": "engines",
-    "processor_name": "..base.machine",
-    "question_ids": "..selection.auxiliary_pass",
-    "read_along": "..guards.fidelity",
-    "segment_text": "..prompt.segments",
-    "stock_attention": "engines",
-    "transformers_model": "engines",
-    "unit_name": "..base.machine",
-    "use_heads": "engines",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "..answering.prefill": "Prefilled",
+        "..answering.sampler": "confidence",
+        "..base.clock": "PHASES",
+        "..base.machine": "processor_name unit_name",
+        "..chunks.caches": "ChunkCaches",
+        "..fusion.fuse": "choose_rows",
+        "..guards.fidelity": "Fidelity compare greedy kl_divergence own_answer read_along",
+        "..guards.identity": "Identity differences",
+        "..prompt.known_kv": "known_kv",
+        "..prompt.segments": "segment_text",
+        "..runtime.transformers.attention_pattern": "Probe",
+        "..runtime.transformers.cache": "FusedCache cache_argument",
+        "..runtime.transformers.model": "ModelRuntime",
+        "..selection.auxiliary_pass": "question_ids",
+        "..selection.packed_chunks": "pack_chunks",
+        "..store.disk": "CAN_DROP_PAGE_CACHE",
+        "..timing.controller": "Controller find_profile fit_media",
+        "..timing.texts": "QUESTION SECOND_QUESTION make_texts",
+        "engines": (
+            "auxiliary_caches extending_model identity_of prefix_caches stock_attention transformers_model use_heads"
+        ),
+    },
+)

@@ -16,35 +16,15 @@ from ..base.removed import METHODS, refuse_removed
 
 if TYPE_CHECKING:
     from ..runtime.base import Runtime
-    from .ape import Ape
-    from .base import Method
-    from .block import BlockAttention
-    from .cacheblend import CacheBlend
-    from .correction import Chunks, Split, offsets
-    from .presets import PRESET_NOTES, PRESETS
-    from .recompute import Recompute
-    from .settings import vary
+    from .ape import Ape as Ape
+    from .base import Method as Method
+    from .block import BlockAttention as BlockAttention
+    from .cacheblend import CacheBlend as CacheBlend
+    from .correction import Chunks as Chunks, Split as Split, offsets as offsets
+    from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
+    from .recompute import Recompute as Recompute
+    from .settings import vary as vary
 
-__all__ = [
-    "DEFAULT_METHOD",
-    "PRESETS",
-    "PRESET_NAMES",
-    "PRESET_NOTES",
-    "Ape",
-    "BlockAttention",
-    "CacheBlend",
-    "Chunks",
-    "Method",
-    "Recompute",
-    "Split",
-    "check_auxiliary",
-    "check_method",
-    "check_reads",
-    "offsets",
-    "preset",
-    "reads_kv",
-    "vary",
-]
 
 PRESET_NAMES = (
     "full",
@@ -134,19 +114,26 @@ def reads_kv(method: Method) -> bool:
     return method.reuses_chunks and (moves or not method.plans_ahead)
 
 
-__getattr__ = late_names(
+__getattr__, _LATE = late_names(
     __name__,
     {
-        "PRESETS": "presets",
-        "PRESET_NOTES": "presets",
-        "Ape": "ape",
-        "BlockAttention": "block",
-        "CacheBlend": "cacheblend",
-        "Chunks": "correction",
-        "Method": "base",
-        "Recompute": "recompute",
-        "Split": "correction",
-        "offsets": "correction",
-        "vary": "settings",
+        "ape": "Ape",
+        "base": "Method",
+        "block": "BlockAttention",
+        "cacheblend": "CacheBlend",
+        "correction": "Chunks Split offsets",
+        "presets": "PRESETS PRESET_NOTES",
+        "recompute": "Recompute",
+        "settings": "vary",
     },
 )
+__all__ = [
+    "DEFAULT_METHOD",
+    "PRESET_NAMES",
+    "check_auxiliary",
+    "check_method",
+    "check_reads",
+    "preset",
+    "reads_kv",
+    *_LATE,
+]

@@ -18,50 +18,30 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..answering.turns import CallerLeft, Waiter
-    from ..fusion.wire import FusionPlan, Interval
-    from ..models.load import load_planning
-    from ..plan.plan import is_plain_better
-    from ..prompt.messages import Documents, Prompt
-    from ..runtime.transformers.planning import PlanningRuntime
-    from .engine import PlanningEngine
-    from .prompts import PlannedPrompt
-    from .stored import StoredInterval, check_fits, copy_stream
-    from .weights import model_files
+    from ..answering.turns import CallerLeft as CallerLeft, Waiter as Waiter
+    from ..fusion.wire import FusionPlan as FusionPlan, Interval as Interval
+    from ..models.load import load_planning as load_planning
+    from ..plan.plan import is_plain_better as is_plain_better
+    from ..prompt.messages import Documents as Documents, Prompt as Prompt
+    from ..runtime.transformers.planning import PlanningRuntime as PlanningRuntime
+    from .engine import PlanningEngine as PlanningEngine
+    from .prompts import PlannedPrompt as PlannedPrompt
+    from .stored import StoredInterval as StoredInterval, check_fits as check_fits, copy_stream as copy_stream
+    from .weights import model_files as model_files
 
-__all__ = [
-    "CallerLeft",
-    "Documents",
-    "FusionPlan",
-    "Interval",
-    "PlannedPrompt",
-    "PlanningEngine",
-    "PlanningRuntime",
-    "Prompt",
-    "StoredInterval",
-    "Waiter",
-    "check_fits",
-    "copy_stream",
-    "is_plain_better",
-    "load_planning",
-    "model_files",
-]
 
-_HOMES = {
-    "CallerLeft": "..answering.turns",
-    "Documents": "..prompt.messages",
-    "FusionPlan": "..fusion.wire",
-    "Interval": "..fusion.wire",
-    "PlannedPrompt": "prompts",
-    "PlanningEngine": "engine",
-    "PlanningRuntime": "..runtime.transformers.planning",
-    "Prompt": "..prompt.messages",
-    "StoredInterval": "stored",
-    "Waiter": "..answering.turns",
-    "check_fits": "stored",
-    "copy_stream": "stored",
-    "is_plain_better": "..plan.plan",
-    "load_planning": "..models.load",
-    "model_files": "weights",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "..answering.turns": "CallerLeft Waiter",
+        "..fusion.wire": "FusionPlan Interval",
+        "..models.load": "load_planning",
+        "..plan.plan": "is_plain_better",
+        "..prompt.messages": "Documents Prompt",
+        "..runtime.transformers.planning": "PlanningRuntime",
+        "engine": "PlanningEngine",
+        "prompts": "PlannedPrompt",
+        "stored": "StoredInterval check_fits copy_stream",
+        "weights": "model_files",
+    },
+)

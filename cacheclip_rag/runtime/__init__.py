@@ -7,75 +7,45 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..base.clock import PhaseClock
+    from ..base.clock import PhaseClock as PhaseClock
     from .base import (
-        CALL_MARKERS,
-        DTYPES,
-        REASONING_MARKERS,
-        Message,
-        Runtime,
-        State,
-        TokenizedText,
-        known_reasoning,
-        markers_among,
+        CALL_MARKERS as CALL_MARKERS,
+        DTYPES as DTYPES,
+        REASONING_MARKERS as REASONING_MARKERS,
+        Message as Message,
+        Runtime as Runtime,
+        State as State,
+        TokenizedText as TokenizedText,
+        known_reasoning as known_reasoning,
+        markers_among as markers_among,
     )
-    from .kept_kv import KVMatch
-    from .transformers.architectures import check_architecture
-    from .transformers.chat_template import render_chat_template
-    from .transformers.constraint import Grammars, SchemaConstraint
-    from .transformers.rotary import Tables, rotate
-    from .transformers.text import ChatText, check_encodable, check_process, quiet_transformers
-    from .transformers.weight_files import check_tensors
+    from .kept_kv import KVMatch as KVMatch
+    from .transformers.architectures import check_architecture as check_architecture
+    from .transformers.chat_template import render_chat_template as render_chat_template
+    from .transformers.constraint import Grammars as Grammars, SchemaConstraint as SchemaConstraint
+    from .transformers.rotary import Tables as Tables, rotate as rotate
+    from .transformers.text import (
+        ChatText as ChatText,
+        check_encodable as check_encodable,
+        check_process as check_process,
+        quiet_transformers as quiet_transformers,
+    )
+    from .transformers.weight_files import check_tensors as check_tensors
 
-__all__ = [
-    "CALL_MARKERS",
-    "DTYPES",
-    "REASONING_MARKERS",
-    "ChatText",
-    "Grammars",
-    "KVMatch",
-    "Message",
-    "PhaseClock",
-    "Runtime",
-    "SchemaConstraint",
-    "State",
-    "Tables",
-    "TokenizedText",
-    "check_architecture",
-    "check_encodable",
-    "check_process",
-    "check_tensors",
-    "known_reasoning",
-    "markers_among",
-    "quiet_transformers",
-    "render_chat_template",
-    "rotate",
-]
 
-__getattr__ = late_names(
+__getattr__, __all__ = late_names(
     __name__,
     {
-        "CALL_MARKERS": "base",
-        "DTYPES": "base",
-        "REASONING_MARKERS": "base",
-        "ChatText": "transformers.text",
-        "Grammars": "transformers.constraint",
-        "KVMatch": "kept_kv",
-        "Message": "base",
-        "PhaseClock": "..base.clock",
-        "Runtime": "base",
-        "SchemaConstraint": "transformers.constraint",
-        "State": "base",
-        "Tables": "transformers.rotary",
-        "TokenizedText": "base",
-        "check_architecture": "transformers.architectures",
-        "check_encodable": "transformers.text",
-        "check_process": "transformers.text",
-        "check_tensors": "transformers.weight_files",
-        "known_reasoning": "base",
-        "markers_among": "base",
-        "quiet_transformers": "transformers.text",
-        "render_chat_template": "transformers.chat_template",
-        "rotate": "transformers.rotary",
+        "..base.clock": "PhaseClock",
+        "base": (
+            "CALL_MARKERS DTYPES REASONING_MARKERS Message Runtime State TokenizedText known_reasoning markers_among"
+        ),
+        "kept_kv": "KVMatch",
+        "transformers.architectures": "check_architecture",
+        "transformers.chat_template": "render_chat_template",
+        "transformers.constraint": "Grammars SchemaConstraint",
+        "transformers.rotary": "Tables rotate",
+        "transformers.text": "ChatText check_encodable check_process quiet_transformers",
+        "transformers.weight_files": "check_tensors",
     },
 )

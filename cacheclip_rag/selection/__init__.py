@@ -7,62 +7,29 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from .budget import Budget, FixedStarts
-    from .grouping import AlignedWindows, Tokens, Windows
-    from .heads import HeadSet, head_set_path, load_named
+    from .budget import Budget as Budget, FixedStarts as FixedStarts
+    from .grouping import AlignedWindows as AlignedWindows, Tokens as Tokens, Windows as Windows
+    from .heads import HeadSet as HeadSet, head_set_path as head_set_path, load_named as load_named
     from .scorers import (
-        AuxiliaryAttention,
-        CacheScorer,
-        ChunkStart,
-        Oracle,
-        PromptScorer,
-        QueryAttention,
-        Random,
-        RankMix,
+        AuxiliaryAttention as AuxiliaryAttention,
+        CacheScorer as CacheScorer,
+        ChunkStart as ChunkStart,
+        Oracle as Oracle,
+        PromptScorer as PromptScorer,
+        QueryAttention as QueryAttention,
+        Random as Random,
+        RankMix as RankMix,
     )
-    from .views import CacheView, PromptView
+    from .views import CacheView as CacheView, PromptView as PromptView
 
-__all__ = [
-    "AlignedWindows",
-    "AuxiliaryAttention",
-    "Budget",
-    "CacheScorer",
-    "CacheView",
-    "ChunkStart",
-    "FixedStarts",
-    "HeadSet",
-    "Oracle",
-    "PromptScorer",
-    "PromptView",
-    "QueryAttention",
-    "Random",
-    "RankMix",
-    "Tokens",
-    "Windows",
-    "head_set_path",
-    "load_named",
-]
 
-__getattr__ = late_names(
+__getattr__, __all__ = late_names(
     __name__,
     {
-        "AlignedWindows": "grouping",
-        "AuxiliaryAttention": "scorers",
-        "Budget": "budget",
-        "CacheScorer": "scorers",
-        "CacheView": "views",
-        "ChunkStart": "scorers",
-        "FixedStarts": "budget",
-        "HeadSet": "heads",
-        "Oracle": "scorers",
-        "PromptScorer": "scorers",
-        "PromptView": "views",
-        "QueryAttention": "scorers",
-        "Random": "scorers",
-        "RankMix": "scorers",
-        "Tokens": "grouping",
-        "Windows": "grouping",
-        "head_set_path": "heads",
-        "load_named": "heads",
+        "budget": "Budget FixedStarts",
+        "grouping": "AlignedWindows Tokens Windows",
+        "heads": "HeadSet head_set_path load_named",
+        "scorers": "AuxiliaryAttention CacheScorer ChunkStart Oracle PromptScorer QueryAttention Random RankMix",
+        "views": "CacheView PromptView",
     },
 )

@@ -48,31 +48,46 @@ from .tiers import Tiers, TierStats
 from .view import CatalogView, SourcesView
 
 if TYPE_CHECKING:
-    from ..base.database import Database, FormatError, OutageWarning, may_be_whole, set_aside
-    from ..base.tensor_files import READ_ERRORS, read_tensors, write_tensors
-    from .care import clear, collect_garbage, repair, verify
+    from ..base.database import (
+        Database as Database,
+        FormatError as FormatError,
+        OutageWarning as OutageWarning,
+        may_be_whole as may_be_whole,
+        set_aside as set_aside,
+    )
+    from ..base.tensor_files import (
+        READ_ERRORS as READ_ERRORS,
+        read_tensors as read_tensors,
+        write_tensors as write_tensors,
+    )
+    from .care import clear as clear, collect_garbage as collect_garbage, repair as repair, verify as verify
 
+
+__getattr__, _LATE = late_names(
+    __name__,
+    {
+        "..base.database": "Database FormatError OutageWarning may_be_whole set_aside",
+        "..base.tensor_files": "READ_ERRORS read_tensors write_tensors",
+        "care": "clear collect_garbage repair verify",
+    },
+)
 __all__ = [
     "CAN_DROP_PAGE_CACHE",
     "CODECS",
     "FRAME_VERSION",
     "KV",
     "PAGE_CACHE",
-    "READ_ERRORS",
     "Backend",
     "Catalog",
     "CatalogView",
     "ChunkStore",
-    "Database",
     "DiskBackend",
     "Entry",
-    "FormatError",
     "Frame",
     "FrameError",
     "Joined",
     "MemoryBackend",
     "OtherVersionError",
-    "OutageWarning",
     "ReadAgain",
     "ReadAhead",
     "ReadBuffer",
@@ -94,8 +109,6 @@ __all__ = [
     "Total",
     "bytes_of",
     "chunk_key",
-    "clear",
-    "collect_garbage",
     "decode_frame",
     "each_in_pool",
     "encode_frame",
@@ -108,34 +121,11 @@ __all__ = [
     "keeps",
     "later",
     "layer_of",
-    "may_be_whole",
     "measure_reads",
     "open_chunk_store",
     "part_of",
-    "read_tensors",
-    "repair",
-    "set_aside",
     "store_kind",
     "text_digest",
     "text_row",
-    "verify",
-    "write_tensors",
+    *_LATE,
 ]
-
-__getattr__ = late_names(
-    __name__,
-    {
-        "READ_ERRORS": "..base.tensor_files",
-        "Database": "..base.database",
-        "FormatError": "..base.database",
-        "OutageWarning": "..base.database",
-        "clear": "care",
-        "collect_garbage": "care",
-        "may_be_whole": "..base.database",
-        "read_tensors": "..base.tensor_files",
-        "repair": "care",
-        "set_aside": "..base.database",
-        "verify": "care",
-        "write_tensors": "..base.tensor_files",
-    },
-)

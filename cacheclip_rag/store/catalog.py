@@ -15,14 +15,12 @@ from typing import ClassVar
 
 from ..base.database import Database, waiting_at_most
 from ..base.keys import is_key, text_digest
-from ..finding.texts import SCHEMA as TEXTS_SCHEMA
-from ..finding.texts import TextIndex
+from ..finding.texts import SCHEMA as TEXTS_SCHEMA, TextIndex
 from .announcements import Announcements
 from .entries import COLUMNS, Entry, Total, correct, record, take_uses
 from .eviction import BATCH, EVERYONE, Run
 from .limits import StoreLimits
-from .sources import SCHEMA as SOURCES_SCHEMA
-from .sources import Sources
+from .sources import SCHEMA as SOURCES_SCHEMA, Sources
 
 FILE_NAME = "catalog.sqlite3"
 VERSION = 4

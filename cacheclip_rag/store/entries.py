@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.errors import StoreError
-from ..finding.texts import WRITE as WRITE_TEXT
-from ..finding.texts import TextRow
+from ..finding.texts import WRITE as WRITE_TEXT, TextRow
 from .codecs import Frame
 from .eviction import Run
 

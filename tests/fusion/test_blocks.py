@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model

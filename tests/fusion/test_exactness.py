@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag import Chunk, Fresh, SamplingParams
 from cacheclip_rag.methods import preset

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.models.load import load_model

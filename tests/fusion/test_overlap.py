@@ -26,8 +26,8 @@ from cacheclip_rag.store import (
     ReadAhead,
     TenantStore,
     Tiers,
+    ahead as module,
 )
-from cacheclip_rag.store import ahead as module
 from cacheclip_rag.store.codecs import Frame
 from cacheclip_rag.testing.throttled import ThrottledBackend
 from tests.conftest import CHUNKS, SENTENCES, rag_prompt, some_of

@@ -22,8 +22,7 @@ from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.prompt.layout import LEAST_PART, Layout, lay_out
 from tests.conftest import QUESTION, SENTENCES, rag_prompt
 from tests.fusion.cases import BROKEN, EXACT, KINDS, gap, make_engine, prefilled, reference_logits, stored_kv
-from tests.store.test_folding import FORMS as FORMS_OF_TEXTS
-from tests.store.test_folding import LANGUAGES
+from tests.store.test_folding import FORMS as FORMS_OF_TEXTS, LANGUAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [" ".join(SENTENCES[(first + n) % len(SENTENCES)] for n in range(6)) for first in range(4)]

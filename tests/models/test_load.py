@@ -25,8 +25,7 @@ from cacheclip_rag.base.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from cacheclip_rag.models import checkpoints, memory
-from cacheclip_rag.models import fingerprint as fingerprint_module
+from cacheclip_rag.models import checkpoints, fingerprint as fingerprint_module, memory
 from cacheclip_rag.models.fingerprint import fingerprint
 from cacheclip_rag.models.load import load_any, load_model, resolve
 from cacheclip_rag.models.loaders import offered_names

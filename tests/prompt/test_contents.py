@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jinja2 import TemplateError
 
 from cacheclip_rag import CacheClipEngine, Chunk, Fresh

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.answering.text import read_calls

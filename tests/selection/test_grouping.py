@@ -6,8 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.selection.grouping import AlignedWindows, Grouping, Tokens, Windows

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.selection.auxiliary_pass import map_scores

@@ -12,8 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from cacheclip_rag.finding.folding import fold
 

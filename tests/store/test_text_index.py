@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag.base.database import Database
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.keys import text_digest
-from cacheclip_rag.finding import search
-from cacheclip_rag.finding import texts as module
+from cacheclip_rag.finding import search, texts as module
 from cacheclip_rag.finding.common_parts import WINDOW
 from cacheclip_rag.finding.texts import REACH, SCHEMA, TextIndex, text_row
 from cacheclip_rag.prompt.segments import Chunk, given_texts, segment_text

@@ -7,48 +7,26 @@ from typing import TYPE_CHECKING
 from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
-    from .care import check_library, repair_library
-    from .documents import Reader, read_document
-    from .embedding import Embedder
-    from .job import ingest, plan_ingestion
-    from .library import Library, LibrarySettings
-    from .removal import remove_documents
-    from .shared import Commit, Encode, encode_table
-    from .text import DocumentText
+    from .care import check_library as check_library, repair_library as repair_library
+    from .documents import Reader as Reader, read_document as read_document
+    from .embedding import Embedder as Embedder
+    from .job import ingest as ingest, plan_ingestion as plan_ingestion
+    from .library import Library as Library, LibrarySettings as LibrarySettings
+    from .removal import remove_documents as remove_documents
+    from .shared import Commit as Commit, Encode as Encode, encode_table as encode_table
+    from .text import DocumentText as DocumentText
 
-__all__ = [
-    "Commit",
-    "DocumentText",
-    "Embedder",
-    "Encode",
-    "Library",
-    "LibrarySettings",
-    "Reader",
-    "check_library",
-    "encode_table",
-    "ingest",
-    "plan_ingestion",
-    "read_document",
-    "remove_documents",
-    "repair_library",
-]
 
-__getattr__ = late_names(
+__getattr__, __all__ = late_names(
     __name__,
     {
-        "Commit": "shared",
-        "DocumentText": "text",
-        "Embedder": "embedding",
-        "Encode": "shared",
-        "Library": "library",
-        "LibrarySettings": "library",
-        "Reader": "documents",
-        "check_library": "care",
-        "encode_table": "shared",
-        "ingest": "job",
-        "plan_ingestion": "job",
-        "read_document": "documents",
-        "remove_documents": "removal",
-        "repair_library": "care",
+        "care": "check_library repair_library",
+        "documents": "Reader read_document",
+        "embedding": "Embedder",
+        "job": "ingest plan_ingestion",
+        "library": "Library LibrarySettings",
+        "removal": "remove_documents",
+        "shared": "Commit Encode encode_table",
+        "text": "DocumentText",
     },
 )

@@ -12,8 +12,7 @@ from cacheclip_ingest.frameworks import text_of, texts_by_name
 from cacheclip_ingest.job import IngestReport
 from ingest_cases import LetterEmbedder, Workshop
 from langchain_core.documents import Document as LangChainDocument
-from llama_index.core.schema import Document as LlamaIndexDocument
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import Document as LlamaIndexDocument, TextNode
 
 from cacheclip_rag import ConfigurationError, DocumentError
 

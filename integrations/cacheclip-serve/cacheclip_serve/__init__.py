@@ -13,95 +13,55 @@ from typing import TYPE_CHECKING
 from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
-    from .access import Access, Caller, check_origins, read_tenants
-    from .app import Limits
-    from .backend import ModelCard, ServedQuestion, ServingBackend
-    from .bodies import Bodies, check_host
-    from .bounds import check_counts
-    from .connections import KEEP_S, timed
-    from .counters import Counters, exposition
-    from .errors import RequestError, error_body, error_of, unsupported
-    from .field import CacheClipField
-    from .hidden import names_of, renamed
-    from .queue import Queue, QueueFull
-    from .replies import as_json, server_sent
-    from .schema import ChatBody, parse_field, read_json, without_nothing
-    from .server import Server, address_of, check_reachable, served_name
-    from .transformers import TransformersBackend
+    from .access import Access as Access, Caller as Caller, check_origins as check_origins, read_tenants as read_tenants
+    from .app import Limits as Limits
+    from .backend import ModelCard as ModelCard, ServedQuestion as ServedQuestion, ServingBackend as ServingBackend
+    from .bodies import Bodies as Bodies, check_host as check_host
+    from .bounds import check_counts as check_counts
+    from .connections import KEEP_S as KEEP_S, timed as timed
+    from .counters import Counters as Counters, exposition as exposition
+    from .errors import (
+        RequestError as RequestError,
+        error_body as error_body,
+        error_of as error_of,
+        unsupported as unsupported,
+    )
+    from .field import CacheClipField as CacheClipField
+    from .hidden import names_of as names_of, renamed as renamed
+    from .queue import Queue as Queue, QueueFull as QueueFull
+    from .replies import as_json as as_json, server_sent as server_sent
+    from .schema import (
+        ChatBody as ChatBody,
+        parse_field as parse_field,
+        read_json as read_json,
+        without_nothing as without_nothing,
+    )
+    from .server import (
+        Server as Server,
+        address_of as address_of,
+        check_reachable as check_reachable,
+        served_name as served_name,
+    )
+    from .transformers import TransformersBackend as TransformersBackend
 
-__all__ = [
-    "KEEP_S",
-    "Access",
-    "Bodies",
-    "CacheClipField",
-    "Caller",
-    "ChatBody",
-    "Counters",
-    "Limits",
-    "ModelCard",
-    "Queue",
-    "QueueFull",
-    "RequestError",
-    "ServedQuestion",
-    "Server",
-    "ServingBackend",
-    "TransformersBackend",
-    "address_of",
-    "as_json",
-    "check_counts",
-    "check_host",
-    "check_origins",
-    "check_reachable",
-    "error_body",
-    "error_of",
-    "exposition",
-    "names_of",
-    "parse_field",
-    "read_json",
-    "read_tenants",
-    "renamed",
-    "served_name",
-    "server_sent",
-    "timed",
-    "unsupported",
-    "without_nothing",
-]
 
-_HOMES = {
-    "KEEP_S": "connections",
-    "Access": "access",
-    "Bodies": "bodies",
-    "CacheClipField": "field",
-    "Caller": "access",
-    "ChatBody": "schema",
-    "Counters": "counters",
-    "Limits": "app",
-    "ModelCard": "backend",
-    "Queue": "queue",
-    "QueueFull": "queue",
-    "RequestError": "errors",
-    "ServedQuestion": "backend",
-    "Server": "server",
-    "ServingBackend": "backend",
-    "TransformersBackend": "transformers",
-    "address_of": "server",
-    "as_json": "replies",
-    "check_counts": "bounds",
-    "check_host": "bodies",
-    "check_origins": "access",
-    "check_reachable": "server",
-    "error_body": "errors",
-    "error_of": "errors",
-    "exposition": "counters",
-    "names_of": "hidden",
-    "parse_field": "schema",
-    "read_json": "schema",
-    "read_tenants": "access",
-    "renamed": "hidden",
-    "served_name": "server",
-    "server_sent": "replies",
-    "timed": "connections",
-    "unsupported": "errors",
-    "without_nothing": "schema",
-}
-__getattr__ = late_names(__name__, _HOMES)
+__getattr__, __all__ = late_names(
+    __name__,
+    {
+        "access": "Access Caller check_origins read_tenants",
+        "app": "Limits",
+        "backend": "ModelCard ServedQuestion ServingBackend",
+        "bodies": "Bodies check_host",
+        "bounds": "check_counts",
+        "connections": "KEEP_S timed",
+        "counters": "Counters exposition",
+        "errors": "RequestError error_body error_of unsupported",
+        "field": "CacheClipField",
+        "hidden": "names_of renamed",
+        "queue": "Queue QueueFull",
+        "replies": "as_json server_sent",
+        "schema": "ChatBody parse_field read_json without_nothing",
+        "server": "Server address_of check_reachable served_name",
+        "transformers": "TransformersBackend",
+    },
+)

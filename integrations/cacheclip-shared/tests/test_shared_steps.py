@@ -29,8 +29,7 @@ from cacheclip_shared.table import TextTable
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.store import TenantStore, chunk_key
-from cacheclip_rag.testing.steps import Steps, counted_catalogs, full_disk
-from cacheclip_rag.testing.steps import failing as failing_catalog
+from cacheclip_rag.testing.steps import Steps, counted_catalogs, failing as failing_catalog, full_disk
 
 TENANTS = ("t", "u")
 

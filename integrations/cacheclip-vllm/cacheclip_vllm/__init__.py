@@ -19,36 +19,26 @@ from typing import TYPE_CHECKING
 from cacheclip_rag.plugins import late_names
 
 if TYPE_CHECKING:
-    from .encoding import vllm_engine
-    from .launch import launch_server
-    from .measuring import MeasuredAnswer, MeasuredVLLM, measured_vllm
-    from .offline import FusedLLM, engine_options
-    from .options import check_settings
-    from .planner import Planner
+    from .encoding import vllm_engine as vllm_engine
+    from .launch import launch_server as launch_server
+    from .measuring import (
+        MeasuredAnswer as MeasuredAnswer,
+        MeasuredVLLM as MeasuredVLLM,
+        measured_vllm as measured_vllm,
+    )
+    from .offline import FusedLLM as FusedLLM, engine_options as engine_options
+    from .options import check_settings as check_settings
+    from .planner import Planner as Planner
 
-__all__ = [
-    "FusedLLM",
-    "MeasuredAnswer",
-    "MeasuredVLLM",
-    "Planner",
-    "check_settings",
-    "engine_options",
-    "launch_server",
-    "measured_vllm",
-    "vllm_engine",
-]
 
-__getattr__ = late_names(
+__getattr__, __all__ = late_names(
     __name__,
     {
-        "FusedLLM": "offline",
-        "MeasuredAnswer": "measuring",
-        "MeasuredVLLM": "measuring",
-        "Planner": "planner",
-        "check_settings": "options",
-        "engine_options": "offline",
-        "launch_server": "launch",
-        "measured_vllm": "measuring",
-        "vllm_engine": "encoding",
+        "encoding": "vllm_engine",
+        "launch": "launch_server",
+        "measuring": "MeasuredAnswer MeasuredVLLM measured_vllm",
+        "offline": "FusedLLM engine_options",
+        "options": "check_settings",
+        "planner": "Planner",
     },
 )

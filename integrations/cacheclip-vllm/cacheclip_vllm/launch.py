@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
-from cacheclip_serve import address_of, check_origins, check_reachable
-from cacheclip_serve import served_name as name_of
+from cacheclip_serve import address_of, check_origins, check_reachable, served_name as name_of
 
 from cacheclip_rag import ConfigurationError, EngineConfig
 from cacheclip_rag.models import choose_device, concrete, resolve

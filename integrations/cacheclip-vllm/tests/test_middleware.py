@@ -27,8 +27,7 @@ from cacheclip_vllm.replies import ReplyText, Result, StreamReply
 from cacheclip_vllm.served import Served as HowServed
 from cacheclip_vllm.settings import ServerSettings
 from cacheclip_vllm.shadow import SHADOW_TOKENS
-from langchain_cacheclip import CacheClipLLM as TextModel
-from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip import CacheClipLLM as TextModel, ChatCacheClip
 from llama_index.llms.cacheclip import CacheClipLLM
 from prometheus_client.parser import text_string_to_metric_families
 from serve_cases import HALVES, until, wait_for_the_end

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cacheclip_vllm import internals
-from cacheclip_vllm import served as module
+from cacheclip_vllm import internals, served as module
 from cacheclip_vllm.forcing import FORCED, processor
 from cacheclip_vllm.served import Served, installed
 from vllm_cases import CHECKPOINTS

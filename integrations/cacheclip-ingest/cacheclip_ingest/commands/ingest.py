@@ -130,8 +130,7 @@ def _ingest_folder(
         own: settings of documents that were given as options; None: not given.
     """
     from ..embedding import Embedder
-    from ..job import ingest as run
-    from ..job import plan_ingestion
+    from ..job import ingest as run, plan_ingestion
     from ..library import Library
     from ..splitting import check_sizes
     from .settings import merge_settings

@@ -12,8 +12,7 @@ from typing import Any
 import cacheclip_lab.evaluation.certify as module
 import pytest
 import torch
-from cacheclip_lab.evaluation import exactness
-from cacheclip_lab.evaluation import guarantee as guarantees
+from cacheclip_lab.evaluation import exactness, guarantee as guarantees
 from cacheclip_lab.evaluation.certify import RATIOS, certify
 from cacheclip_lab.evaluation.conversations import questions_of
 from cacheclip_lab.evaluation.exactness import check_exactness, noise_floor, reference_logits

@@ -90,8 +90,7 @@ def offline(setting: Setting) -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def without_us(setting: Setting) -> dict[str, Any]:
     """Token ids and log probabilities of the first prompt by a vLLM that knows nothing of us."""
-    from vllm import LLM
-    from vllm import SamplingParams as Sampling
+    from vllm import LLM, SamplingParams as Sampling
     from vllm.distributed import cleanup_dist_env_and_memory
 
     options = {"max_model_len": 1024, "max_num_seqs": 16, "block_size": 32, "seed": 0, "disable_log_stats": True}

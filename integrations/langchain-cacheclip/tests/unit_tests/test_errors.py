@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from langchain_cacheclip import CacheClipLLM as TextCacheClip
-from langchain_cacheclip import ChatCacheClip
+from langchain_cacheclip import CacheClipLLM as TextCacheClip, ChatCacheClip
 from langchain_cacheclip.base import ContextTooLongError
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langgraph.prebuilt import ToolNode
