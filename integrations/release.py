@@ -16,23 +16,8 @@ import sys
 import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_SHARED: dict[str, Any] = {
-    "authors": [{"name": "The cacheclip-rag developers"}],
-    "classifiers": [
-        "Development Status :: 4 - Beta",
-        "Intended Audience :: Developers",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3 :: Only",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Typing :: Typed",
-    ],
-}
 
 
 def absolute_links(text: str, url: str, tag: str, folder: str = "") -> str:
@@ -52,19 +37,11 @@ def absolute_links(text: str, url: str, tag: str, folder: str = "") -> str:
     return re.sub(r"(!?)\[([^]]*)\]\(([^)\s]+)\)", lead, text)
 
 
-def with_metadata(pyproject: str, url: str, tag: str) -> str:
-    """A pyproject.toml with what all distributions share: authors, classifiers, and links to the repository."""
-    lines = [f"{name} = {_toml(value)}" for name, value in _SHARED.items()]
+def with_urls(pyproject: str, url: str, tag: str) -> str:
+    """A pyproject.toml with links to the repository."""
     urls = {"Homepage": url, "Source": url, "Changelog": f"{url}/blob/{tag}/CHANGELOG.md", "Issues": f"{url}/issues"}
     urls["Documentation"] = f"{url}/blob/{tag}/docs/pages/index.md"
-    table = "\n[project.urls]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in urls.items())
-    return pyproject.replace("[project]\n", "[project]\n" + "\n".join(lines) + "\n", 1) + table
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
-    return "[" + ", ".join(map(_toml, value)) + "]" if isinstance(value, list) else f'"{value}"'
+    return pyproject + "\n[project.urls]\n" + "".join(f'{name} = "{value}"\n' for name, value in urls.items())
 
 
 def folders(root: Path) -> list[Path]:
@@ -73,7 +50,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def copy(to: Path, url: str, tag: str) -> None:
-    """What git tracks, with absolute links and the shared metadata."""
+    """What git tracks, with absolute links."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).is_file():
@@ -83,7 +60,7 @@ def copy(to: Path, url: str, tag: str) -> None:
         where = "" if folder == to else f"{folder.relative_to(to)}/"
         page, project = folder / "README.md", folder / "pyproject.toml"
         page.write_text(absolute_links(page.read_text(encoding="utf-8"), url, tag, where), encoding="utf-8")
-        project.write_text(with_metadata(project.read_text(encoding="utf-8"), url, tag), encoding="utf-8")
+        project.write_text(with_urls(project.read_text(encoding="utf-8"), url, tag), encoding="utf-8")
         tomllib.loads(project.read_text(encoding="utf-8"))
 
 

@@ -75,7 +75,7 @@ def test_logits_at_ratio_one_are_those_of_transformers_alone(engine: CacheClipEn
     runtime = engine.primary
     caches = engine.parts.auxiliary_caches
     segments = engine.segment(PROMPT)
-    layout = lay_out(segments, runtime, caches.tokenize, caches.prefix_ids)
+    layout = lay_out(segments, runtime, caches.tokenize, caches.prefix_ids, is_after_prefix=True)
     expected = reference_logits(runtime, layout.ids)
 
     def fused(rotten: int = 0) -> torch.Tensor:

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from ..base.python import python_command, python_environment
+
 
 @dataclass(frozen=True, slots=True)
 class CommandRun:
@@ -44,6 +46,6 @@ def run_without_torch(*arguments: object) -> CommandRun:
     """Run a command in a process of its own, in which torch cannot be imported: what cannot work must be refused before
     anything heavy is."""
     program = "import sys; sys.modules['torch'] = None; from cacheclip_rag.cli import main; main()"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command, environment = python_command("-c", program, *map(str, arguments)), python_environment()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     return CommandRun(done.returncode, done.stdout, done.stderr)

@@ -163,6 +163,7 @@ assert "torch" not in sys.modules
             "Plan",
             "PromptTooLongError",
             "SamplingParams",
+            "Segment",
             "ServerError",
             "StoreError",
             "TokenLogprob",
@@ -179,7 +180,6 @@ assert "torch" not in sys.modules
         for name in cacheclip_rag.__all__:
             assert getattr(cacheclip_rag, name) is not None
         assert dir(cacheclip_rag) == sorted(cacheclip_rag.__all__)
-        assert set(cacheclip_rag._HOMES) == set(cacheclip_rag.__all__) - {"__version__"}
         with pytest.raises(AttributeError, match="nonsense"):
             cacheclip_rag.nonsense  # noqa: B018
 

@@ -12,7 +12,8 @@ from cacheclip_rag.base.errors import ConfigurationError, ModelError
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers import text
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, TOOLS_TEMPLATE, build_model
+from cacheclip_rag.testing.plugin import TOOLS_TEMPLATE
+from tests.conftest import CACHECLIP, LLAMA, TINY_MODELS, build_model
 
 HOSTILE = {
     "loops": "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",

@@ -9,8 +9,6 @@ from ingest_cases import Workshop
 
 from cacheclip_rag.testing.plugin import CHUNKS
 
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
-
 
 @pytest.fixture
 def chunks() -> list[str]:

@@ -16,7 +16,6 @@ from cacheclip_rag.testing.plugin import CHUNKS
 from cacheclip_rag.testing.tiny import build_auxiliary
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
 collect_ignore_glob = [] if find_spec("llama_cpp") else ["test_*.py"]
 sys.path.insert(0, os.path.dirname(__file__))  # tiny_gguf, which the tests share
 

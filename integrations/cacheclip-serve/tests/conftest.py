@@ -10,8 +10,6 @@ from serve_cases import Served, running
 from cacheclip_rag import EngineConfig
 from cacheclip_rag.testing.plugin import CACHECLIP
 
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
-
 
 @pytest.fixture(scope="module")
 def config(tool_model: str, tiny_models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:

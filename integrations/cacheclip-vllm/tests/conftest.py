@@ -10,7 +10,5 @@ from vllm_worker import made
 
 __all__ = ["bucket", "config", "made", "s3_address"]
 
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
-
 # An environment of its own has vLLM: make test-vllm.
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["inside"]

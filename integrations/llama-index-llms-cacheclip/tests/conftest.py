@@ -12,8 +12,6 @@ from llama_index_cases import Events
 
 from cacheclip_rag.testing import fake_models
 
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
-
 
 @pytest.fixture(autouse=True)
 def no_shared_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,0 @@
-"""The core's tiny models and engine."""
-
-pytest_plugins = ["cacheclip_rag.testing.plugin"]
