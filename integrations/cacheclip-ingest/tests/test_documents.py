@@ -40,12 +40,12 @@ def test_pdf_files_give_the_text_of_their_pages(tmp_path: Path) -> None:
 
 
 def test_skipped_files_are_told_with_their_reason(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.docx", "LICENSE", ".hidden"):
+    for name in ("a.txt", "b.odt", "LICENSE", ".hidden"):
         (tmp_path / name).write_text("x")
     told: dict[str, str] = {}
     assert [path.name for path in find_files([tmp_path], lambda path, why: told.update({path.name: why}))] == ["a.txt"]
-    assert set(told) == {"b.docx", "LICENSE"}
-    assert "of type .docx" in told["b.docx"] and "LibreOffice or pandoc" in told["b.docx"]
+    assert set(told) == {"b.odt", "LICENSE"}
+    assert "of type .odt" in told["b.odt"] and "LibreOffice or pandoc" in told["b.odt"]
     assert "without a type" in told["LICENSE"] and "by its own name" in told["LICENSE"]
 
 

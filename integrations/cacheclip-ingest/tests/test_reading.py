@@ -74,7 +74,7 @@ class TestEncodings:
     @pytest.mark.parametrize(
         ("name", "start", "what"),
         [
-            ("a.docx", b"PK\x03\x04\x14", "Office"),
+            ("a.odt", b"PK\x03\x04\x14", "Office"),
             ("a.doc", b"\xd0\xcf\x11\xe0\xa1\xb1", "Office"),
             ("a.rtf", rb"{\rtf1\ansi The boiler.}", "Rich Text"),
             ("a.txt", b"%PDF-1.7\n", "PDF"),

@@ -428,13 +428,13 @@ class TestMostIsGone:
 class TestWhatIsLeftOut:
     def test_notes_and_skipped_paths_are_reported(self, door: Door) -> None:
         door.write("a.md", "The lighthouse of Brindle Point was built in 1847." + PICTURE)
-        door.write("c.docx", "x")
+        door.write("c.odt", "x")
         door.write(".hidden.md", "Nobody reads this.")
         door.write("bad.md", b"\x00\x01\x02")
         for dry in (True, False):
             report = door.run(dry=dry)
             assert names_of(report.notes) == ["a.md"] and "picture" in report.notes[0]["note"]
-            assert names_of(report.skipped) == ["c.docx"] and names_of(report.failed) == ["bad.md"]
+            assert names_of(report.skipped) == ["c.odt"] and names_of(report.failed) == ["bad.md"]
             assert (report.added, report.chunks) == (2, 2) and report.computed == 2
         assert sorted(door.texts()) == ["a.md", "sub/b.md"]
 

@@ -97,8 +97,8 @@ class TestQueue:
         """By a clock that only sleeps move: before its turn, in the model's queue and while tokens are computed."""
         clock = Clock(monkeypatch, app, base_clock)
         queue, runtime = narrow.server.app._queue, narrow.engine.primary
-        slow = clock.slowly(Answering.plan, 2.0)
-        monkeypatch.setattr(Answering, "plan", lambda *args: slow(*args))
+        slow = clock.slowly(Answering._plan, 2.0)
+        monkeypatch.setattr(Answering, "_plan", lambda *args: slow(*args))
         monkeypatch.setattr(runtime, "decode_step", clock.slowly(runtime.decode_step, 0.5))
         monkeypatch.setattr(runtime, "eos_ids", frozenset())
         with ThreadPoolExecutor(2) as pool, prompts_of(narrow).prompt():
