@@ -78,7 +78,7 @@ from llama_index.core.tools import QueryEngineTool, ToolMetadata
 from llama_index.llms.cacheclip import CacheClipLLM, CacheClipTransform
 
 from cacheclip_rag import CacheClipEngine, FusionStats, Plan, ToolCall
-from cacheclip_rag.adapters.forced_tools import can_constrain
+from cacheclip_rag.adapters import can_constrain
 from cacheclip_rag.guards import ObservedAnswer, Observer
 from cacheclip_rag.models import knows_tools
 from cacheclip_rag.store import Catalog, TextIndex

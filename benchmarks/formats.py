@@ -17,9 +17,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from cacheclip_rag.measuring import segment_text
+from cacheclip_rag.measuring import lay_out, segment_text
 from cacheclip_rag.models import load_model
-from cacheclip_rag.prompt.layout import lay_out
 from cacheclip_rag.runtime import Runtime
 from cacheclip_rag.store import Catalog, TextIndex
 

@@ -25,9 +25,8 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from cacheclip_rag.measuring import segment_text
-from cacheclip_rag.prompt.layout import lay_out
-from cacheclip_rag.runtime.transformers.text import TextModel
+from cacheclip_rag.measuring import lay_out, segment_text
+from cacheclip_rag.runtime import TextModel
 from cacheclip_rag.store import Catalog, TextIndex
 from cacheclip_rag.testing import make_tokenizer
 

@@ -48,16 +48,15 @@ from cacheclip_ingest import Library, LibrarySettings, check_library, library as
 from transformers.utils.logging import disable_progress_bar
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, SamplingParams, StoreError
-from cacheclip_rag.base.database import FormatError
 from cacheclip_rag.chunks.texts import ChunkTexts
 from cacheclip_rag.cli import main as main_of_cli
-from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.models import load_model, register_runtime
 from cacheclip_rag.runtime import TokenizedText
 from cacheclip_rag.store import (
     Catalog,
     ChunkStore,
+    FormatError,
     ReadBuffer,
     TenantStore,
     chunk_key,
@@ -66,6 +65,7 @@ from cacheclip_rag.store import (
     decode_frame,
     encode_frame,
     repair,
+    text_row,
     verify,
 )
 from cacheclip_rag.store.catalog import FILE_NAME, VERSION

@@ -30,7 +30,7 @@ MOST_LARGE = (26, 5, 4)
 MOST_UPWARD_IMPORTS = 0
 MOST_MODULES_IN_CIRCLES = 0
 LARGEST_CIRCLE = 0
-MOST_DEEP_NAMES = 23
+MOST_DEEP_NAMES = 5
 """Names that docs, examples and benchmarks take from modules that are not public."""
 MOST_SHARED_CLASS_NAMES = 2
 MOST_VAGUE_NAMES = 926

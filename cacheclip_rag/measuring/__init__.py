@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from ..guards.identity import Identity as Identity, differences as differences
     from ..prompt.known_kv import known_kv as known_kv
+    from ..prompt.layout import lay_out as lay_out
     from ..prompt.segments import segment_text as segment_text
     from ..runtime.transformers.attention_pattern import Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
@@ -60,6 +61,7 @@ __getattr__, __all__ = late_names(
         "..guards.fidelity": "Fidelity compare greedy kl_divergence own_answer read_along",
         "..guards.identity": "Identity differences",
         "..prompt.known_kv": "known_kv",
+        "..prompt.layout": "lay_out",
         "..prompt.segments": "segment_text",
         "..runtime.transformers.attention_pattern": "Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",

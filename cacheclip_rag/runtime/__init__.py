@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .transformers.rotary import Tables as Tables, rotate as rotate
     from .transformers.text import (
         ChatText as ChatText,
+        TextModel as TextModel,
         check_encodable as check_encodable,
         check_process as check_process,
         quiet_transformers as quiet_transformers,
@@ -45,7 +46,7 @@ __getattr__, __all__ = late_names(
         "transformers.chat_template": "render_chat_template",
         "transformers.constraint": "Grammars SchemaConstraint",
         "transformers.rotary": "Tables rotate",
-        "transformers.text": "ChatText check_encodable check_process quiet_transformers",
+        "transformers.text": "ChatText TextModel check_encodable check_process quiet_transformers",
         "transformers.weight_files": "check_tensors",
     },
 )
