@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -55,48 +56,20 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         from pypdf.errors import DependencyError
     except ImportError as error:
         raise MissingExtraError(PYPDF, "pdf") from error
-    notes, pages = [], []
-    unread: dict[int, Exception] = {}
-    unseen: dict[int, set[Unseen]] = {}
+    notes, pages = [], _Pages()
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{path} is encrypted. Save it without a password.")
         layers = Layers(reader)
-        empty, scanned, pictured, unordered = [], [], [], []  # type: list[int], list[int], list[int], list[int]
-        for number, page in enumerate(reader.pages, 1):
-            parts: list[str] = []
-            left_out: set[Unseen] = set()
-            try:
-                text, is_ordered = _drawn_on(page, layers, left_out)
-                parts.append(text)
-                parts += _written_on(page, layers, left_out)
-                if not is_ordered:
-                    unordered.append(number)
-                if not text:
-                    empty.append(number)
-                    continue
-                drawn = page.get_contents()
-                pixels = _largest_picture(page, drawn.get_data() if drawn is not None else b"")
-                if pixels >= _LARGE and len(text) < _LITTLE:
-                    scanned.append(number)
-                elif pixels >= _SMALL or _has_picture_on_it(page, layers):
-                    pictured.append(number)
-            except DependencyError:
-                raise
-            except Exception as error:  # a part of the page is damaged; pages after it, and what came before, are not
-                unread[number] = error
-            finally:
-                pages.append("\n\n".join(filter(None, parts)))
-                if left_out:
-                    unseen[number] = left_out
-        if unread and not any(pages):
-            raise next(iter(unread.values()))
+        for page in reader.pages:
+            pages.read(page, layers, DependencyError)
+        if pages.unread and not any(pages.texts):
+            raise next(iter(pages.unread.values()))
         try:
-            attached = len(reader.attachments)
+            pages.attached = len(reader.attachments)
         except Exception:  # the list is damaged, and the pages are not
             notes.append("its list of attached files cannot be read.")
-            attached = 0
     except DocumentError:
         raise
     except DependencyError as error:
@@ -104,36 +77,79 @@ def pdf_text(path: Path, data: bytes) -> DocumentText:
         raise DocumentError(f"{path} is encrypted with AES: {needed}") from error
     except Exception as error:  # damaged files raise many kinds
         raise DocumentError(f"{path} is no PDF file that pypdf can read ({type(error).__name__}: {error}).") from error
-    if unseen:
-        notes.append(
-            note_on_unseen(
-                f"{_pages([*unseen])} of {len(pages)} with hidden parts, which are", set().union(*unseen.values())
-            )
-        )
-    if not any(pages):
-        without = f"{path} has no text on its {len(pages)} pages; if they are scanned, run OCR first."
+    notes += pages.notes_on_unseen()
+    if not any(pages.texts):
+        without = f"{path} has no text on its {len(pages.texts)} pages; if they are scanned, run OCR first."
         raise DocumentError(" ".join([without, *notes]))
-    if unread:
-        notes.append(f"{_pages([*unread])} of {len(pages)} with something that cannot be read, which is left out.")
-    if empty:
-        notes.append(f"{_pages(empty)} of {len(pages)} without text; if scanned, run OCR first.")
-    if scanned:
-        notes.append(
-            f"{_pages(scanned)} of {len(pages)} with a picture and hardly any text; if scanned, run OCR first."
-        )
-    if attached:
-        notes.append(f"{attached} file(s) attached to it are not read.")
-    if unordered:
-        notes.append(f"{_pages(unordered)} of {len(pages)} with text in two directions, whose order may be wrong.")
-    if pictured:
-        notes.append(f"{_pages(pictured)} of {len(pages)} with pictures, in which no text is read.")
-    text = "\n\n".join(filter(None, pages)).replace("\0", "\ufffd")  # signs without a letter in the file's fonts
+    notes += pages.notes()
+    text = "\n\n".join(filter(None, pages.texts)).replace("\0", "\ufffd")  # signs without a letter in the file's fonts
     private = len(_PRIVATE.findall(text))
     if private > _MOST_PRIVATE * len(text):
         notes.append(
             f"{private} of {len(text)} signs have a letter in the file's fonts only; if it is unreadable, run OCR."
         )
     return DocumentText(text, notes)
+
+
+@dataclass
+class _Pages:
+    """Texts of the pages read so far, and by number, from 1, which lack what."""
+
+    texts: list[str] = field(default_factory=list)
+    unread: dict[int, Exception] = field(default_factory=dict)
+    unseen: dict[int, set[Unseen]] = field(default_factory=dict)
+    empty: list[int] = field(default_factory=list)
+    scanned: list[int] = field(default_factory=list)
+    pictured: list[int] = field(default_factory=list)
+    unordered: list[int] = field(default_factory=list)
+    attached: int = 0
+    """Files."""
+
+    def read(self, page: PageObject, layers: Layers, fatal: type[Exception]) -> None:
+        """The next page. Of its errors, only the ``fatal`` ones are raised: a part of the page is damaged; pages after
+        it, and what came before, are not."""
+        number, parts, left_out = len(self.texts) + 1, list[str](), set[Unseen]()
+        try:
+            text, is_ordered = _drawn_on(page, layers, left_out)
+            parts.append(text)
+            parts += _written_on(page, layers, left_out)
+            if not is_ordered:
+                self.unordered.append(number)
+            if not text:
+                self.empty.append(number)
+                return
+            drawn = page.get_contents()
+            pixels = _largest_picture(page, drawn.get_data() if drawn is not None else b"")
+            if pixels >= _LARGE and len(text) < _LITTLE:
+                self.scanned.append(number)
+            elif pixels >= _SMALL or _has_picture_on_it(page, layers):
+                self.pictured.append(number)
+        except fatal:
+            raise
+        except Exception as error:
+            self.unread[number] = error
+        finally:
+            self.texts.append("\n\n".join(filter(None, parts)))
+            if left_out:
+                self.unseen[number] = left_out
+
+    def notes_on_unseen(self) -> Iterator[str]:
+        if self.unseen:
+            where = f"{_pages([*self.unseen])} of {len(self.texts)}"
+            yield note_on_unseen(f"{where} with hidden parts, which are", set().union(*self.unseen.values()))
+
+    def notes(self) -> Iterator[str]:
+        for numbers, what in (
+            ([*self.unread], "with something that cannot be read, which is left out"),
+            (self.empty, "without text; if scanned, run OCR first"),
+            (self.scanned, "with a picture and hardly any text; if scanned, run OCR first"),
+            (self.unordered, "with text in two directions, whose order may be wrong"),
+            (self.pictured, "with pictures, in which no text is read"),
+        ):
+            if numbers:
+                yield f"{_pages(numbers)} of {len(self.texts)} {what}."
+        if self.attached:
+            yield f"{self.attached} file(s) attached to it are not read."
 
 
 def _pages(numbers: list[int]) -> str:

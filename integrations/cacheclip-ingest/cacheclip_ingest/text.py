@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -208,6 +208,69 @@ def _encoding_advice(path: Path, data: bytes, encoding: str, error: UnicodeDecod
     )
 
 
+class _FilesInside:
+    """Files that stand in a text, which are left out."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, list[int]] = {}
+        """Characters of each, by their kind."""
+
+    def without(self, text: str) -> str:
+        end = max((found.end() for found in _DRAWING_END.finditer(text)), default=0)  # behind it, a drawing has no end
+        text = _DRAWING.sub(self._without_drawing, text[:end]) + text[end:]
+        text = _BASE64.sub(self._without_base64, _DATA.sub(self._without_data, text))
+        return _UUENCODED.sub(self._without_uuencoded, text)
+
+    def notes(self) -> Iterator[str]:
+        for kind, sizes in self.sizes.items():
+            what = f"{len(sizes)} picture(s)" if kind.startswith("image/") else f"{len(sizes)} file(s)"
+            yield f"{what} inside the text were left out ({kind}, {sum(sizes)} characters)."
+
+    def _without_drawing(self, match: re.Match[str]) -> str:
+        if match[1] is None and len(match[0]) < _LONG_RUN:
+            return match[0]
+        self.sizes.setdefault("image/svg+xml", []).append(len(match[0]))
+        return "data:image/svg+xml" if match[1] else ""
+
+    def _without_data(self, match: re.Match[str]) -> str:
+        kind = match[1] or "text"
+        self.sizes.setdefault(kind, []).append(len(match[0]))
+        return f"data:{kind}"
+
+    def _without_base64(self, match: re.Match[str]) -> str:
+        found = match[0]
+        if not (re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found)):
+            return found
+        widths = [len(line) for line in re.findall("[A-Za-z0-9+/]+", found)[:-2]]  # the last ones are shorter
+        if widths and min(widths) < _SURE_WIDTH and max(widths) > min(widths):
+            return found
+        word = match[1] if match[1] and not re.search("[0-9+/=]|.[A-Z]", match[1]) else ""  # of the text behind it
+        self.sizes.setdefault("base64", []).append(len(found) - len(word))
+        return word
+
+    def _without_uuencoded(self, match: re.Match[str]) -> str:
+        self.sizes.setdefault("uuencode", []).append(len(match[0]))
+        return ""
+
+
+def _notes_on_no_text(text: str) -> Iterator[str]:
+    """On what is probably no text for people."""
+    runs = [len(run) for run in re.findall(f"[!-~]{{{_LONG_RUN},}}", text)]
+    if runs:
+        yield (
+            f"{len(runs)} run(s) of {_LONG_RUN} or more characters without a space, {sum(runs)} characters in all: "
+            "probably no text for people. They take about a token for three characters."
+        )
+    dumped = [line[0] for line in _DUMPED.finditer(text)]
+    if sum(map(len, dumped)) >= _LONG_RUN and 2 * sum(bool(re.search("[A-Fa-f]", line)) for line in dumped) > len(
+        dumped
+    ):
+        yield (
+            f"{len(dumped)} line(s) of hexadecimal digits, {sum(map(len, dumped))} characters in all: probably no text "
+            "for people. They take about a token for two characters."
+        )
+
+
 def cleaned(text: str) -> DocumentText:
     """A text without files that stand in it, with line ends as ``\\n``, and with whole characters only."""
     notes: list[str] = []
@@ -220,54 +283,9 @@ def cleaned(text: str) -> DocumentText:
     if num_tags := sum(found[1] is None for found in _TAGS.finditer(text)):
         text = _TAGS.sub(lambda found: found[1] or "", text)
         notes.append(note_on_unseen(f"{num_tags} hidden part(s) were", [Unseen.TRANSPARENT]))
-    left_out: dict[str, list[int]] = {}
-
-    def without_drawing(match: re.Match[str]) -> str:
-        if match[1] is None and len(match[0]) < _LONG_RUN:
-            return match[0]
-        left_out.setdefault("image/svg+xml", []).append(len(match[0]))
-        return "data:image/svg+xml" if match[1] else ""
-
-    def without_data(match: re.Match[str]) -> str:
-        kind = match[1] or "text"
-        left_out.setdefault(kind, []).append(len(match[0]))
-        return f"data:{kind}"
-
-    def without_base64(match: re.Match[str]) -> str:
-        found = match[0]
-        if not (re.search("[a-z]", found) and re.search("[A-Z]", found) and re.search("[0-9]", found)):
-            return found
-        widths = [len(line) for line in re.findall("[A-Za-z0-9+/]+", found)[:-2]]  # the last ones are shorter
-        if widths and min(widths) < _SURE_WIDTH and max(widths) > min(widths):
-            return found
-        word = match[1] if match[1] and not re.search("[0-9+/=]|.[A-Z]", match[1]) else ""  # of the text behind it
-        left_out.setdefault("base64", []).append(len(found) - len(word))
-        return word
-
-    def without_uuencoded(match: re.Match[str]) -> str:
-        left_out.setdefault("uuencode", []).append(len(match[0]))
-        return ""
-
-    end = max((found.end() for found in _DRAWING_END.finditer(text)), default=0)  # behind it, a drawing has no end
-    text = _DRAWING.sub(without_drawing, text[:end]) + text[end:]
-    text = _UUENCODED.sub(without_uuencoded, _BASE64.sub(without_base64, _DATA.sub(without_data, text)))
-    for kind, sizes in left_out.items():
-        what = f"{len(sizes)} picture(s)" if kind.startswith("image/") else f"{len(sizes)} file(s)"
-        notes.append(f"{what} inside the text were left out ({kind}, {sum(sizes)} characters).")
-    runs = [len(run) for run in re.findall(f"[!-~]{{{_LONG_RUN},}}", text)]
-    if runs:
-        notes.append(
-            f"{len(runs)} run(s) of {_LONG_RUN} or more characters without a space, {sum(runs)} characters in all: "
-            "probably no text for people. They take about a token for three characters."
-        )
-    dumped = [line[0] for line in _DUMPED.finditer(text)]
-    if sum(map(len, dumped)) >= _LONG_RUN and 2 * sum(bool(re.search("[A-Fa-f]", line)) for line in dumped) > len(
-        dumped
-    ):
-        notes.append(
-            f"{len(dumped)} line(s) of hexadecimal digits, {sum(map(len, dumped))} characters in all: probably no text "
-            "for people. They take about a token for two characters."
-        )
+    inside = _FilesInside()
+    text = inside.without(text)
+    notes += [*inside.notes(), *_notes_on_no_text(text)]
     return DocumentText(text, notes)
 
 

@@ -100,15 +100,9 @@ def launch_server(
         CertificateError: the settings require a certificate, and there is none.
     """
     check_vllm()
-    if os.environ.get("VLLM_API_KEY"):
-        raise ConfigurationError(
-            "VLLM_API_KEY is set, and vLLM would refuse all other keys, those of tenants too. Unset it, and give "
-            "--api-key or set CACHECLIP_API_KEY."
-        )
+    _check_environment()
     check_flags(flags)  # what is refused takes no time
-    config = replace(config, device=choose_device(config.device))
-    if config.device not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
+    config = _on_device(config)
     port = port or _free_port(host)
     settings = ServerSettings(
         config,
@@ -137,6 +131,22 @@ def launch_server(
     planner.warm_up()
     planner.close()
     _become(program)
+
+
+def _check_environment() -> None:
+    if os.environ.get("VLLM_API_KEY"):
+        raise ConfigurationError(
+            "VLLM_API_KEY is set, and vLLM would refuse all other keys, those of tenants too. Unset it, and give "
+            "--api-key or set CACHECLIP_API_KEY."
+        )
+
+
+def _on_device(config: EngineConfig) -> EngineConfig:
+    """The settings with the device that vLLM will use."""
+    config = replace(config, device=choose_device(config.device))
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device must be cpu or cuda with --backend vllm, got {config.device!r}.")
+    return config
 
 
 def _become(program: Command) -> NoReturn:
