@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cacheclip_lab.timing.texts import QUESTION, make_texts
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import processor_name
 
 _START_S = 300.0
 

@@ -22,8 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cacheclip_lab.timing.texts import QUESTION, make_texts
+
 from cacheclip_rag import CacheClipEngine, EngineConfig, SamplingParams
-from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.plugins import progress_bar
 
 FULL = "full"

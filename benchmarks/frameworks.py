@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cacheclip_lab.timing.texts import make_texts
 from langchain_cacheclip import ChatCacheClip, create_cacheclip_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
@@ -28,7 +29,6 @@ from llama_index.llms.cacheclip import CacheClipLLM
 from llama_index.response_synthesizers.cacheclip import CacheClipSynthesizer
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.measuring import make_texts
 
 QUESTION = "What is said of the river, and by whom?"
 TEMPLATE = "{context_str}\n\nQuestion: {query_str}"

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cacheclip_lab.timing.texts import QUESTION, make_texts
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import QUESTION, find_profile, make_texts, processor_name
+from cacheclip_rag.measuring import find_profile, processor_name
 
 
 def main() -> None:

@@ -30,9 +30,10 @@ from typing import Any
 from unittest.mock import patch
 
 from cacheclip_lab.evaluation.bench import peak_rss_bytes, reset_peak_rss
+from cacheclip_lab.timing.texts import QUESTION, make_texts
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import QUESTION, make_texts, processor_name
+from cacheclip_rag.measuring import processor_name
 
 PARTS = ("decode", "floor", "ingest", "memory")
 NEVER = "\x00never"

@@ -515,7 +515,7 @@ class Prompts:
     """Prompts of one context length."""
 
     def __init__(self, tokenizer: Any, tokens: int, chunk_tokens: int) -> None:
-        from cacheclip_rag.measuring import make_texts
+        from cacheclip_lab.timing.texts import make_texts
 
         def tokenize(text: str) -> Any:
             return SimpleNamespace(

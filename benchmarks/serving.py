@@ -53,9 +53,10 @@ from typing import Any
 import httpx
 import psutil
 import torch
+from cacheclip_lab.timing.texts import QUESTION
 
 from cacheclip_rag import CacheClipEngine, SamplingParams, StoreError
-from cacheclip_rag.measuring import QUESTION, processor_name
+from cacheclip_rag.measuring import processor_name
 from cacheclip_rag.store import ChunkStore
 
 PARTS = ("ttft", "turns", "steps", "throughput", "poisoning", "failures", "soak", "equality")
@@ -187,7 +188,7 @@ def prepare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "import json, sys\n"
         "from cacheclip_rag import CacheClipEngine\n"
         "from cacheclip_rag.methods import preset\n"
-        "from cacheclip_rag.measuring import make_texts\n"
+        "from cacheclip_lab.timing.texts import make_texts\n"
         "given = json.loads(sys.argv[1])\n"
         "engine = CacheClipEngine(**given['engine'])\n"
         "texts = make_texts(engine.primary.tokenize, given['pool'], given['tokens'])\n"

@@ -17,10 +17,10 @@ from .answering.options import CallKeywords, CallOptions, Request
 from .answering.parts import Parts
 from .answering.pipeline import Answering
 from .answering.prefill import Prefilled
-from .answering.profiling import measure_profile
 from .answering.writer import ChunkWriter
 from .base.checks import AUTO_RATIO
-from .base.errors import CacheClipError
+from .base.errors import CacheClipError, MissingExtraError
+from .base.guests import MEASUREMENTS, guests, load_guest
 from .base.sampling import SamplingParams
 from .chunks.caches import ChunkCaches
 from .chunks.context import ChunkContext
@@ -240,11 +240,15 @@ class CacheClipEngine:
             method: default the engine's method.
 
         Raises:
+            MissingExtraError: the laboratory, which measures, is not installed.
             ConfigurationError: the method reuses no stored chunks, or the model's context is too short to measure; or
                 the profile cannot be saved, and this engine alone uses it.
         """
         chosen = self.make_method(method, AUTO_RATIO)
-        profile = measure_profile(self.parts, chosen, self.parts.controllers.profile_identity(chosen))
+        if "profile" not in guests(MEASUREMENTS):
+            raise MissingExtraError("cacheclip-lab (needed to measure a profile)", "lab")
+        measure = load_guest(MEASUREMENTS, "profile")
+        profile: Profile = measure(self, chosen, self.parts.controllers.profile_identity(chosen))
         self.parts.controllers.use_profile(chosen, profile)
         profile.save()
         return profile

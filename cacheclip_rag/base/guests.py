@@ -14,6 +14,8 @@ from .errors import ConfigurationError
 
 STORES = "cacheclip.stores"
 """Group of what opens stores, by the scheme of their URLs."""
+MEASUREMENTS = "cacheclip.measurements"
+"""Group of what measures an engine, by name: ``profile``."""
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import explain, models, profile, store
+from . import explain, models, store
 from .common import guarded
 from .options import SettingsCommand
 from .plugins import CommandGroup, CommandLine
@@ -49,7 +49,6 @@ app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
 _COMMANDS: dict[str, Callable[..., None]] = {
     "explain-miss": explain.explain_miss,
-    "profile": profile.profile,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=SettingsCommand)(_command)

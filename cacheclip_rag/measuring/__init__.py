@@ -36,8 +36,13 @@ if TYPE_CHECKING:
     from ..selection.auxiliary_pass import question_ids as question_ids
     from ..selection.packed_chunks import pack_chunks as pack_chunks
     from ..store.disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE
-    from ..timing.controller import Controller as Controller, find_profile as find_profile, fit_media as fit_media
-    from ..timing.texts import QUESTION as QUESTION, SECOND_QUESTION as SECOND_QUESTION, make_texts as make_texts
+    from ..timing.controller import (
+        Controller as Controller,
+        Cost as Cost,
+        Profile as Profile,
+        Work as Work,
+        find_profile as find_profile,
+    )
     from .engines import (
         auxiliary_caches as auxiliary_caches,
         extending_model as extending_model,
@@ -69,8 +74,7 @@ __getattr__, __all__ = late_names(
         "..selection.auxiliary_pass": "question_ids",
         "..selection.packed_chunks": "pack_chunks",
         "..store.disk": "CAN_DROP_PAGE_CACHE",
-        "..timing.controller": "Controller find_profile fit_media",
-        "..timing.texts": "QUESTION SECOND_QUESTION make_texts",
+        "..timing.controller": "Controller Cost Profile Work find_profile",
         "engines": (
             "auxiliary_caches extending_model identity_of prefix_caches stock_attention transformers_model use_heads"
         ),

@@ -41,7 +41,6 @@ from .opening import StoreKind, TenantsError, open_chunk_store, store_kind
 from .reader import StoreReader
 from .reading_pool import each_in_pool, later
 from .sources import Sources
-from .speed import TimedRead, has_room, measure_reads
 from .tenant import ReadBuffer, TenantStore
 from .tiered import StoreStats, TieredStore
 from .tiers import Tiers, TierStats
@@ -105,7 +104,6 @@ __all__ = [
     "TierStats",
     "TieredStore",
     "Tiers",
-    "TimedRead",
     "Total",
     "bytes_of",
     "chunk_key",
@@ -114,14 +112,12 @@ __all__ = [
     "encode_frame",
     "erase",
     "frame_bytes",
-    "has_room",
     "is_key",
     "is_store",
     "join",
     "keeps",
     "later",
     "layer_of",
-    "measure_reads",
     "open_chunk_store",
     "part_of",
     "store_kind",

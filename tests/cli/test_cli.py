@@ -227,7 +227,7 @@ class TestWithoutGuests:
         assert f"cacheclip {command} is not installed" in done.stderr and "cacheclip-rag[ingest]" in done.stderr
 
     def test_a_table_of_one_says_what_to_install(self, tmp_path: Path) -> None:
-        done = self.run("profile", *settings(tmp_path, "[ingest]\noverlap_tokens = 1"))
+        done = self.run("explain-miss", "a", *settings(tmp_path, "[ingest]\noverlap_tokens = 1"))
         assert done.returncode == 1 and "what checks [ingest] is not installed" in done.stderr
 
     def test_care_of_a_store(self, stored: Path) -> None:

@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``cacheclip``: bench, eval, certify, finetune, models list."""
+"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, finetune, models list."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .bench import bench
 from .certify import certify
 from .evaluate import evaluate
 from .models import list_models
+from .profile import profile
 from .tables import CertifyTable, FinetuneTable
 from .training import finetune
 
@@ -17,6 +18,7 @@ def register(commands: Commands) -> None:
     commands.add("bench", bench)
     commands.add("eval", evaluate)
     commands.add("certify", certify, CertifyTable)
+    commands.add("profile", profile)
     commands.add("models list", list_models)
     commands.add("finetune", finetune, FinetuneTable)
     commands.add("calibrate", finetune)  # the name that scripts of earlier versions have

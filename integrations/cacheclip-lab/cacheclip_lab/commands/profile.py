@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from .common import JsonOption, print_json, print_tables
-from .options import CommandSettings, engine_options
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json, print_tables
 
 _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
 """Tokens and chunks of the prompts of the table."""
@@ -18,8 +17,8 @@ def profile(settings: CommandSettings, as_json: JsonOption = False) -> None:
     Run it while nothing else keeps the machine busy, with the settings of the engine that will use it. The speed of
     reading from a store is measured too; the store is left as it was.
     """
-    from ..engine import CacheClipEngine
-    from ..timing.controller import Work
+    from cacheclip_rag import CacheClipEngine
+    from cacheclip_rag.measuring import Work
 
     config = settings.store_config() if settings.engine.get("store") else settings.config()
     engine = CacheClipEngine(config)

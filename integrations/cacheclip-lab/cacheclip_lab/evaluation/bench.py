@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, FusionStats, SamplingParams
-from cacheclip_rag.measuring import PHASES, QUESTION, SECOND_QUESTION, make_texts
+from cacheclip_rag.measuring import PHASES
 from cacheclip_rag.methods import DEFAULT_METHOD, Method
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.selection import Budget
 from cacheclip_rag.store import CAN_DROP_PAGE_CACHE
+
+from ..timing.texts import QUESTION, SECOND_QUESTION, make_texts
 
 
 def bench(

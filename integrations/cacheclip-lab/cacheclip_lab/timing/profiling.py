@@ -1,4 +1,4 @@
-"""Measures how long prefills of several sizes take here, for the controller (:mod:`cacheclip_rag.timing.controller`).
+"""Measures how long prefills of several sizes take here, so that recompute ratios are chosen by predicted time.
 
 Prompts of each size are answered by plain prefill and by a method that reuses chunks, with few long chunks and with
 many short ones, at a small and at a large recompute ratio. Sizes are doubled until one plain prefill is long enough.
@@ -16,18 +16,14 @@ from typing import Any
 
 import torch
 
-from ..base.errors import ConfigurationError, StoreError
-from ..base.progress import progress_bar
-from ..base.sampling import SamplingParams
-from ..methods import preset
-from ..methods.base import Method
-from ..store import TimedRead, has_room, measure_reads
-from ..timing.controller import Profile, Timing, Work, find_profile
-from ..timing.texts import QUESTION, make_texts
-from .options import CallOptions, Request
-from .parts import Parts
-from .pipeline import Answering
-from .writer import ChunkWriter
+from cacheclip_rag import CacheClipEngine, ConfigurationError, StoreError
+from cacheclip_rag.measuring import Profile, Work, find_profile
+from cacheclip_rag.methods import Method, preset
+from cacheclip_rag.plugins import progress_bar
+
+from .fitting import Timing, fitted_profile
+from .reads import TimedRead, has_room, measure_reads
+from .texts import QUESTION, make_texts
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +43,7 @@ _REPEATS = 2
 """Each prefill is measured so often, in rounds. The shortest time counts: other load only adds to it."""
 
 
-def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -> Profile:
+def measure_profile(engine: CacheClipEngine, method: Method, identity: Mapping[str, Any]) -> Profile:
     """Measure a method and plain prefill, and how long the tiers of the engine's store take to be read. The weights are
     those that are loaded; chunks of prompts go to a temporary folder, or to memory if the store is in memory. Takes one
     to two minutes with the default models on two CPU cores. Media of other stores stay, if a saved profile of the same
@@ -55,12 +51,12 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
     short for three sizes."""
     if not method.reuses_chunks:
         raise ConfigurationError(f"method {method.name!r} reuses no stored chunks, so there is nothing to choose.")
-    config = parts.config
+    config = engine.config
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheclip-profile-"))
         alone = replace(config, prefix_cache_bytes=0, max_bytes=None, store=folder if config.store else None)
-        measuring = _Measuring(Parts(alone), method)
-        stack.callback(measuring.parts.close)
+        measuring = _Measuring(CacheClipEngine(alone), method)
+        stack.callback(measuring.engine.close)
         with progress_bar("measuring", None, "prefills") as advance:
             found: dict[tuple[Any, ...], Timing] = {}
             for number, sample in enumerate(measuring.samples(), 1):
@@ -73,14 +69,14 @@ def measure_profile(parts: Parts, method: Method, identity: Mapping[str, Any]) -
             f"the context of model {config.primary!r} is too short for prompts of three sizes, so no profile can be "
             "measured. Set a recompute_ratio instead of 'auto'."
         )
-    profile, saved = Profile.of(identity, list(found.values()), _reads(parts, method)), find_profile(identity)
+    profile, saved = fitted_profile(identity, list(found.values()), _reads(engine, method)), find_profile(identity)
     return profile if saved is None else replace(profile, media={**saved.media, **profile.media})
 
 
-def _reads(parts: Parts, method: Method) -> list[TimedRead]:
+def _reads(engine: CacheClipEngine, method: Method) -> list[TimedRead]:
     """Readings of few and of several entries, of short and of long ones, from each tier of the engine's own store. None
     if the store cannot be measured."""
-    caches, store = parts.primary_caches(parts.context_of(method)), parts.store.chunk_store
+    [caches], store = engine.chunk_caches(engine.context_of(method), with_auxiliary=False), engine.store.chunk_store
     runtime = caches.runtime
     try:
         for part in _PARTS:
@@ -101,11 +97,9 @@ def _reads(parts: Parts, method: Method) -> list[TimedRead]:
 class _Measuring:
     """Prefills of growing prompts."""
 
-    def __init__(self, parts: Parts, method: Method) -> None:
-        self.parts, self._method = parts, replace(method, min_confidence=0.0)
-        self._writer = ChunkWriter(parts)
-        self._answering = Answering(parts, self._writer, ())
-        runtime = parts.runtime
+    def __init__(self, engine: CacheClipEngine, method: Method) -> None:
+        self.engine, self._method = engine, replace(method, min_confidence=0.0)
+        runtime = engine.primary
         most = min(_MOST_TOKENS, int(0.75 * min(runtime.context_tokens, runtime.reuse_tokens)))
         self._texts = {
             size: make_texts(runtime.tokenize, max(1, most // size), size, seed=size) for size in (_LONG, _SHORT)
@@ -140,11 +134,10 @@ class _Measuring:
 
     def _prompt(self, size: int, length: int) -> str:
         texts = self._texts[length][: max(1, size // length)]
-        self._writer.precompute(texts, self.parts.context_of(self._method))
+        self.engine.precompute(texts, method=self._method)
         return "\n\n".join(texts) + f"\n\nQuestion: {QUESTION}"
 
     def _timed(self, prompt: str, method: Method) -> Timing:
-        request = Request(prompt, method, CallOptions(SamplingParams(max_tokens=1), question=QUESTION))
-        plan = self._answering.plan(request)
-        stats = self._answering.prefill_only(request).stats
+        plan = self.engine.plan(prompt, method=method, question=QUESTION)
+        stats = self.engine.prefill(prompt, method=method, question=QUESTION).stats
         return Timing(Work.of(plan, 0), method.nominal_ratio if method.reuses_chunks else None, stats.phases_s)

@@ -10,12 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.errors import StoreError
-from .ahead import ReadAgain, ReadAhead
-from .backend import Backend
-from .codecs import frame_bytes
-from .tenant import TenantStore
-from .tiered import TieredStore
+from cacheclip_rag import StoreError
+from cacheclip_rag.store import Backend, ReadAgain, ReadAhead, TenantStore, TieredStore, frame_bytes
 
 _NAMESPACE = "cacheclip-profile"
 """Tenant of the KV that is read. What a killed run left of it is removed by the next one."""

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cacheclip_lab.timing import profiling
+from cacheclip_lab.timing.fitting import Timing
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering import profiling
 from cacheclip_rag.base.clock import PHASES
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.runtime.transformers import prefix_cache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
 from cacheclip_rag.testing.faketime import FakeTime
+from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from cacheclip_rag.testing.throttled import ThrottledBackend
-from cacheclip_rag.timing.controller import Cost, Profile, Timing
-from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
+from cacheclip_rag.timing.controller import Cost, Profile
 
 Make = Callable[..., CacheClipEngine]
 
@@ -41,13 +42,13 @@ def make(tiny_models: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monkey
 def samples(monkeypatch: pytest.MonkeyPatch) -> list[Timing]:
     """What the next profile is fitted to."""
     found: list[Timing] = []
-    fitted = profiling.Profile.of
+    fitted = profiling.fitted_profile
 
     def recorded(identity: Any, measured: list[Timing], reads: Any) -> Any:
         found.extend(measured)
         return fitted(identity, measured, reads)
 
-    monkeypatch.setattr(profiling.Profile, "of", recorded)
+    monkeypatch.setattr(profiling, "fitted_profile", recorded)
     return found
 
 

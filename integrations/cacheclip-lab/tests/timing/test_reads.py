@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cacheclip_lab.timing.reads import _NAMESPACE, has_room, measure_reads
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import (
@@ -18,13 +19,10 @@ from cacheclip_rag.store import (
     MemoryBackend,
     TenantStore,
     Tiers,
-    has_room,
-    measure_reads,
 )
-from cacheclip_rag.store.speed import _NAMESPACE
+from cacheclip_rag.testing.entries import is_intact, put
 from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.throttled import ThrottledBackend
-from tests.store.samples import is_intact, put
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]
 KV = [torch.randn(shape, generator=torch.Generator().manual_seed(7)) for shape in SHAPES]

@@ -1,0 +1,1 @@
+"""How long prefills and readings take on this machine: profiles for ``recompute_ratio=\"auto\"``."""
