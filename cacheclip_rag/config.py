@@ -52,8 +52,7 @@ class EngineConfig:
         "Model that answers: hub id, local folder (a string or a ``Path``), GGUF file, or ``packaged:NAME``.",
     )
     auxiliary: str | None = _setting(
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "Small model that scores tokens; None for methods that need none.",
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "Small model that scores tokens; None for methods that need none."
     )
     store: str | PathLike[str] | None = _setting(
         None,
@@ -83,8 +82,7 @@ class EngineConfig:
     )
     """Implies ``recompute_ratio="auto"``. A time that not even the least ratio keeps to is not an error."""
     min_confidence: float | str | None = _setting(
-        None,
-        "Least difference between the probabilities of the two likeliest next tokens, 0 to 1.",
+        None, "Least difference between the probabilities of the two likeliest next tokens, 0 to 1."
     )
     """If the first token is below it, the prompt is prefilled in full; if a later one is, the exact KV is completed
     before it is chosen. ``cacheclip certify`` shows what a value gives and costs. ``auto``: the value, and unless one
@@ -106,8 +104,7 @@ class EngineConfig:
     """``auto``: ``cuda`` if there is one, then ``mps`` if it works, else ``cpu``. With ``balanced``, ``balanced_low_0``
     or ``sequential``, accelerate spreads the layers over all devices."""
     auxiliary_device: str | None = _setting(
-        None,
-        "Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``.",
+        None, "Device of the auxiliary model, such as ``cpu`` beside a primary on a GPU; None: ``device``."
     )
     codec: str | None = _setting(None, "Codec of chunk caches.")
     """None: the compute dtype, which is lossless, for the primary's; ``bfloat16`` for the auxiliary's, which only rank
@@ -118,13 +115,11 @@ class EngineConfig:
     """Above it, the tenant with the most bytes loses its least recently used chunk caches. 0: no limit, and a recorded
     one is removed. None: the recorded limit, or no limit."""
     prefix_cache_bytes: int = _setting(
-        2**28,
-        "Size of the prefix cache: exact KV that prompts with the same first tokens share.",
+        2**28, "Size of the prefix cache: exact KV that prompts with the same first tokens share."
     )
     """0 switches it off."""
     on_miss: str = _setting(
-        "store",
-        "For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them.",
+        "store", "For chunks that were not stored: ``store`` them after the answer, or ``ignore`` them."
     )
     require_certificate: bool = _setting(
         False,
@@ -141,8 +136,7 @@ class EngineConfig:
     )
     """The exact KV goes into the prefix cache, where the next question finds it."""
     shadow_rate: float = _setting(
-        0.0,
-        "Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread.",
+        0.0, "Share of the answers, 0 to 1, that are compared with full prefill, after the answer and in a thread."
     )
     """Results go to metrics and log. Each comparison costs a full prefill. Answers that ``finish`` verifies are always
     compared, at no further cost."""
@@ -155,11 +149,7 @@ class EngineConfig:
             check_confidence("min_confidence", self.min_confidence)
         check_method(self.method)
         check_chunk_context(self.chunk_context)
-        choices = {
-            "dtype": ("auto", *DTYPES),
-            "on_miss": _ON_MISS,
-            "finish": FINISH_MODES,
-        }
+        choices = {"dtype": ("auto", *DTYPES), "on_miss": _ON_MISS, "finish": FINISH_MODES}
         for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed)
         check_number("shadow_rate", self.shadow_rate, "a number from 0 (none) to 1 (all)", most=1.0)

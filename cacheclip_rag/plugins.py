@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         check_whole_number as check_whole_number,
         did_you_mean as did_you_mean,
         is_whole_number as is_whole_number,
+        store_place as store_place,
     )
     from .base.errors import is_panic as is_panic
     from .base.machine import unit_name as unit_name
@@ -54,28 +55,26 @@ if TYPE_CHECKING:
     )
     from .base.urls import shown_url as shown_url
     from .cli.common import (
-        BackendOption as BackendOption,
         ExistingStoreOption as ExistingStoreOption,
         JsonOption as JsonOption,
         NamespaceOption as NamespaceOption,
-        Rows as Rows,
-        VariantsOption as VariantsOption,
         check_backend as check_backend,
         format_bytes as format_bytes,
         parse_bytes as parse_bytes,
         print_json as print_json,
         print_names as print_names,
-        print_tables as print_tables,
     )
-    from .cli.companions import Companion as Companion
+    from .cli.companions import COMPANIONS as COMPANIONS, Companion as Companion
     from .cli.options import (
         CommandSettings as CommandSettings,
         checked_model as checked_model,
         engine_options as engine_options,
         existing_folder as existing_folder,
         model_place as model_place,
+        no_store as no_store,
     )
     from .cli.plugins import Commands as Commands
+    from .cli.store import look_after as look_after
     from .cli.tables import Table as Table
     from .fusion.in_order import OrderedRuntime as OrderedRuntime, PlacedKV as PlacedKV, fuse_in_order as fuse_in_order
     from .models.loaders import ModelLoader as ModelLoader
@@ -86,7 +85,7 @@ __getattr__, _LATE = late_names(
     {
         "..base.checks": (
             "check_choice check_namespace check_number check_probability check_ratio_and_limit check_whole_number "
-            "did_you_mean is_whole_number"
+            "did_you_mean is_whole_number store_place"
         ),
         "..base.errors": "is_panic",
         "..base.machine": "unit_name",
@@ -95,12 +94,13 @@ __getattr__, _LATE = late_names(
         "..base.python": "own_folder python_command python_environment",
         "..base.urls": "shown_url",
         "..cli.common": (
-            "BackendOption ExistingStoreOption JsonOption NamespaceOption Rows VariantsOption check_backend "
-            "format_bytes parse_bytes print_json print_names print_tables"
+            "ExistingStoreOption JsonOption NamespaceOption check_backend format_bytes parse_bytes print_json "
+            "print_names"
         ),
-        "..cli.companions": "Companion",
-        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place",
+        "..cli.companions": "COMPANIONS Companion",
+        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place no_store",
         "..cli.plugins": "Commands",
+        "..cli.store": "look_after",
         "..cli.tables": "Table",
         "..fusion.in_order": "OrderedRuntime PlacedKV fuse_in_order",
         "..models.loaders": "ModelLoader",

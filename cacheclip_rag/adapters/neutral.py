@@ -26,35 +26,28 @@ IGNORED = frozenset(
 )
 """Fields that do not change an answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n", "best_of"), (1,)),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "modalities": (["text"],),
-    "function_call": ("none", "auto"),
-    "min_p": (0,),
-    "ignore_eos": (False,),
-    "include_reasoning": (True,),
-    "min_tokens": (0,),
-    "length_penalty": (1,),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    **dict.fromkeys(("n_predict", "num_predict", "t_max_predict_ms"), (-1,)),
+    **dict.fromkeys("n best_of length_penalty typical_p repeat_penalty tfs tfs_z typical typ_p".split(), (1,)),
     **dict.fromkeys(
-        ("return_token_ids", "return_tokens_as_token_ids", "post_sampling_probs", "raw", "safe_prompt", "background"),
+        (
+            "logprobs echo ignore_eos use_beam_search include_stop_str_in_output continue_final_message "
+            "return_token_ids return_tokens_as_token_ids post_sampling_probs raw safe_prompt background "
+            "ban_eos_token"
+        ).split(),
         (False,),
     ),
+    **dict.fromkeys(
+        (
+            "top_logprobs min_p min_tokens mirostat mirostat_mode dry_multiplier xtc_probability top_a "
+            "dynatemp_range n_probs"
+        ).split(),
+        (0,),
+    ),
+    "modalities": (["text"],),
+    "function_call": ("none", "auto"),
+    **dict.fromkeys("include_reasoning skip_special_tokens add_generation_prompt add_bos_token".split(), (True,)),
+    "spaces_between_special_tokens": (True, False),
+    **dict.fromkeys("n_predict num_predict t_max_predict_ms".split(), (-1,)),
     "reasoning_format": ("auto", "deepseek", "parsed"),
-    "add_bos_token": (True,),
-    "ban_eos_token": (False,),
-    **dict.fromkeys(("repeat_penalty", "tfs", "tfs_z", "typical", "typ_p"), (1,)),
-    **dict.fromkeys(("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "top_a"), (0,)),
-    **dict.fromkeys(("dynatemp_range", "n_probs"), (0,)),
 }
 """Values with which a field that is not followed changes nothing."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})

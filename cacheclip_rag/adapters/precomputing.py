@@ -94,10 +94,7 @@ def _seconds_per_token(caches: ChunkCaches, texts: Sequence[str]) -> float:
 
 
 def precompute_in_batches(
-    engine: CacheClipEngine,
-    texts: Iterable[tuple[str, tuple[str, str] | None]],
-    *,
-    method: str | Method | None = None,
+    engine: CacheClipEngine, texts: Iterable[tuple[str, tuple[str, str] | None]], *, method: str | Method | None = None
 ) -> Iterator[None]:
     """Precompute texts that are not blank. Short texts are computed together, and after each batch an item is yielded,
     so that whoever leaves stops there. A text that cannot be stored is skipped with a warning that names its sources.

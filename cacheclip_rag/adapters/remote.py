@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ..answering.options import CallKeywords, CallOptions
-from ..base.errors import (
-    CacheClipError,
-    ConfigurationError,
-    MissingExtraError,
-    PromptTooLongError,
-    ServerError,
-)
+from ..base.errors import CacheClipError, ConfigurationError, MissingExtraError, PromptTooLongError, ServerError
+from ..base.sampling import SamplingParams
 from ..fusion.answer import Answer, Event, FusionStats
 from ..prompt.tools import ToolCall, as_object, check_calls
 from .forced_tools import SCHEMA_OF_CALLS
@@ -27,7 +22,6 @@ from .forced_tools import SCHEMA_OF_CALLS
 if TYPE_CHECKING:
     import httpx
 
-    from ..base.sampling import SamplingParams
     from ..prompt.messages import Prompt
 
 logger = logging.getLogger(__name__)
@@ -36,6 +30,7 @@ _TIMEOUT_S = 600.0
 """As the server's own."""
 _LONGEST_S = 1_000_000.0
 """Far above any wait, and within what a socket takes."""
+_DEFAULTS = SamplingParams()
 _names: dict[str, str] = {}
 """Served names, by the addresses of servers that have answered."""
 _UNKNOWN_ID = -1
@@ -335,18 +330,9 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sampling(params: SamplingParams, *, has_tools: bool) -> dict[str, Any]:
     stated: dict[str, Any] = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p}
-    if params.top_k:
-        stated["top_k"] = params.top_k
-    if params.repetition_penalty != 1.0:
-        stated["repetition_penalty"] = params.repetition_penalty
-    if params.frequency_penalty:
-        stated["frequency_penalty"] = params.frequency_penalty
-    if params.presence_penalty:
-        stated["presence_penalty"] = params.presence_penalty
-    if params.stop:
-        stated["stop"] = list(params.stop)
-    if params.seed is not None:
-        stated["seed"] = params.seed
+    for name in ("top_k", "repetition_penalty", "frequency_penalty", "presence_penalty", "stop", "seed"):
+        if (value := getattr(params, name)) != getattr(_DEFAULTS, name):
+            stated[name] = [*value] if name == "stop" else value
     if params.json_schema is not None:
         name = SCHEMA_OF_CALLS if has_tools else "answer"
         schema = {"name": name, "schema": json.loads(params.json_schema), "strict": True}

@@ -26,25 +26,6 @@ from typing import Any
 
 from .urls import without_secrets
 
-__all__ = [
-    "CacheClipError",
-    "CertificateError",
-    "ConfigurationError",
-    "DigestMismatchError",
-    "DocumentError",
-    "DownloadError",
-    "EncodingError",
-    "MissingExtraError",
-    "ModelError",
-    "PromptTooLongError",
-    "ServerError",
-    "StoreError",
-    "UnknownModelError",
-    "UnsupportedModelError",
-    "first_line",
-    "is_panic",
-]
-
 
 def is_panic(error: BaseException) -> bool:
     """Whether a library in Rust (tokenizers, safetensors, llguidance) failed: its error is no ``Exception``."""

@@ -60,10 +60,7 @@ class Folder:
     def replace(self, name: str, target: Folder, new_name: str) -> None:
         """Move something into an open folder, in place of what has its new name."""
         os.replace(
-            self._place(name),
-            target._place(new_name),
-            src_dir_fd=self._descriptor,
-            dst_dir_fd=target._descriptor,
+            self._place(name), target._place(new_name), src_dir_fd=self._descriptor, dst_dir_fd=target._descriptor
         )
 
     def is_folder(self, name: str) -> bool:

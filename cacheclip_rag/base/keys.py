@@ -18,12 +18,7 @@ _KEY = re.compile("[0-9a-f]{64}")
 
 
 def chunk_key(
-    *,
-    model_fingerprint: str,
-    prefix_ids: Sequence[int],
-    chunk_ids: Sequence[int],
-    rope_pin: str,
-    namespace: str,
+    *, model_fingerprint: str, prefix_ids: Sequence[int], chunk_ids: Sequence[int], rope_pin: str, namespace: str
 ) -> str:
     """Key of a chunk cache: 64 hexadecimal digits, safe as a file name.
 

@@ -18,12 +18,7 @@ _LINE_EVERY_S = 10.0
 
 @contextmanager
 def progress_bar(
-    title: str,
-    total: float | None,
-    unit: str = "bytes",
-    *,
-    done: int = 0,
-    get_time: Callable[[], float] | None = None,
+    title: str, total: float | None, unit: str = "bytes", *, done: int = 0, get_time: Callable[[], float] | None = None
 ) -> Iterator[Advance]:
     """Show a bar with time left, or lines (``precomputing: 120 of 345 chunks, 0:01:20 left``) where stderr is not a
     terminal.
@@ -35,14 +30,7 @@ def progress_bar(
         get_time: monotonic clock in seconds; None: the system's.
     """
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -50,12 +38,7 @@ def progress_bar(
         return
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
-    bar = Progress(
-        *columns,
-        console=console,
-        speed_estimate_period=_SPEED_OVER_S,
-        get_time=get_time,
-    )
+    bar = Progress(*columns, console=console, speed_estimate_period=_SPEED_OVER_S, get_time=get_time)
     with bar:
         task = bar.add_task(title, total=total, completed=done)
 

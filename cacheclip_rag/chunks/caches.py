@@ -34,13 +34,7 @@ class ChunkCaches:
     """Reads and writes the KV of chunks for one model, one shared prefix and one chunk context."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        store: TenantStore,
-        *,
-        prefix_ids: Sequence[int],
-        codec: str,
-        context: ChunkContext,
+        self, runtime: Runtime, store: TenantStore, *, prefix_ids: Sequence[int], codec: str, context: ChunkContext
     ) -> None:
         self.runtime = runtime
         context_ids = runtime.tokenize(context.text).ids if context.text else ()
@@ -123,13 +117,7 @@ class ChunkCaches:
         lengths = [len(self.tokenize(text).ids) for text in texts]
         shapes = {key: self.runtime.kv_shape(length) for key, length in zip(keys, lengths, strict=True)}
         return ReadAhead(
-            self.store,
-            keys,
-            codec=self.codec,
-            num_layers=num_layers,
-            once=once,
-            when_read=when_read,
-            shapes=shapes,
+            self.store, keys, codec=self.codec, num_layers=num_layers, once=once, when_read=when_read, shapes=shapes
         )
 
     def _read(self, key: str, codec: str, num_tokens: int, buffer: ReadBuffer | None = None) -> StoredKV | None:

@@ -7,15 +7,13 @@ not be read), 2 bad usage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from .. import __version__
-from . import explain, models, store
+from . import models, store
 from .common import guarded
-from .options import SettingsCommand
 from .plugins import CommandGroup, CommandLine
 
 __all__ = ["app", "main"]
@@ -47,11 +45,6 @@ def _options(
 
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "explain-miss": explain.explain_miss,
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name, cls=SettingsCommand)(_command)
 app.load_later({"models": models.app, "store": store.app})
 
 

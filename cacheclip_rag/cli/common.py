@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -32,23 +30,9 @@ def check_backend(name: str) -> str:
     return name
 
 
-Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""A table: the titles of its columns, and its rows."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 ExistingStoreOption = Annotated[
     str, typer.Option("--store", callback=existing_store, help="Folder of chunk caches and documents.")
-]
-VariantsOption = Annotated[
-    Path | None,
-    typer.Option("--variants", help="TOML file of methods by name: each a preset with changed settings."),
-]
-BackendOption = Annotated[
-    str,
-    typer.Option(
-        "--backend",
-        callback=check_backend,
-        help="What runs the primary: transformers in this process, or vllm.",
-    ),
 ]
 NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Tenant; tenants never share chunk caches.")]
 
@@ -62,25 +46,6 @@ def print_json(value: dict[str, Any]) -> None:
         value = {**value, "store": shown_url(value["store"])}
     text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
     sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8") + "\n")
-
-
-def print_tables(tables: Mapping[str, Rows], *lines: str) -> None:
-    """Print tables by title, then lines of text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    # wide if stdout is not a terminal, so that no figure is cut off in a file
-    out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
-    for title, (titles, rows) in tables.items():
-        printed = Table(title=title)
-        for number, each in enumerate(titles):
-            is_name = number == 0  # is read whole; figures' titles may take several lines
-            printed.add_column(each, justify="left" if is_name else "right", no_wrap=is_name)
-        for row in rows:
-            printed.add_row(*row)
-        out.print(printed)
-    for line in lines:
-        out.print(line, soft_wrap=True)
 
 
 def _finite(value: Any) -> Any:

@@ -33,11 +33,6 @@ _SPELLED = {"recompute_ratio": "--ratio"}
 _FIELDS = {each.name: each for each in fields(EngineConfig)}
 _FIXED = ("primary", "auxiliary", "dtype", "namespace")
 """Options that the first ingestion fixes for the documents of a store."""
-_OF_A_SERVICE = (
-    *("store", "max_bytes", "memory_bytes", "require_certificate", "finish", "shadow_rate", "min_confidence"),
-    "max_ttft_s",
-)
-"""Settings that would change what is measured."""
 _MODELS = ("primary", "auxiliary")
 _VLLM = "vllm"
 """Table of arguments of vLLM's ``LLM``, which checks them itself."""
@@ -79,21 +74,6 @@ class CommandSettings:
             own: settings that the command chooses itself.
         """
         return EngineConfig.from_options(None, {**self.engine, **own})
-
-    def measured(self, **own: Any) -> EngineConfig:
-        """Settings of an engine whose speed or answers are measured. Settings of a service, which the file may hold
-        too, do not count.
-
-        Raises:
-            ConfigurationError: the recompute ratio is not a number.
-        """
-        engine = {name: value for name, value in self.engine.items() if name not in _OF_A_SERVICE}
-        config = EngineConfig.from_options(None, {**engine, **own})
-        if config.recompute_ratio != config.fixed_ratio:
-            raise ConfigurationError(
-                f"recompute_ratio must be a number to be measured, got {config.recompute_ratio!r}. Give --ratio."
-            )
-        return config
 
     def store_config(self) -> EngineConfig:
         """Settings of an engine on the given store: those of the documents there, if it has any, and the given ones."""

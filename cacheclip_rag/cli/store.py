@@ -1,4 +1,4 @@
-"""``cacheclip store create|stats|limit|verify|repair|gc|compact|clear``."""
+"""``cacheclip store stats|limit|verify|repair|gc|clear``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..base.checks import store_place
 from ..base.errors import ConfigurationError
 from ..base.paths import expanded, is_url
 from ..base.urls import shown_url
-from .common import (
-    ExistingStoreOption,
-    JsonOption,
-    NamespaceOption,
-    format_bytes,
-    parse_bytes,
-    print_json,
-    print_names,
-)
+from .common import ExistingStoreOption, JsonOption, NamespaceOption, format_bytes, parse_bytes, print_json, print_names
 from .companions import COMPANIONS
 from .options import existing_folder
 from .plugins import CommandGroup
@@ -31,37 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=CommandGroup, help="The chunk-cache store.", no_args_is_help=True)
 
 
-@app.command("create")
-def create(
-    store: Annotated[str, typer.Argument(metavar="URL", help="Such as s3://bucket/prefix.")],
-    codec: Annotated[str | None, typer.Option("--codec", help="Codec of chunk caches, such as int8.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Make a store in object storage. Refuses storage that lets a writer replace what another one wrote."""
-    from ..config import EngineConfig
-    from ..store import store_kind
-
-    if not is_url(store_place(store)):
-        raise ConfigurationError(f"expected a URL such as s3://bucket/prefix, got {store!r}: folders need no create.")
-    url = str(EngineConfig(store=store).store)
-    made = store_kind(url).create(url, codec)
-    if as_json:
-        print_json({"store": store, **made})
-    else:
-        typer.echo(f"{shown_url(store)} is a store now" + (f", with codec {made['codec']}" if made["codec"] else ""))
-
-
-@app.command("compact")
-def compact(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
-    """Put the small files of a shared store's catalog together."""
-    if not is_url(store):
-        raise ConfigurationError(
-            f"expected the URL of a shared store, got {store!r}. For a folder: cacheclip store gc."
-        )
-    _look_after(store, lambda kind: kind.compact(store), as_json)
-
-
-def _look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+def look_after(store: str, run: Callable[[StoreKind], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     """Show what was done in a shared store, also where some tenants could not be looked after."""
     from ..store import TenantsError, store_kind
 
@@ -90,7 +51,7 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 def stats(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Entries, bytes, limit, tenants and documents of a store."""
     if is_url(store):
-        _look_after(store, lambda kind: kind.stats(store), as_json)
+        look_after(store, lambda kind: kind.stats(store), as_json)
         return
     from ..store.care import open_store
 
@@ -149,7 +110,7 @@ def verify(store: ExistingStoreOption, as_json: JsonOption = False) -> None:
     """Read everything and compare it with its checksums; exit code 1 if anything is wrong. Mends nothing in a folder;
     in a shared store, what is damaged is deleted, and will be computed again."""
     if is_url(store):
-        found = _look_after(store, lambda kind: kind.verify(store), as_json)
+        found = look_after(store, lambda kind: kind.verify(store), as_json)
         if found["damaged"] or found["missing"]:
             raise typer.Exit(1)
         return
@@ -223,7 +184,7 @@ def gc(
 ) -> None:
     """Remove what nobody can use: what killed processes left, payloads and texts without an entry."""
     if is_url(store):
-        _look_after(store, lambda kind: kind.gc(store, grace), as_json)
+        look_after(store, lambda kind: kind.gc(store, grace), as_json)
         return
     from ..store.care import collect_garbage
 

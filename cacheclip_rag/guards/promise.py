@@ -65,16 +65,6 @@ class Guarantee:
         gate = self.gate_at(ratio)
         return gate is not None and min_confidence >= gate.min_confidence
 
-    @property
-    def holds_for(self) -> str:
-        """The kind of prompts that it was shown for."""
-        ranges = {"prompts of {} tokens": self.prompt_tokens, "{} chunks": self.chunks}
-        ranges["answers of {} tokens"] = self.answer_tokens
-        return ", ".join(
-            text.format("-".join(f"{each:,}" for each in dict.fromkeys(found))) if found else f"{text.format('?')}"
-            for text, found in ranges.items()
-        )
-
 
 class PromiseWatch:
     """Counts how many compared answers differ, for each method with a promise. Safe to share between threads.

@@ -19,16 +19,8 @@ from .base import ObservedAnswer, Observer
 
 _NANOSECONDS = 1e9
 _COUNTS = (
-    "hits",
-    "misses",
-    "chunk_tokens",
-    "recomputed_tokens",
-    "cached_prefix_tokens",
-    "continued_tokens",
-    "charged_ratio",
-    "gated",
-    "bypassed",
-)
+    "hits misses chunk_tokens recomputed_tokens cached_prefix_tokens continued_tokens charged_ratio gated bypassed"
+).split()
 """Statistics that become attributes of an answer's span."""
 
 

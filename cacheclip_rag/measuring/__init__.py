@@ -17,18 +17,13 @@ if TYPE_CHECKING:
     from ..base.clock import PHASES as PHASES
     from ..base.machine import processor_name as processor_name, unit_name as unit_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
+    from ..chunks.context import CONTEXTS as CONTEXTS, context_name as context_name
+    from ..finding.common_parts import WINDOW as WINDOW, standing_in as standing_in
     from ..fusion.fuse import choose_rows as choose_rows
-    from ..guards.fidelity import (
-        Fidelity as Fidelity,
-        compare as compare,
-        greedy as greedy,
-        kl_divergence as kl_divergence,
-        own_answer as own_answer,
-        read_along as read_along,
-    )
+    from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
     from ..guards.identity import Identity as Identity, differences as differences
     from ..prompt.known_kv import known_kv as known_kv
-    from ..prompt.layout import lay_out as lay_out
+    from ..prompt.layout import MOST_PARTIAL as MOST_PARTIAL, Span as Span, lay_out as lay_out, share_of as share_of
     from ..prompt.segments import segment_text as segment_text
     from ..runtime.transformers.attention_pattern import Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
@@ -45,11 +40,9 @@ if TYPE_CHECKING:
     )
     from .engines import (
         auxiliary_caches as auxiliary_caches,
-        extending_model as extending_model,
         identity_of as identity_of,
         prefix_caches as prefix_caches,
         stock_attention as stock_attention,
-        transformers_model as transformers_model,
         use_heads as use_heads,
     )
 
@@ -62,11 +55,13 @@ __getattr__, __all__ = late_names(
         "..base.clock": "PHASES",
         "..base.machine": "processor_name unit_name",
         "..chunks.caches": "ChunkCaches",
+        "..chunks.context": "CONTEXTS context_name",
+        "..finding.common_parts": "WINDOW standing_in",
         "..fusion.fuse": "choose_rows",
-        "..guards.fidelity": "Fidelity compare greedy kl_divergence own_answer read_along",
+        "..guards.fidelity": "greedy kl_divergence read_along",
         "..guards.identity": "Identity differences",
         "..prompt.known_kv": "known_kv",
-        "..prompt.layout": "lay_out",
+        "..prompt.layout": "MOST_PARTIAL Span lay_out share_of",
         "..prompt.segments": "segment_text",
         "..runtime.transformers.attention_pattern": "Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",
@@ -75,8 +70,6 @@ __getattr__, __all__ = late_names(
         "..selection.packed_chunks": "pack_chunks",
         "..store.disk": "CAN_DROP_PAGE_CACHE",
         "..timing.controller": "Controller Cost Profile Work find_profile",
-        "engines": (
-            "auxiliary_caches extending_model identity_of prefix_caches stock_attention transformers_model use_heads"
-        ),
+        "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),
     },
 )

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..answering.turns import turns_of
-from ..base.errors import ConfigurationError
 from ..chunks.caches import ChunkCaches
 from ..engine import CacheClipEngine
 from ..guards.identity import Identity
 from ..methods.base import Method
-from ..runtime.base import Runtime
 from ..runtime.transformers.model import ModelRuntime
 from ..selection.heads import HeadSet
 
@@ -38,35 +36,6 @@ def auxiliary_caches(engine: CacheClipEngine) -> ChunkCaches:
 def use_heads(engine: CacheClipEngine, heads: HeadSet | None) -> None:
     """Score tokens with these heads from now on; None: with all heads alike."""
     engine.parts.use_heads(heads)
-
-
-def transformers_model(runtime: Runtime | None) -> ModelRuntime:
-    """The runtime itself, for code that needs the transformers model.
-
-    Raises:
-        ConfigurationError: another kind of runtime runs this model, or its KV cannot be reused.
-    """
-    if isinstance(runtime, ModelRuntime):
-        return runtime
-    name = "none" if runtime is None else repr(runtime.name)
-    other = "" if runtime is None or not runtime.can_extend else " To compare methods on this one: cacheclip eval."
-    raise ConfigurationError(
-        f"expected a transformers model whose KV can be reused, got {name}. Name a supported folder or hub id.{other}"
-    )
-
-
-def extending_model(runtime: Runtime) -> Runtime:
-    """The runtime itself, for code that reads answers block by block.
-
-    Raises:
-        ConfigurationError: it cannot do that.
-    """
-    if runtime.can_extend:
-        return runtime
-    raise ConfigurationError(
-        f"expected a model that can read a given answer, got {runtime.name!r} ({runtime.backend}). Name a transformers "
-        "model or a GGUF file."
-    )
 
 
 @contextmanager

@@ -26,19 +26,9 @@ if TYPE_CHECKING:
     from .settings import vary as vary
 
 
-PRESET_NAMES = (
-    "full",
-    "prefix",
-    "direct",
-    "ape",
-    "block",
-    "epic",
-    "cacheblend",
-    "cacheclip",
-    "cacheclip-gated",
-    "cacheclip-paper",
-    "query_attention",
-    "anchored",
+PRESET_NAMES = tuple(
+    "full prefix direct ape block epic cacheblend cacheclip cacheclip-gated cacheclip-paper "
+    "query_attention anchored".split()
 )
 
 _GROUP = "cacheclip.methods"
@@ -127,13 +117,4 @@ __getattr__, _LATE = late_names(
         "settings": "vary",
     },
 )
-__all__ = [
-    "DEFAULT_METHOD",
-    "PRESET_NAMES",
-    "check_auxiliary",
-    "check_method",
-    "check_reads",
-    "preset",
-    "reads_kv",
-    *_LATE,
-]
+__all__ = [*"DEFAULT_METHOD PRESET_NAMES check_auxiliary check_method check_reads preset reads_kv".split(), *_LATE]

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
         resolve as resolve,
     )
     from .loaders import uses_tools as uses_tools
-    from .memory import check_room as check_room, free_bytes as free_bytes
-    from .modules import load_module as load_module
+    from .memory import check_room as check_room, free_bytes as free_bytes, tensor_dtypes as tensor_dtypes
 
 
 __getattr__, __all__ = late_names(
@@ -38,7 +37,6 @@ __getattr__, __all__ = late_names(
         "fingerprint": "FileState file_digest states_of",
         "load": "concrete load_model loader_of register_runtime resolve",
         "loaders": "uses_tools",
-        "memory": "check_room free_bytes",
-        "modules": "load_module",
+        "memory": "check_room free_bytes tensor_dtypes",
     },
 )

@@ -45,10 +45,7 @@ def escaped(text: str, times: int) -> str:
 
 
 def find_contents(
-    render: Callable[[Sequence[Message]], str],
-    messages: Sequence[Message],
-    rendered: str,
-    escapes: Mapping[int, int],
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], rendered: str, escapes: Mapping[int, int]
 ) -> list[Piece] | None:
     """The prompt that ``render`` made of the messages as pieces of the template and of contents; None if they cannot be
     told apart. ``escapes``: how many times a message's content is written as JSON, if it is."""
@@ -56,10 +53,7 @@ def find_contents(
 
 
 def _by_words(
-    render: Callable[[Sequence[Message]], str],
-    messages: Sequence[Message],
-    rendered: str,
-    escapes: Mapping[int, int],
+    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], rendered: str, escapes: Mapping[int, int]
 ) -> list[Piece] | None:
     """Every word is rendered as one character that stands for it alone."""
     contents = [message["content"] for message in messages]

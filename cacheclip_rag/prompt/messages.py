@@ -20,16 +20,9 @@ _MOST_CHARACTERS = 10_000
 _NOT_VARIABLES = frozenset(
     {
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
-        *(
-            "continue_final_message",
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-            "return_dict",
-            "processor",
-        ),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
         *("return_assistant_tokens_mask", "tokenizer_kwargs", "processor_kwargs", "raise_exception", "strftime_now"),
+        "processor",
     }
 )
 """What shapes a prompt in other ways: arguments of transformers, and what it gives templates itself."""

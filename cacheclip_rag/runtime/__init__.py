@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         check_process as check_process,
         quiet_transformers as quiet_transformers,
     )
-    from .transformers.weight_files import check_tensors as check_tensors
+    from .transformers.weight_files import check_tensors as check_tensors, copy_mapped as copy_mapped
 
 
 __getattr__, __all__ = late_names(
@@ -47,6 +47,6 @@ __getattr__, __all__ = late_names(
         "transformers.constraint": "Grammars SchemaConstraint",
         "transformers.rotary": "Tables rotate",
         "transformers.text": "ChatText TextModel check_encodable check_process quiet_transformers",
-        "transformers.weight_files": "check_tensors",
+        "transformers.weight_files": "check_tensors copy_mapped",
     },
 )

@@ -11,40 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base.keys import FRAME_VERSION, chunk_key, is_key, text_digest
 from ..base.late import late_names
-from ..finding.texts import TextIndex, text_row
-from .ahead import ReadAgain, ReadAhead
-from .backend import Backend, Sink
-from .catalog import Catalog, SqliteCatalog, erase
-from .chunk_store import ChunkStore, is_store
-from .codecs import (
-    CODECS,
-    KV,
-    Frame,
-    FrameError,
-    OtherVersionError,
-    StoredKV,
-    bytes_of,
-    decode_frame,
-    encode_frame,
-    frame_bytes,
-    keeps,
-    layer_of,
-    part_of,
-)
-from .disk import CAN_DROP_PAGE_CACHE, PAGE_CACHE, DiskBackend
-from .entries import Entry, Total
-from .joined import Joined, join
-from .memory import MemoryBackend
-from .opening import StoreKind, TenantsError, open_chunk_store, store_kind
-from .reader import StoreReader
-from .reading_pool import each_in_pool, later
-from .sources import Sources
-from .tenant import ReadBuffer, TenantStore
-from .tiered import StoreStats, TieredStore
-from .tiers import Tiers, TierStats
-from .view import CatalogView, SourcesView
 
 if TYPE_CHECKING:
     from ..base.database import (
@@ -54,74 +21,84 @@ if TYPE_CHECKING:
         may_be_whole as may_be_whole,
         set_aside as set_aside,
     )
+    from ..base.keys import (
+        FRAME_VERSION as FRAME_VERSION,
+        chunk_key as chunk_key,
+        is_key as is_key,
+        text_digest as text_digest,
+    )
     from ..base.tensor_files import (
         READ_ERRORS as READ_ERRORS,
         read_tensors as read_tensors,
         write_tensors as write_tensors,
     )
+    from ..finding.texts import TextIndex as TextIndex, text_row as text_row
+    from .ahead import ReadAgain as ReadAgain, ReadAhead as ReadAhead
+    from .backend import Backend as Backend, Sink as Sink
     from .care import clear as clear, collect_garbage as collect_garbage, repair as repair, verify as verify
+    from .catalog import Catalog as Catalog, SqliteCatalog as SqliteCatalog, erase as erase
+    from .chunk_store import ChunkStore as ChunkStore, is_store as is_store
+    from .codecs import (
+        CODECS as CODECS,
+        KV as KV,
+        Frame as Frame,
+        FrameError as FrameError,
+        OtherVersionError as OtherVersionError,
+        StoredKV as StoredKV,
+        bytes_of as bytes_of,
+        decode_frame as decode_frame,
+        encode_frame as encode_frame,
+        frame_bytes as frame_bytes,
+        keeps as keeps,
+        layer_of as layer_of,
+        part_of as part_of,
+    )
+    from .disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE, PAGE_CACHE as PAGE_CACHE, DiskBackend as DiskBackend
+    from .entries import Entry as Entry, Total as Total
+    from .joined import Joined as Joined, join as join
+    from .memory import MemoryBackend as MemoryBackend
+    from .opening import (
+        StoreKind as StoreKind,
+        TenantsError as TenantsError,
+        open_chunk_store as open_chunk_store,
+        store_kind as store_kind,
+    )
+    from .reader import StoreReader as StoreReader
+    from .reading_pool import each_in_pool as each_in_pool, later as later
+    from .sources import Sources as Sources
+    from .tenant import ReadBuffer as ReadBuffer, TenantStore as TenantStore
+    from .tiered import StoreStats as StoreStats, TieredStore as TieredStore
+    from .tiers import Tiers as Tiers, TierStats as TierStats
+    from .view import CatalogView as CatalogView, SourcesView as SourcesView
 
 
-__getattr__, _LATE = late_names(
+__getattr__, __all__ = late_names(
     __name__,
     {
         "..base.database": "Database FormatError OutageWarning may_be_whole set_aside",
+        "..base.keys": "FRAME_VERSION chunk_key is_key text_digest",
         "..base.tensor_files": "READ_ERRORS read_tensors write_tensors",
+        "..finding.texts": "TextIndex text_row",
+        "ahead": "ReadAgain ReadAhead",
+        "backend": "Backend Sink",
         "care": "clear collect_garbage repair verify",
+        "catalog": "Catalog SqliteCatalog erase",
+        "chunk_store": "ChunkStore is_store",
+        "codecs": (
+            "CODECS KV Frame FrameError OtherVersionError StoredKV bytes_of decode_frame encode_frame "
+            "frame_bytes keeps layer_of part_of"
+        ),
+        "disk": "CAN_DROP_PAGE_CACHE PAGE_CACHE DiskBackend",
+        "entries": "Entry Total",
+        "joined": "Joined join",
+        "memory": "MemoryBackend",
+        "opening": "StoreKind TenantsError open_chunk_store store_kind",
+        "reader": "StoreReader",
+        "reading_pool": "each_in_pool later",
+        "sources": "Sources",
+        "tenant": "ReadBuffer TenantStore",
+        "tiered": "StoreStats TieredStore",
+        "tiers": "Tiers TierStats",
+        "view": "CatalogView SourcesView",
     },
 )
-__all__ = [
-    "CAN_DROP_PAGE_CACHE",
-    "CODECS",
-    "FRAME_VERSION",
-    "KV",
-    "PAGE_CACHE",
-    "Backend",
-    "Catalog",
-    "CatalogView",
-    "ChunkStore",
-    "DiskBackend",
-    "Entry",
-    "Frame",
-    "FrameError",
-    "Joined",
-    "MemoryBackend",
-    "OtherVersionError",
-    "ReadAgain",
-    "ReadAhead",
-    "ReadBuffer",
-    "Sink",
-    "Sources",
-    "SourcesView",
-    "SqliteCatalog",
-    "StoreKind",
-    "StoreReader",
-    "StoreStats",
-    "StoredKV",
-    "TenantStore",
-    "TenantsError",
-    "TextIndex",
-    "TierStats",
-    "TieredStore",
-    "Tiers",
-    "Total",
-    "bytes_of",
-    "chunk_key",
-    "decode_frame",
-    "each_in_pool",
-    "encode_frame",
-    "erase",
-    "frame_bytes",
-    "is_key",
-    "is_store",
-    "join",
-    "keeps",
-    "later",
-    "layer_of",
-    "open_chunk_store",
-    "part_of",
-    "store_kind",
-    "text_digest",
-    "text_row",
-    *_LATE,
-]

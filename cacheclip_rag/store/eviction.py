@@ -18,13 +18,7 @@ Run = Callable[..., Any]
 
 
 def make_room(
-    run: Run,
-    namespace: str,
-    key: str,
-    num_bytes: int,
-    evict: Callable[[list[str]], None],
-    *,
-    most: int | None = None,
+    run: Run, namespace: str, key: str, num_bytes: int, evict: Callable[[list[str]], None], *, most: int | None = None
 ) -> tuple[bool, int]:
     """Evict, about ``most`` entries at most, until ``num_bytes`` more fit for this tenant, in place of the entry of
     ``key``: whether they fit, and the number of entries evicted."""

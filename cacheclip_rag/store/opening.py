@@ -82,10 +82,7 @@ def store_kind(url: str) -> StoreKind:
 
 
 def open_chunk_store(
-    store: str | PathLike[str] | None,
-    max_bytes: int | None = None,
-    memory_bytes: int = 0,
-    codec: str | None = None,
+    store: str | PathLike[str] | None, max_bytes: int | None = None, memory_bytes: int = 0, codec: str | None = None
 ) -> TieredStore:
     """A store in a folder, in memory (None), or behind a URL; other arguments are those of :meth:`ChunkStore.open`.
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from .faults import Broken as Broken, Fault as Fault
     from .methods import MethodConformance as MethodConformance
-    from .object_storage import s3_server as s3_server
     from .runtimes import RuntimeConformance as RuntimeConformance
     from .server import FakeServer as FakeServer
     from .throttled import ThrottledBackend as ThrottledBackend
@@ -47,7 +46,6 @@ __getattr__, __all__ = late_names(
         "fake": "FakeRuntime Latch fake_models fake_of messages_of",
         "faults": "Broken Fault",
         "methods": "MethodConformance",
-        "object_storage": "s3_server",
         "runtimes": "RuntimeConformance",
         "server": "FakeServer",
         "throttled": "ThrottledBackend",

@@ -8,18 +8,7 @@ from pathlib import Path
 PACKAGE = "cacheclip_rag"
 PUBLIC = (
     "",
-    "adapters",
-    "guards",
-    "measuring",
-    "methods",
-    "models",
-    "planning",
-    "plugins",
-    "runtime",
-    "selection",
-    "store",
-    "testing",
-    "testing.plugin",
+    *"adapters guards measuring methods models planning plugins runtime selection store testing testing.plugin".split(),
 )
 """Modules of the package that others may import; the package itself is the empty name."""
 

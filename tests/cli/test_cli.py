@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import typer
+from cacheclip_lab.commands.common import measured
 
 from cacheclip_rag import CacheClipEngine, __version__
-from cacheclip_rag.base.errors import ConfigurationError, UnknownModelError
-from cacheclip_rag.cli import app
+from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnknownModelError
+from cacheclip_rag.cli import app, options
 from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
 from cacheclip_rag.config import EngineConfig
@@ -134,11 +135,11 @@ class TestSettingsFile:
     def test_what_is_measured_is_not_what_a_service_needs(self, tmp_path: Path) -> None:
         service = 'store = "s"\nmax_bytes = 9\nrequire_certificate = true\nfinish = "revise"\nmin_confidence = 0.5'
         [given] = self.given(tmp_path, f'{service}\ncodec = "int8"')
-        assert given.measured(recompute_ratio=0.3) == EngineConfig(codec="int8", recompute_ratio=0.3)
+        assert measured(given, recompute_ratio=0.3) == EngineConfig(codec="int8", recompute_ratio=0.3)
         assert given.config().finish == "revise"
         [given] = self.given(tmp_path, 'recompute_ratio = "auto"')
         with pytest.raises(ConfigurationError, match="must be a number to be measured, got 'auto'"):
-            given.measured()
+            measured(given)
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -226,9 +227,11 @@ class TestWithoutGuests:
         assert (done.returncode, done.stdout) == (1, "")
         assert f"cacheclip {command} is not installed" in done.stderr and "cacheclip-rag[ingest]" in done.stderr
 
-    def test_a_table_of_one_says_what_to_install(self, tmp_path: Path) -> None:
-        done = self.run("explain-miss", "a", *settings(tmp_path, "[ingest]\noverlap_tokens = 1"))
-        assert done.returncode == 1 and "what checks [ingest] is not installed" in done.stderr
+    def test_a_table_of_one_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(options, "TABLES", {})
+        (tmp_path / "a.toml").write_text("[ingest]\noverlap_tokens = 1")
+        with pytest.raises(MissingExtraError, match=r"what checks \[ingest\] is not installed"):
+            options.read_settings(tmp_path / "a.toml", {})
 
     def test_care_of_a_store(self, stored: Path) -> None:
         stats = json.loads(self.run("store", "stats", "--store", stored, "--json").stdout)

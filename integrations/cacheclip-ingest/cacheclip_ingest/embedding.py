@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from cacheclip_rag import ModelError
-from cacheclip_rag.models import load_module
 from cacheclip_rag.runtime import check_process
+
+from .modules import load_module
 
 DEFAULT_EMBEDDING = "sentence-transformers/all-MiniLM-L6-v2"
 

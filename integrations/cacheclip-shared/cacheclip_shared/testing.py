@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.testing import s3_server
 from cacheclip_rag.testing.plugin import CHUNKS, rag_prompt
 
 from .care import create
+from .object_storage import s3_server
 from .store import SharedStore
 
 _NEEDED = ("obstore", "deltalake", "pyarrow", "moto")

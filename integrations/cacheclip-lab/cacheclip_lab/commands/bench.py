@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.plugins import CommandSettings, JsonOption, VariantsOption, engine_options, print_json, print_tables
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
+
+from .common import VariantsOption, measured, print_tables
 
 
 @engine_options("primary", "auxiliary", "recompute_ratio", "dtype", "device")
@@ -33,7 +35,7 @@ def bench(
     from ..evaluation.bench import bench as run
     from ..variants import read_variants
 
-    config = settings.measured()
+    config = measured(settings)
     result = run(
         config,
         variants=read_variants(variants, config.fixed_ratio),

@@ -10,18 +10,9 @@ import typer
 
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.methods import DEFAULT_METHOD
-from cacheclip_rag.plugins import (
-    BackendOption,
-    CommandSettings,
-    JsonOption,
-    Rows,
-    VariantsOption,
-    engine_options,
-    expanded,
-    print_json,
-    print_tables,
-)
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, expanded, print_json
 
+from .common import BackendOption, Rows, VariantsOption, measured, print_tables
 from .tables import CertifyTable
 
 if TYPE_CHECKING:
@@ -50,7 +41,7 @@ def certify(
     from ..variants import method_named, read_variants
 
     method = method_named(settings.engine.get("method", DEFAULT_METHOD), read_variants(variants))
-    config, answers = settings.measured(method=method), settings.table(CertifyTable).answers
+    config, answers = measured(settings, method=method), settings.table(CertifyTable).answers
     if max_differ is not None and (quick or backend == "vllm"):
         raise ConfigurationError(
             "--max-differ needs many prompts and a confidence gate, which --quick and vLLM do not have. Leave out "
@@ -107,7 +98,7 @@ def _print(certificate: Certificate, path: Path) -> None:
     if guarantee := certificate.guarantee:
         title = f"At most {guarantee.most:.0%} of answers differ from full's ({guarantee.confidence:.0%} confidence)"
         tables[title] = _guaranteed(guarantee)
-        lines.append(f"Shown by {guarantee.n} prompts, and holds for such: {guarantee.holds_for}.")
+        lines.append(f"Shown by {guarantee.n} prompts, and holds for such: {kind_of_prompts(guarantee)}.")
         lines.append(
             "min_confidence 'auto' takes the first row."
             if guarantee.gates
@@ -181,6 +172,16 @@ def _gate(certificate: Certificate) -> Rows:
         )
         for each in rows
     ]
+
+
+def kind_of_prompts(guarantee: Guarantee) -> str:
+    """What a guarantee was shown for."""
+    ranges = {"prompts of {} tokens": guarantee.prompt_tokens, "{} chunks": guarantee.chunks}
+    ranges["answers of {} tokens"] = guarantee.answer_tokens
+    return ", ".join(
+        text.format("-".join(f"{each:,}" for each in dict.fromkeys(limits)) if limits else "?")
+        for text, limits in ranges.items()
+    )
 
 
 def _guaranteed(guarantee: Guarantee) -> Rows:

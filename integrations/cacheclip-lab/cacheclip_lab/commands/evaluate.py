@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheclip_rag import ConfigurationError
-from cacheclip_rag.plugins import CommandSettings, JsonOption, VariantsOption, engine_options, print_json, print_tables
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
+
+from .common import VariantsOption, measured, print_tables
 
 if TYPE_CHECKING:
     from cacheclip_rag import EngineConfig
@@ -64,7 +66,7 @@ def evaluate(
     if out is not None:
         check_folder(out)
     given = settings.engine.get("system_prompt", INSTRUCTION)
-    config = settings.measured(recompute_ratio=None, system_prompt=given)
+    config = measured(settings, recompute_ratio=None, system_prompt=given)
     runs = _runs(config, methods, ratios, read_variants(variants))
     asked = read_together(_files(dataset), limit=limit, half=half)
     name = f"{asked.name} ({half} half)" if half else asked.name

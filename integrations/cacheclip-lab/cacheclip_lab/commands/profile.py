@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json, print_tables
+from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
+
+from .common import print_tables
 
 _SHOWN = ((1024, 10), (4096, 32), (16384, 128))
 """Tokens and chunks of the prompts of the table."""

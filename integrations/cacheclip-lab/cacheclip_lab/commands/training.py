@@ -11,6 +11,7 @@ import typer
 from cacheclip_rag import ConfigurationError
 from cacheclip_rag.plugins import CommandSettings, JsonOption, engine_options, print_json
 
+from .common import measured
 from .tables import FinetuneTable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def finetune(
     from ..evaluation.questions import INSTRUCTION
     from ..training.finetune import finetune as run
 
-    table, config = settings.table(FinetuneTable), settings.measured(recompute_ratio=None, system_prompt=INSTRUCTION)
+    table, config = settings.table(FinetuneTable), measured(settings, recompute_ratio=None, system_prompt=INSTRUCTION)
     path = _target(config, out)
     if path.exists() and not overwrite:
         raise ConfigurationError(

@@ -21,10 +21,11 @@ from cacheclip_rag import (
     PromptTooLongError,
     StoreError,
 )
-from cacheclip_rag.measuring import Prefilled, extending_model
+from cacheclip_rag.measuring import Prefilled
 from cacheclip_rag.methods import Method
 from cacheclip_rag.plugins import unit_name
 
+from ..models import extending_model
 from .questions import QuestionPrompt
 from .reference import Reference, ReferenceComparison
 from .results import ItemResult

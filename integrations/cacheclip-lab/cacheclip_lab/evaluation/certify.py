@@ -25,13 +25,14 @@ from cacheclip_rag.guards import (
     check_writable,
     verdict_at,
 )
-from cacheclip_rag.measuring import Fidelity, Identity, identity_of
+from cacheclip_rag.measuring import Identity, identity_of
 from cacheclip_rag.methods import Method, preset
 from cacheclip_rag.models import concrete
 from cacheclip_rag.plugins import progress_bar
 
 from .conversations import TurnOutcome, converse, questions_of
 from .exactness import DIRECT, check_exactness, check_reuse
+from .fidelity import Fidelity
 from .gating import CONFIDENCES
 from .guarantee import asked_answers, check_max_differ, guarantee_of, kept_answers
 from .prompts import EvaluationPrompt, bundled_prompts

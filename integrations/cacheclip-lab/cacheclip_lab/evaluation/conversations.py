@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice, zip_longest
 
 from cacheclip_rag import CacheClipEngine, FusionStats, SamplingParams
-from cacheclip_rag.measuring import Fidelity
 from cacheclip_rag.methods import Method, preset
 
+from .fidelity import Fidelity
 from .prompts import EvaluationPrompt
 from .reference import Reference
 

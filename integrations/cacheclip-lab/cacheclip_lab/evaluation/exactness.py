@@ -20,18 +20,17 @@ from cacheclip_rag.measuring import (
     Prefilled,
     cache_argument,
     choose_rows,
-    extending_model,
     greedy,
     kl_divergence,
     known_kv,
     prefix_caches,
     read_along,
     stock_attention,
-    transformers_model,
 )
 from cacheclip_rag.methods import preset
 from cacheclip_rag.runtime import Runtime
 
+from ..models import extending_model, transformers_model
 from .prompts import EvaluationPrompt
 
 _GREEDY_TOKENS = 64

@@ -9,17 +9,11 @@ from statistics import fmean
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.measuring import (
-    Fidelity,
-    Prefilled,
-    compare,
-    confidence,
-    extending_model,
-    greedy,
-    own_answer,
-    read_along,
-)
+from cacheclip_rag.measuring import Prefilled, confidence, greedy, read_along
 from cacheclip_rag.runtime import Runtime
+
+from ..models import extending_model
+from .fidelity import Fidelity, compare, own_answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheclip_rag.measuring import ChunkCaches, Probe, pack_chunks, question_ids, transformers_model
+from cacheclip_rag.measuring import ChunkCaches, Probe, pack_chunks, question_ids
 from cacheclip_rag.runtime import TokenizedText
 
+from ..models import transformers_model
 from .families import Sample, Span
 
 Offsets = Sequence[tuple[int, int]]

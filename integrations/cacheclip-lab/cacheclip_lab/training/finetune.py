@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig, __version__
-from cacheclip_rag.measuring import auxiliary_caches, transformers_model, use_heads
+from cacheclip_rag.measuring import auxiliary_caches, use_heads
 from cacheclip_rag.models import concrete, loader_of, weights_digest
 from cacheclip_rag.plugins import progress_bar
 from cacheclip_rag.selection import HeadSet
 
+from ..models import transformers_model
 from .families import FAMILIES, Sample, synthetic_samples
 from .features import look
 from .targets import after_sinks, attended_and_stale

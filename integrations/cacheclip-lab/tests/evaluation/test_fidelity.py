@@ -15,6 +15,7 @@ import torch
 from cacheclip_lab.commands.certify import _checks
 from cacheclip_lab.evaluation import answering, exactness, served
 from cacheclip_lab.evaluation.certify import PromptOutcome, certify, figures_of
+from cacheclip_lab.evaluation.fidelity import Fidelity, compare
 from cacheclip_lab.evaluation.gating import CONFIDENCES, gated
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_lab.evaluation.questions import QuestionPrompt, ask
@@ -22,12 +23,12 @@ from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
 from evaluation.test_certify import short_prompts
+from cacheclip_rag.testing.fake_stats import stats
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
-from cacheclip_rag.guards.fidelity import Fidelity, compare, kl_divergence
+from cacheclip_rag.measuring import kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.segments import Fresh
-from cacheclip_rag.testing.fake_stats import stats
 from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 

@@ -6,12 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..base.errors import ModelError
-from ..runtime.transformers.text import quiet_transformers
-from ..runtime.transformers.weight_files import copy_mapped
-from .devices import DEVICE_MAPS, check_device, choose_device
-from .load import resolve
-from .memory import tensor_dtypes
+from cacheclip_rag import ModelError
+from cacheclip_rag.models import DEVICE_MAPS, check_device, choose_device, resolve, tensor_dtypes
+from cacheclip_rag.runtime import copy_mapped, quiet_transformers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..base.python import python_command, python_environment
+from cacheclip_rag.plugins import python_command, python_environment
 
 _SERVER = """
 import logging, sys
