@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,6 +42,34 @@ def cache_home_for_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     if "CACHECLIP_HOME" not in os.environ:
         home = ROOT / ".venv" / "cacheclip-home"
         os.environ["CACHECLIP_HOME"] = str(home)
+
+
+@pytest.fixture(autouse=True)
+def own_engines() -> Iterator[None]:
+    """The engines that a process shares, with their stores and prefix caches, are a test's own ones."""
+    yield
+    if engine := sys.modules.get("cacheclip_rag.engine"):
+        engine._engines.clear()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Random tensors of a test are the same ones, whatever ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack for every kind of accelerator
+
+
+@pytest.fixture(autouse=True)
+def models_stay_as_they_are() -> Iterator[None]:
+    """A test that changes a model which later tests share, and what the model made from the change, is found here."""
+    yield
+    load = sys.modules.get("cacheclip_rag.models.load")
+    for runtime in list(load._registry.values()) if load else ():
+        kept = vars(runtime)
+        if "eos_ids" in kept and hasattr(runtime, "_find_eos_ids"):
+            assert kept["eos_ids"] == runtime._find_eos_ids(), f"{runtime.name} was left with other ends of a turn"
+            grammars = kept.get("_grammars")
+            assert grammars is None or grammars._eos_ids == sorted(kept["eos_ids"]), f"grammars of {runtime.name}"
 
 
 def pytest_collection_finish() -> None:

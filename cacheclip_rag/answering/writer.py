@@ -73,11 +73,7 @@ class ChunkWriter:
         return total
 
     def _record(
-        self,
-        chunks: Sequence[str],
-        origins: Mapping[str, Sequence[tuple[str, str]]],
-        source: str | None,
-        document: str,
+        self, chunks: Sequence[str], origins: Mapping[str, Sequence[tuple[str, str]]], source: str | None, document: str
     ) -> None:
         for chunk in chunks:
             self._parts.texts.add(chunk, source, document)

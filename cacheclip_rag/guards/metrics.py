@@ -138,10 +138,8 @@ class Metrics(Observer):
             values = dict(self._values)
         for tier in self._tiers():
             label = f'tier="{tier.name}"'
-            values["store_hits_total", label] = tier.hits
-            values["store_misses_total", label] = tier.misses
-            values["store_damaged_total", label] = tier.damaged
-            values["store_evictions_total", label] = tier.evictions
+            for name in ("hits", "misses", "damaged", "evictions"):
+                values[f"store_{name}_total", label] = getattr(tier, name)
             values["store_bytes", label] = tier.bytes
             values["store_read_seconds_total", label] = tier.read_s
         return values

@@ -27,12 +27,7 @@ class StoreReader:
     """One tenant's entries of a store."""
 
     def __init__(
-        self,
-        store: str | Path,
-        namespace: str,
-        codec: str | None = None,
-        *,
-        heads: slice | None = None,
+        self, store: str | Path, namespace: str, codec: str | None = None, *, heads: slice | None = None
     ) -> None:
         """
         Args:

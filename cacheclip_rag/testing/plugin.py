@@ -5,7 +5,6 @@ pytest_plugins = ["cacheclip_rag.testing.plugin"]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,38 +71,10 @@ def question() -> str:
     return QUESTION
 
 
-@pytest.fixture(autouse=True)
-def own_engines() -> Iterator[None]:
-    """The engines that a process shares, with their stores and prefix caches, are a test's own ones."""
-    yield
-    if engine := sys.modules.get("cacheclip_rag.engine"):
-        engine._engines.clear()
-
-
 @pytest.fixture(params=list(TINY_MODELS))
 def primary(request: pytest.FixtureRequest, tiny_models: dict[str, str]) -> str:
     """Every model of the matrix in turn."""
     return tiny_models[request.param]
-
-
-@pytest.fixture(autouse=True)
-def same_numbers() -> None:
-    """Random tensors of a test are the same ones, whatever ran before it."""
-    if torch := sys.modules.get("torch"):
-        torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats the stack for every kind of accelerator
-
-
-@pytest.fixture(autouse=True)
-def models_stay_as_they_are() -> Iterator[None]:
-    """A test that changes a model which later tests share, and what the model made from the change, is found here."""
-    yield
-    load = sys.modules.get("cacheclip_rag.models.load")
-    for runtime in list(load._registry.values()) if load else ():
-        kept = vars(runtime)
-        if "eos_ids" in kept and hasattr(runtime, "_find_eos_ids"):
-            assert kept["eos_ids"] == runtime._find_eos_ids(), f"{runtime.name} was left with other ends of a turn"
-            grammars = kept.get("_grammars")
-            assert grammars is None or grammars._eos_ids == sorted(kept["eos_ids"]), f"grammars of {runtime.name}"
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock
 from cacheclip_rag.fusion.answer import Answer
-from cacheclip_rag.testing.faketime import FakeTime
 from tests.answering.test_turns import WAIT_S, Threads, until
 from tests.conftest import rag_prompt
 from tests.prompt.test_tools import SEARCH

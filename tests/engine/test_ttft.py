@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import transformers
+from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.answering import verification
 from cacheclip_rag.base import clock
-from cacheclip_rag.testing.faketime import FakeTime
 from tests.conftest import CHUNKS, QUESTION, rag_prompt
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0)

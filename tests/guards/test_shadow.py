@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_stats import stats
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
@@ -22,7 +23,6 @@ from cacheclip_rag.guards.shadow import ShadowChecker
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.store.tiers import TierStats
-from cacheclip_rag.testing.fake_stats import stats
 from tests.conftest import CACHECLIP, CHUNKS, rag_prompt
 from tests.guards.test_certificate import certificate_for
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_entries import TOKENS, is_intact, key, kv, put  # noqa: F401
 
 from cacheclip_rag.finding.texts import text_row
 from cacheclip_rag.store import ChunkStore, TenantStore, encode_frame, text_digest
 from cacheclip_rag.store.catalog_care import CatalogCare
-from cacheclip_rag.testing.entries import TOKENS, is_intact, key, kv, put  # noqa: F401
 
 BLOCK = 4096
 """Bytes of a disk block."""

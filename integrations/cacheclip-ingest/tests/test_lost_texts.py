@@ -7,10 +7,10 @@ from itertools import count
 
 import pytest
 from ingest_cases import Workshop
+from store_steps import Steps
 
 from cacheclip_rag import StoreError
 from cacheclip_rag.chunks.texts import ChunkTexts
-from cacheclip_rag.testing.steps import Steps
 
 CHANGES: dict[str, Callable[[Workshop, str], object]] = {
     "gone": lambda shop, name: (shop.corpus / name).unlink(),

@@ -17,13 +17,13 @@ from cacheclip_serve import app
 from cacheclip_serve.app import Limits
 from cacheclip_serve.backend import ServedQuestion
 from cacheclip_serve.server import Server
+from fake_time import FakeTime
 from serve_cases import Served, running, until
 
 from cacheclip_rag import CallOptions, ConfigurationError, EngineConfig, SamplingParams
 from cacheclip_rag.answering.pipeline import Answering
 from cacheclip_rag.answering.turns import Turns, turns_of
 from cacheclip_rag.base import clock as base_clock
-from cacheclip_rag.testing.faketime import FakeTime
 
 PATH = "/v1/chat/completions"
 

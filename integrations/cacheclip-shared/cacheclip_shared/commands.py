@@ -17,7 +17,6 @@ from cacheclip_rag.plugins import (
     shown_url,
     store_place,
 )
-from cacheclip_rag.store import store_kind
 
 
 def register(commands: Commands) -> None:
@@ -32,6 +31,8 @@ def create(
     as_json: JsonOption = False,
 ) -> None:
     """Make a store in object storage. Refuses storage that lets a writer replace what another one wrote."""
+    from cacheclip_rag.store import store_kind
+
     if not is_url(store_place(store)):
         raise ConfigurationError(f"expected a URL such as s3://bucket/prefix, got {store!r}: folders need no create.")
     url = str(EngineConfig(store=store).store)

@@ -18,12 +18,12 @@ from cacheclip_shared.care import TenantsError, compact, create, gc, stats, veri
 from cacheclip_shared.place import SharedPlace, need, object_name, tenant_folder
 from cacheclip_shared.store import SharedStore
 from cacheclip_shared.table import Removal, SharedText, TextTable, rows_of, schema
+from store_entries import key, kv
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.base.keys import text_digest
 from cacheclip_rag.cli import main
 from cacheclip_rag.store import TenantStore
-from cacheclip_rag.testing.entries import key, kv
 
 WHOLE = tenant_folder("whole")
 DAMAGED = {f"damaged {number}": tenant_folder(f"damaged {number}") for number in range(8)}

@@ -16,9 +16,9 @@ from cacheclip_shared.care import create
 from cacheclip_shared.objects import Breaker, ObjectBackend
 from cacheclip_shared.place import SharedPlace, object_name
 from cacheclip_shared.store import GRACE_S, SharedStore
+from store_entries import is_intact, key, kv, put
 
 from cacheclip_rag.store import TenantStore, encode_frame, text_digest
-from cacheclip_rag.testing.entries import is_intact, key, kv, put
 
 SHAPE = tuple(kv(1).shape)
 

@@ -9,10 +9,10 @@ import pytest
 from cacheclip_vllm.loading import Loaded
 from cacheclip_vllm.passes import passes
 from cacheclip_vllm.scheduling import Load
+from store_steps import Steps
 from vllm_worker import BLOCKS, Rows, Worker, Writer
 
 from cacheclip_rag.store import StoreReader
-from cacheclip_rag.testing.steps import Steps
 
 
 def no_memory() -> RuntimeError:

@@ -8,7 +8,7 @@ import pytest
 from cacheclip_lab.evaluation import bench as module
 from cacheclip_lab.evaluation.bench import bench
 from cacheclip_lab.timing.texts import make_texts
-from cacheclip_rag.testing.fake_stats import stats
+from fake_stats import stats
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
 from cacheclip_rag.base.clock import PHASES

@@ -23,13 +23,13 @@ from cacheclip_lab.evaluation.records import Record, RecordChunk
 from cacheclip_lab.evaluation.reference import Reference, ReferenceComparison
 from cacheclip_lab.evaluation.results import ItemResult
 from evaluation.test_certify import short_prompts
-from cacheclip_rag.testing.fake_stats import stats
+from fake_stats import stats
+from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
 from cacheclip_rag.measuring import kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.segments import Fresh
-from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, QUESTION, rag_prompt
 
 INF = float("inf")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cacheclip_lab.timing import profiling
 from cacheclip_lab.timing.fitting import Timing
+from fake_time import FakeTime
 
 from cacheclip_rag import CacheClipEngine
 from cacheclip_rag.base.clock import PHASES
@@ -17,7 +18,6 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.runtime.transformers import prefix_cache
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache
 from cacheclip_rag.store import Catalog, ChunkStore, DiskBackend, Tiers
-from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.plugin import CACHECLIP, CHUNKS, rag_prompt
 from cacheclip_rag.testing.throttled import ThrottledBackend
 from cacheclip_rag.timing.controller import Cost, Profile

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from cacheclip_lab.timing.reads import _NAMESPACE, has_room, measure_reads
+from fake_time import FakeTime
+from store_entries import is_intact, put
 
 from cacheclip_rag.base.errors import StoreError
 from cacheclip_rag.store import (
@@ -20,8 +22,6 @@ from cacheclip_rag.store import (
     TenantStore,
     Tiers,
 )
-from cacheclip_rag.testing.entries import is_intact, put
-from cacheclip_rag.testing.faketime import FakeTime
 from cacheclip_rag.testing.throttled import ThrottledBackend
 
 SHAPES = [(4, 2, 2, tokens, 64) for tokens in (64, 64, 256, 256)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..store import TenantStore, chunk_key
+from cacheclip_rag.store import TenantStore, chunk_key
 
 TOKENS = 4
 

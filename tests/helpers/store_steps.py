@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ..base.folder import Folder
-from ..store import disk
-from ..store.memory import MemoryBackend
+from cacheclip_rag.base.folder import Folder
+from cacheclip_rag.store import disk
+from cacheclip_rag.store.memory import MemoryBackend
 
 CHANGES = ("INSERT", "UPDATE", "DELETE", "COMMIT", "VACUUM")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..fusion.answer import FusionStats
+from cacheclip_rag import FusionStats
 
 
 def stats(method: str, **given: Any) -> FusionStats:
