@@ -75,8 +75,6 @@ MODULES: dict[str, str] = {
     "cacheclip_rag.lab": f"cacheclip_rag.lab is gone: use cacheclip_lab, {_INSTALL.format('lab')}.",
     "cacheclip_rag.serving": f"cacheclip_rag.serving is gone: use cacheclip_serve, {_INSTALL.format('serve')}.",
     "cacheclip_rag.vllm": f"cacheclip_rag.vllm is gone: use cacheclip_vllm, {_INSTALL.format('vllm')}.",
-    "cacheclip_rag.explain_miss": "cacheclip_rag.explain_miss is gone: use that of cacheclip_lab.explain, "
-    f"{_INSTALL.format('lab')}.",
     "cacheclip_adapters": "cacheclip_adapters is gone: use cacheclip_rag.adapters.",
 }
 """Modules, by the names under which they were imported."""

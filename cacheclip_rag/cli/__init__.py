@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import models, store
+from . import explain, models, store
 from .common import guarded
+from .options import SettingsCommand
 from .plugins import CommandGroup, CommandLine
 
 __all__ = ["app", "main"]
@@ -45,6 +46,7 @@ def _options(
 
 app.add_typer(models.app, name="models")
 app.add_typer(store.app, name="store")
+app.command("explain-miss", cls=SettingsCommand)(explain.explain_miss)
 app.load_later({"models": models.app, "store": store.app})
 
 

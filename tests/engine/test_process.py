@@ -174,6 +174,7 @@ assert "torch" not in sys.modules
             "WarmUp",
             "__version__",
             "call_schema",
+            "explain_miss",
             "get_engine",
         ]
         for name in cacheclip_rag.__all__:

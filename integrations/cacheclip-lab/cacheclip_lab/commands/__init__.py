@@ -1,4 +1,4 @@
-"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, explain-miss, finetune, models list."""
+"""The laboratory's commands of ``cacheclip``: bench, eval, certify, profile, finetune, models list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from cacheclip_rag.plugins import Commands
 from .bench import bench
 from .certify import certify
 from .evaluate import evaluate
-from .explain import explain_miss
 from .models import list_models
 from .profile import profile
 from .tables import CertifyTable, FinetuneTable
@@ -20,7 +19,6 @@ def register(commands: Commands) -> None:
     commands.add("eval", evaluate)
     commands.add("certify", certify, CertifyTable)
     commands.add("profile", profile)
-    commands.add("explain-miss", explain_miss)
     commands.add("models list", list_models)
     commands.add("finetune", finetune, FinetuneTable)
     commands.add("calibrate", finetune)  # the name that scripts of earlier versions have

@@ -8,17 +8,11 @@ from typing import Annotated
 
 import typer
 
-from cacheclip_rag import DocumentError
-from cacheclip_rag.plugins import (
-    COMPANIONS,
-    CommandSettings,
-    JsonOption,
-    engine_options,
-    existing_folder,
-    expanded,
-    no_store,
-    print_json,
-)
+from ..base.errors import DocumentError
+from ..base.paths import expanded
+from .common import JsonOption, print_json
+from .companions import COMPANIONS
+from .options import CommandSettings, engine_options, existing_folder, no_store
 
 _MOST_TEXTS = 20
 """Most stored texts that are explained if none is named."""
@@ -37,10 +31,10 @@ def explain_miss(
     words with the prompt. Exit code 1 if a text is not reused."""
     store = existing_folder(settings.store)
 
-    from cacheclip_rag import CacheClipEngine
-    from cacheclip_rag.store import is_store
+    from cacheclip_rag.adapters.explain import explain_miss as explain, plausible
 
-    from ..explain import explain_miss as explain, plausible
+    from ..engine import CacheClipEngine
+    from ..store import is_store
 
     folder = expanded(store)
     if not is_store(folder):

@@ -8,15 +8,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from cacheclip_rag.adapters import check_messages, normalise_chunk
-from cacheclip_rag.measuring import CONTEXTS, MOST_PARTIAL, WINDOW, context_name, share_of, standing_in
+from ..chunks.context import CONTEXTS, context_name
+from ..finding.common_parts import WINDOW, standing_in
+from ..prompt.layout import MOST_PARTIAL, share_of
+from ..prompt.segments import check_messages, normalise_chunk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from cacheclip_rag import CacheClipEngine, Plan
-    from cacheclip_rag.measuring import Span
-    from cacheclip_rag.planning import Prompt
+    from ..engine import CacheClipEngine
+    from ..plan.plan import Plan
+    from ..prompt.layout import Span
+    from ..prompt.messages import Prompt
 
 _HEADER = re.compile(r"(?:[\w .-]{1,40}:[^\n]*\n?)+")
 """Lines of metadata that frameworks put before a text: ``file_name: a.md``."""
