@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..answering.sampler import room_for as room_for
+    from ..answering.decoding import room_for as room_for
     from ..base.checks import ALIASES as ALIASES
     from ..base.sampling import FINISH_MODES as FINISH_MODES, LEAST_PENALTY as LEAST_PENALTY
     from ..fusion.answer import last_answer as last_answer
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "..answering.sampler": "room_for",
+        "..answering.decoding": "room_for",
         "..base.checks": "ALIASES",
         "..base.sampling": "FINISH_MODES LEAST_PENALTY",
         "..fusion.answer": "last_answer",

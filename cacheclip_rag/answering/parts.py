@@ -25,7 +25,7 @@ from ..methods.base import Method
 from ..models.devices import choose_device
 from ..models.load import check_name, concrete, load_any, loader_of, unload_models
 from ..models.memory import free_bytes
-from ..plan.kv_sources import KVSources
+from ..plan.plan import KVSources
 from ..prompt.layout import check_least_length
 from ..prompt.messages import Prompt
 from ..prompt.segments import Fresh, PromptReader, Segment, segment_text

@@ -26,11 +26,10 @@ from ..plan.plan import Plan, least_computed, make_plan
 from ..prompt.calls import parameters_of
 from ..prompt.segments import Segment, as_segments, given_texts
 from .completion import IdleCompletion
-from .decoding import decode
+from .decoding import decode, room_for
 from .options import Request
 from .parts import Parts
 from .prefill import Prefilled, Prefilling
-from .sampler import room_for
 from .text import read_calls
 from .turns import turns_of
 from .verification import Gate, Verification

@@ -12,15 +12,11 @@ from typing import Any
 import torch
 
 from ..base.clock import PhaseClock
-from ..fusion.answer import FusionStats, Trace
-from ..fusion.fused import Fused
-from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan
+from ..fusion.answer import Fused, FusionStats, Trace
+from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import known_kv
 from ..prompt.layout import MOST_PARTIAL, Layout, Span, occurrences
-from ..runtime.base import State, wait_for
-from ..runtime.kept_kv import KVSource
-from .sampler import confidence
+from ..runtime.base import KVSource, State, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +199,7 @@ def stats_of(
     plan: Plan, clock: PhaseClock, logits: torch.Tensor | None = None, recomputed: int = 0, charged: float = 0.0
 ) -> FusionStats:
     """Statistics of a plan that is carried out. ``charged``: chunk tokens that got fresh KV, as in
-    :class:`~cacheclip_rag.fusion.fused.Fused`."""
+    :class:`~cacheclip_rag.fusion.answer.Fused`."""
     layout, known = plan.layout, plan.known
     chunk_tokens = plan.chunk_tokens
     hits = occurrences((*plan.reused, *plan.in_full))
@@ -234,6 +230,13 @@ def stats_of(
         partial_hits=len(partial),
         partial_share=fmean(partial) if partial else None,
     )
+
+
+def confidence(logits: torch.Tensor) -> float:
+    """How sure a model is of its next token, from ``(vocab_size,)`` logits: probability of the likeliest token minus
+    that of the second, 0 to 1."""
+    first, second = logits.float().softmax(-1).topk(2).values
+    return float(first - second)
 
 
 def _chunk_tokens(spans: Sequence[Span]) -> int:

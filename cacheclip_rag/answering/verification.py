@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 from ..guards.base import Verified
-from ..runtime.base import Runtime, wait_for
-from ..runtime.kept_kv import KVMatch
+from ..runtime.base import KVMatch, Runtime, wait_for
 from .beside import Beside, Continuation
-from .prefill import Keep
-from .sampler import confidence
+from .prefill import Keep, confidence
 
 logger = logging.getLogger(__name__)
 

@@ -23,18 +23,15 @@ import torch
 
 from ..base.clock import PhaseClock
 from ..base.errors import ConfigurationError
-from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan
+from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import KnownKV, known_kv
 from ..prompt.layout import Span, question_slots, question_text
-from ..runtime.base import State, wait_for
-from ..runtime.kept_kv import KVMatch, KVSource
-from ..runtime.transformers.attention_pattern import Geometry
-from ..runtime.transformers.cache import FusedCache
+from ..runtime.base import KVMatch, KVSource, State, wait_for
+from ..runtime.transformers.cache import FusedCache, Geometry
 from ..runtime.transformers.model import ModelRuntime
 from ..selection.views import CacheView, PromptView
 from ..store import KV, ReadAhead, part_of
-from .fused import Fused
+from .answer import Fused
 from .wire import FusionPlan, StoredPiece, runs_of
 
 

@@ -15,14 +15,12 @@ from typing import Any, Protocol
 import torch
 
 from ..base.clock import PhaseClock
-from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan
+from ..plan.plan import KVSources, Plan
 from ..prompt.known_kv import known_kv
-from ..runtime.base import State
-from ..runtime.kept_kv import KVMatch, KVSource
+from ..runtime.base import KVMatch, KVSource, State
 from ..store import KV, ReadAhead, bytes_of
+from .answer import Fused
 from .fuse import choose_ahead, choose_rows, fused_of
-from .fused import Fused
 from .wire import runs_of
 
 Runs = Sequence[tuple[int, int]]

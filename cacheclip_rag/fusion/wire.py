@@ -60,7 +60,7 @@ class FusionPlan:
     chunks: tuple[Interval, ...] = ()
     """Chunks whose other tokens are corrected by the mean change of their computed ones; each is a whole piece."""
     correction: float = 0.0
-    """Share of the mean change that is added (:mod:`cacheclip_rag.methods.correction`)."""
+    """Share of the mean change that is added (:mod:`cacheclip_rag.methods.recompute`)."""
     model: str = ""
     """Fingerprint of the model, dtype included."""
     rope_pin: str = ""

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ..base.sampling import SamplingParams
     from ..config import EngineConfig
     from ..fusion.answer import Answer
-    from ..plan.kv_sources import KVSources
-    from ..plan.plan import Plan
+    from ..plan.plan import KVSources, Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from ..config import EngineConfig
 from ..methods import PRESET_NAMES, preset
 from ..methods.base import Method
 from ..models.load import concrete
-from ..plan.kv_sources import KVSources
-from ..plan.plan import Plan
+from ..plan.plan import KVSources, Plan
 from .base import Observer
 from .identity import Identity, differences, identity_of
 from .promise import Guarantee, PromiseWatch

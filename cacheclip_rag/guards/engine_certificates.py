@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..config import EngineConfig
 from ..methods.base import Method
-from ..plan.kv_sources import KVSources
+from ..plan.plan import KVSources
 from .certificate import find_certificate, no_promise, verdict_at
 from .identity import Identity, identity_of
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from .base import Observer
 
 if TYPE_CHECKING:
-    from ..plan.kv_sources import KVSources
-    from ..plan.plan import Plan
+    from ..plan.plan import KVSources, Plan
 
 logger = logging.getLogger(__name__)
 

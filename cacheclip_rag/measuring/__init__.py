@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from ..answering.prefill import Prefilled as Prefilled
-    from ..answering.sampler import confidence as confidence
+    from ..answering.prefill import Prefilled as Prefilled, confidence as confidence
     from ..base.clock import PHASES as PHASES
     from ..base.machine import processor_name as processor_name, unit_name as unit_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.transformers.attention_pattern import Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
     from ..runtime.transformers.model import ModelRuntime as ModelRuntime
-    from ..selection.auxiliary_pass import question_ids as question_ids
-    from ..selection.packed_chunks import pack_chunks as pack_chunks
+    from ..selection.auxiliary_pass import pack_chunks as pack_chunks, question_ids as question_ids
     from ..store.disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE
     from ..timing.controller import (
         Controller as Controller,
@@ -50,8 +48,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "..answering.prefill": "Prefilled",
-        "..answering.sampler": "confidence",
+        "..answering.prefill": "Prefilled confidence",
         "..base.clock": "PHASES",
         "..base.machine": "processor_name unit_name",
         "..chunks.caches": "ChunkCaches",
@@ -66,8 +63,7 @@ __getattr__, __all__ = late_names(
         "..runtime.transformers.attention_pattern": "Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",
         "..runtime.transformers.model": "ModelRuntime",
-        "..selection.auxiliary_pass": "question_ids",
-        "..selection.packed_chunks": "pack_chunks",
+        "..selection.auxiliary_pass": "pack_chunks question_ids",
         "..store.disk": "CAN_DROP_PAGE_CACHE",
         "..timing.controller": "Controller Cost Profile Work find_profile",
         "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),

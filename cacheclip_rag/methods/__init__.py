@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from .base import Method as Method
     from .block import BlockAttention as BlockAttention
     from .cacheblend import CacheBlend as CacheBlend
-    from .correction import Chunks as Chunks, Split as Split, offsets as offsets
     from .presets import PRESET_NOTES as PRESET_NOTES, PRESETS as PRESETS
-    from .recompute import Recompute as Recompute
+    from .recompute import Chunks as Chunks, Recompute as Recompute, Split as Split, offsets as offsets
     from .settings import vary as vary
 
 
@@ -111,9 +110,8 @@ __getattr__, _LATE = late_names(
         "base": "Method",
         "block": "BlockAttention",
         "cacheblend": "CacheBlend",
-        "correction": "Chunks Split offsets",
         "presets": "PRESETS PRESET_NOTES",
-        "recompute": "Recompute",
+        "recompute": "Chunks Recompute Split offsets",
         "settings": "vary",
     },
 )

@@ -16,7 +16,7 @@ import torch
 
 from ..base.checks import check_number
 from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention_pattern import Geometry
+from ..runtime.transformers.cache import Geometry
 from .direct import Direct
 
 

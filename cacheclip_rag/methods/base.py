@@ -18,8 +18,8 @@ from ..base.checks import check_probability
 from ..base.errors import ConfigurationError
 from ..chunks.context import CONTEXTS, ChunkContext, check_chunk_context
 from ..prompt.layout import Layout, Span
-from ..runtime.transformers.attention_pattern import Geometry
-from ..runtime.transformers.row_filter import RowFilter
+from ..runtime.transformers.attention_pattern import RowFilter
+from ..runtime.transformers.cache import Geometry
 from ..selection.views import CacheView, PromptView, per_span
 
 

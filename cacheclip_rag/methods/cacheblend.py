@@ -19,10 +19,9 @@ import torch
 
 from ..base.checks import check_flag, check_whole_number
 from ..base.errors import ConfigurationError
+from ..runtime.transformers.attention_pattern import RowFilter
 from ..runtime.transformers.model import ModelRuntime
-from ..runtime.transformers.row_filter import RowFilter
-from ..selection.budget import Budget
-from ..selection.grouping import Tokens
+from ..selection.budget import Budget, Tokens
 from ..selection.views import CacheView, per_span, split_by_span
 from .base import Method
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..selection.budget import Budget
-from ..selection.grouping import AlignedWindows, Tokens
+from ..selection.budget import AlignedWindows, Budget, Tokens
 from ..selection.scorers import AuxiliaryAttention, ChunkStart, QueryAttention, RankMix
 from .ape import Ape
 from .base import Method

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..base.checks import did_you_mean
 from ..base.errors import ConfigurationError
-from ..selection.budget import TokenBudget
-from ..selection.grouping import Grouping
+from ..selection.budget import Grouping, TokenBudget
 from ..selection.scorers import Scorer
 from .base import Method
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..fusion.wire import FusionPlan, Interval, StoredPiece
-from ..methods.correction import Chunks, Split, offsets
+from ..methods.recompute import Chunks, Split, offsets
 from ..runtime.transformers.model import ModelRuntime
 from ..runtime.transformers.rotary import Tables, changed, rotate
 from ..store import KV, Joined, join, part_of

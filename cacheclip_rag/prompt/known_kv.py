@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.kept_kv import KVRun, KVSource
+from ..runtime.base import KVRun, KVSource
 from .layout import Layout, Span
 
 FOLLOW_UP_SHARE = 0.5
@@ -29,7 +29,7 @@ class KnownKV:
     reused: tuple[Span, ...]
     """Chunks whose KV is used, stored or held, in prompt order."""
     source: _Array
-    """uint8, values of :class:`~cacheclip_rag.runtime.kept_kv.KVSource`."""
+    """uint8, values of :class:`~cacheclip_rag.runtime.base.KVSource`."""
     chunk: _Array
     """Tokens of the reused chunks."""
     held: _Array

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         CALL_MARKERS as CALL_MARKERS,
         DTYPES as DTYPES,
         REASONING_MARKERS as REASONING_MARKERS,
+        KVMatch as KVMatch,
         Message as Message,
         Runtime as Runtime,
         State as State,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         known_reasoning as known_reasoning,
         markers_among as markers_among,
     )
-    from .kept_kv import KVMatch as KVMatch
     from .transformers.architectures import check_architecture as check_architecture
     from .transformers.chat_template import render_chat_template as render_chat_template
     from .transformers.constraint import Grammars as Grammars, SchemaConstraint as SchemaConstraint
@@ -39,9 +39,9 @@ __getattr__, __all__ = late_names(
     {
         "..base.clock": "PhaseClock",
         "base": (
-            "CALL_MARKERS DTYPES REASONING_MARKERS Message Runtime State TokenizedText known_reasoning markers_among"
+            "CALL_MARKERS DTYPES REASONING_MARKERS KVMatch Message Runtime State TokenizedText known_reasoning "
+            "markers_among"
         ),
-        "kept_kv": "KVMatch",
         "transformers.architectures": "check_architecture",
         "transformers.chat_template": "render_chat_template",
         "transformers.constraint": "Grammars SchemaConstraint",

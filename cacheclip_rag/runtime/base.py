@@ -1,16 +1,20 @@
 """The base of a running model. The runtimes for transformers and llama.cpp and the fake of the tests implement it; a
 serving engine can too. Attributes say what a runtime can do, so that no code asks for its class.
+
+KV that caches have of earlier prompts comes to a runtime as a :class:`KVMatch`, which says the source of each part.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +24,91 @@ if TYPE_CHECKING:
     import torch
 
     from ..base.clock import PhaseClock
-    from .kept_kv import KVMatch
+
+
+class KVSource(IntEnum):
+    """Where the KV of a prompt's token comes from."""
+
+    COMPUTED = 0
+    """From nowhere: text between chunks, the question, missing chunks."""
+    STORED = 1
+    """A chunk's, as it was stored: approximate."""
+    OWN_CONTEXT = 2
+    """A chunk's, as it was stored, right behind the text that it was computed behind: exact."""
+    PREFIX = 3
+    """The shared prefix's, as it was stored: exact."""
+    CACHED = 4
+    """Earlier prompts' in the prefix cache: exact."""
+    CONTINUED = 5
+    """An earlier prompt's or answer's that began in the same way: approximate."""
+
+
+class KVRun(NamedTuple):
+    """Neighbouring tokens of a prompt whose KV a cache has."""
+
+    source: KVSource
+    start: int
+    stop: int
+    turns: int = 0
+    """Answers whose approximate KV it is, one after the other."""
+    stale: np.ndarray[Any, Any] | None = None
+    """``(num_tokens,)`` bool, of these tokens: those whose KV is a chunk's as it was stored. None: none is."""
+
+
+class KeptKV(Protocol):
+    """A state whose exact KV the prefix cache can keep, and continued KV too. The cache does not look into blocks."""
+
+    token_bytes: int
+    """Bytes of the KV of one token."""
+
+    def get_seq_length(self) -> int:
+        """Number of tokens."""
+
+    def blocks(self, first: int, count: int, size: int) -> Iterable[Any]:
+        """Copies of the KV of ``count`` blocks of ``size`` tokens, from block ``first`` on."""
+
+    def write_blocks(self, blocks: Sequence[Any], num_tokens: int, *, first: int = 0) -> None:
+        """Take tokens ``first`` to ``num_tokens - 1`` of blocks that follow one another. Those before are there; if
+        there are some, it is one block."""
+
+
+class KVMatch:
+    """What caches have of a prompt. It can be read until the ``with`` block ends, even if a cache drops it."""
+
+    def __init__(
+        self, parts: Sequence[tuple[KVRun, Callable[[], Sequence[Any]]]] = (), release: Callable[[], None] | None = None
+    ) -> None:
+        """
+        Args:
+            parts: runs in prompt order, from the first token on and without gaps; and what gives the KV of each, in
+                blocks, when it is read.
+            release: ends the hold on it.
+        """
+        self.parts: Sequence[tuple[KVRun, Callable[[], Sequence[Any]]]] | None = parts
+        self._release, self._lock = release, threading.Lock()
+        self.runs = tuple(run for run, _ in parts)
+        self.num_tokens = self.runs[-1].stop if parts else 0
+        self.num_exact = sum(run.stop - run.start for run in self.runs if run.source == KVSource.CACHED)
+        """Tokens of them whose KV is from the prefix cache, and exact."""
+
+    def write_to(self, cache: KeptKV) -> None:
+        """Copy the KV into slots 0 to ``num_tokens - 1`` of ``cache``."""
+        assert self.parts is not None, "a released match cannot be read: its KV may be evicted"
+        for run, blocks in self.parts:
+            cache.write_blocks(blocks(), run.stop, first=run.start)
+
+    def release(self, *_: object) -> None:
+        """End the hold. A second call does nothing."""
+        with self._lock:
+            release, self._release, self.parts = self._release, None, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> KVMatch:
+        return self
+
+    __exit__ = release
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Compute dtypes of models, and dtypes that stored KV may have."""
@@ -318,9 +406,9 @@ class Runtime(ABC):
     @abstractmethod
     def fuse(self, plan: Any, kv_sources: Any, *, capacity: int, clock: PhaseClock) -> Any:
         """Carry out a :class:`~cacheclip_rag.plan.plan.Plan` that reuses chunks. Their KV comes from ``kv_sources``
-        (:class:`~cacheclip_rag.plan.kv_sources.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
+        (:class:`~cacheclip_rag.plan.plan.KVSources`). For transformers :mod:`cacheclip_rag.fusion.fuse` does it,
         for a runtime that computes in the prompt's order :mod:`cacheclip_rag.fusion.in_order`. Returns a
-        :class:`~cacheclip_rag.fusion.fused.Fused`, or None if no chunk could be read."""
+        :class:`~cacheclip_rag.fusion.answer.Fused`, or None if no chunk could be read."""
 
     @abstractmethod
     def decode_step(self, state: Any, token_id: int) -> torch.Tensor:

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING
 from ..base.late import late_names
 
 if TYPE_CHECKING:
-    from .budget import Budget as Budget, FixedStarts as FixedStarts
-    from .grouping import AlignedWindows as AlignedWindows, Tokens as Tokens, Windows as Windows
+    from .budget import (
+        AlignedWindows as AlignedWindows,
+        Budget as Budget,
+        FixedStarts as FixedStarts,
+        Tokens as Tokens,
+        Windows as Windows,
+    )
     from .heads import HeadSet as HeadSet, head_set_path as head_set_path, load_named as load_named
     from .scorers import (
         AuxiliaryAttention as AuxiliaryAttention,
@@ -26,8 +31,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = late_names(
     __name__,
     {
-        "budget": "Budget FixedStarts",
-        "grouping": "AlignedWindows Tokens Windows",
+        "budget": "AlignedWindows Budget FixedStarts Tokens Windows",
         "heads": "HeadSet head_set_path load_named",
         "scorers": "AuxiliaryAttention CacheScorer ChunkStart Oracle PromptScorer QueryAttention Random RankMix",
         "views": "CacheView PromptView",

@@ -1,10 +1,16 @@
-"""Reads the auxiliary model's chunk caches, has :mod:`.packed_chunks` score them, and maps the scores to the primary's
-tokens."""
+"""The auxiliary model's pass: reads its chunk caches, scores all chunks packed into one cache, and maps the scores to
+the primary's tokens.
+
+Source: CacheClip (arXiv:2510.10129v1), section 3.2. The question reads each chunk separately, after the shared prefix.
+The paper's score is the last layer's attention on the chunk's tokens, averaged over the question's tokens; it does not
+name its head reduction, and we take the mean. Our additions: one softmax over all chunks, single heads with weights
+(:mod:`cacheclip_rag.selection.heads`; the default has them), and no score for sinks.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -16,10 +22,11 @@ from ..base.clock import PhaseClock
 from ..chunks.caches import ChunkCaches
 from ..prompt.layout import Span
 from ..runtime.base import Runtime, TokenizedText
+from ..runtime.transformers.attention_pattern import AttentionPattern, Probe, SideBySide
+from ..runtime.transformers.cache import FusedCache, Geometry
 from ..runtime.transformers.model import ModelRuntime
 from ..store import KV, ReadAhead, part_of
 from .heads import HeadSet
-from .packed_chunks import score_chunks
 from .scorers.auxiliary_attention import AuxiliaryAttention
 from .scorers.base import pick_layers
 
@@ -206,3 +213,190 @@ def map_scores(
         padded = np.append(scores, scores.dtype.type(0))  # a bound may be the end
         found[shared] = np.maximum(np.maximum.reduceat(padded, bounds)[::2], 0)
     return found
+
+
+_WIDER = 1.5
+"""Most times that one chunk's segment may be as wide as another one's with which it is computed: padding costs as much
+as tokens."""
+
+
+@torch.inference_mode()
+def score_chunks(
+    auxiliary: ModelRuntime,
+    prefix: torch.Tensor,
+    chunks: Iterable[KV],
+    question_ids: Sequence[int],
+    lengths: Sequence[int] | None = None,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: HeadSet | None = None,
+    before_layer: Callable[[int], None] | None = None,
+    after_layer: Callable[[int], None] | None = None,
+) -> list[torch.Tensor]:
+    """Attention mass of the question on every token of every chunk, in one packed forward pass.
+
+    The cache holds ``prefix | chunk | question`` once per chunk, side by side. All copies of the question run together,
+    and each sees only its own segment. Only the question's rows are computed; chunks and prefix come from the store.
+    Neighbouring chunks of similar length are computed together, so that the number of tensor operations does not depend
+    on the number of chunks if they come sorted by length.
+
+    Args:
+        prefix: KV of the auxiliary's shared prefix, ``(num_layers, 2, num_kv_heads, num_prefix_tokens, head_dim)``.
+        chunks: KV of each chunk after that prefix, same layout; each must stay valid.
+        question_ids: token ids of the question, at least one.
+        lengths: tokens of each chunk, needed only if ``chunks`` is an iterator.
+        layers: layers whose scores are averaged; default the last. Ignored for a head set, which names its layers.
+        heads: a head set: one softmax over the tokens of all chunks, so that scores are comparable between chunks; its
+            ``sinks`` score 0, but in a chunk without other tokens. Default: the mean over the heads of each layer, with
+            one softmax per chunk, over everything that the question sees there.
+        before_layer: called with each layer's number before the KV of the layer is used.
+        after_layer: called with each layer's number when ``chunks`` of that layer are not needed any more.
+
+    Returns:
+        Per chunk ``(num_chunk_tokens,)`` float32, each between 0 and 1.
+    """
+    chosen = frozenset(heads.layers if heads else [auxiliary.num_layers - 1] if layers is None else layers)
+    packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
+    hidden = packed.sinks(0 if heads is None else heads.sinks)
+    scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
+    waiting: list[torch.Tensor] = []
+
+    def record(layer: int, number: int, found: torch.Tensor) -> None:
+        waiting.append(packed.of_tokens(number, found))
+        if len(waiting) < len(packed.blocks):
+            return
+        weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
+        waiting.clear()
+        if heads is None:
+            reduced = weights.mean(0) / len(chosen)
+        else:
+            weights = weights.masked_fill_(hidden.to(weights.device), float("-inf")).softmax(-1)
+            counts = heads.weights_of(layer).to(weights.device)
+            # a window may hide every chunk from a row
+            reduced = (weights.nan_to_num() * counts[:, None, None]).sum(0)
+        scores.add_(reduced.mean(0).to(scores.device))
+
+    probe = Probe(chosen, packed.blocks, record, stop=max(chosen), logits=heads is not None)
+    if heads is not None:
+        probe.heads = {layer: heads.numbers_of(layer) for layer in chosen}
+    packed.run(auxiliary, probe, before_layer, after_layer)
+    return list(scores.cpu().split(packed.lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedChunks:
+    """A cache with ``padding | prefix | chunk | question`` once per chunk, side by side. The questions have not run
+    yet."""
+
+    cache: FusedCache
+    blocks: list[SideBySide]
+    """Neighbouring chunks of similar length: they are padded to one width."""
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    lengths: list[int]
+    """Tokens of each chunk."""
+    num_prefix: int
+    num_question: int
+
+    fill: Callable[[int], None]
+    """Writes the KV of one layer into the cache. :meth:`run` does so."""
+
+    def run(
+        self,
+        auxiliary: ModelRuntime,
+        probe: Probe,
+        before_layer: Callable[[int], None] | None = None,
+        after_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Run the questions, once, up to the last layer that the probe needs. Arguments are as in
+        :func:`score_chunks`."""
+
+        def fill(layer: int) -> None:
+            if before_layer is not None:
+                before_layer(layer)
+            self.fill(layer)
+            if after_layer is not None:
+                after_layer(layer)
+
+        pattern = AttentionPattern(self.blocks, probe, before_layer=fill)
+        auxiliary.run_rows(self.cache, self.ids, self.positions, pattern, slots=self.slots, head=False)
+
+    def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
+        """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
+        block = self.blocks[number]
+        first = sum(each.count for each in self.blocks[:number])
+        ends = block.width * np.arange(1, block.count + 1) - self.num_question
+        runs = zip(ends, self.lengths[first : first + block.count], strict=True)
+        where = np.concatenate([np.arange(end - length, end) for end, length in runs])
+        flat = found.permute(1, 2, 0, 3).flatten(2)
+        return flat.index_select(2, torch.from_numpy(where).to(flat.device))
+
+    def sinks(self, count: int) -> torch.Tensor:
+        """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each that has others."""
+        firsts = [np.arange(n) < (count if n > count else 0) for n in self.lengths]
+        return torch.from_numpy(np.concatenate(firsts))
+
+
+def pack_chunks(
+    auxiliary: ModelRuntime,
+    prefix: torch.Tensor,
+    chunks: Iterable[KV],
+    question_ids: Sequence[int],
+    lengths: Sequence[int] | None = None,
+) -> PackedChunks:
+    """Lay out stored KV in one cache. Arguments are as in :func:`score_chunks`."""
+    assert question_ids, "scoring needs at least one question token"
+    num_prefix, num_question = prefix.shape[3], len(question_ids)
+    if lengths is None:
+        chunks = list(chunks)
+        lengths = [chunk.shape[3] for chunk in chunks]
+    sizes = np.array(lengths)
+    around = num_prefix + num_question
+    blocks, stops, start, row = [], [], 0, 0
+    for first, stop in _alike([around + length for length in lengths]):
+        count, width = stop - first, int(sizes[first:stop].max()) + around
+        rows = slice(row, row := row + count * num_question)
+        stops.append(start + width * np.arange(1, count + 1))
+        padding = torch.from_numpy(width - around - sizes[first:stop])
+        blocks.append(SideBySide(rows, slice(start, start := start + count * width), padding))
+    cache = auxiliary.new_cache(start, one_layer=True)
+    ends = np.concatenate(stops) - num_question
+    begins = ends - sizes  # slots of the chunks' first tokens
+
+    position_of_slot = np.zeros(start, np.int64)
+    of_tokens = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
+    position_of_slot[of_tokens] = of_tokens - begins.repeat(sizes) + num_prefix
+    cache.geometry = Geometry(torch.from_numpy(position_of_slot))
+    fill_chunks = auxiliary.filling(cache, zip(begins.tolist(), chunks, strict=True))
+    copies = torch.from_numpy(begins[:, None] + np.arange(-num_prefix, 0))
+    fill_prefixes = auxiliary.repeating(cache, prefix, copies, position=0)
+    padded = np.concatenate([block.padding.numpy() for block in blocks])
+    before = begins - num_prefix
+    empty = np.concatenate([np.arange(stop - count, stop) for stop, count in zip(before, padded, strict=True)])
+    unused = {device: torch.from_numpy(empty).to(device) for device in set(auxiliary.layer_devices)}
+
+    def fill(layer: int) -> None:
+        fill_chunks(layer)
+        fill_prefixes(layer)
+        if len(empty):
+            cache.layers[layer].clear(unused[cache.layers[layer].device])
+
+    ids = torch.tensor(list(question_ids) * len(lengths))
+    places = np.arange(num_question)
+    positions = torch.from_numpy((sizes[:, None] + num_prefix + places).flatten())
+    slots = torch.from_numpy((ends[:, None] + places).flatten())
+    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question, fill)
+
+
+def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of neighbours of which the widest is at most half wider than the narrowest."""
+    first = 0
+    while first < len(widths):
+        low = high = widths[first]
+        stop = first + 1
+        while stop < len(widths) and max(high, widths[stop]) <= _WIDER * min(low, widths[stop]):
+            low, high = min(low, widths[stop]), max(high, widths[stop])
+            stop += 1
+        yield first, stop
+        first = stop

@@ -1,4 +1,9 @@
-"""Budgets: how many tokens are recomputed, and how scores become spans."""
+"""Budgets, how many tokens are recomputed, and groupings, how their scores become spans.
+
+Source: CacheClip (arXiv:2510.10129v1), section on grouping: windows of 8 tokens, threshold 5. The paper does not say
+whether dropped tokens are replaced, nor whether windows may start anywhere; the two groupings with windows are two
+readings. All groupings are deterministic, ties go to the lower index, and no grouping exceeds its budget.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,178 @@ import torch
 
 from ..base.checks import check_ratio, check_share, check_whole_number
 from ..base.errors import ConfigurationError
-from .grouping import Grouping, Windows
 from .views import PromptView, per_span
+
+Scores = Sequence[torch.Tensor]
+"""Per chunk ``(num_tokens,)`` float scores; tokens with higher scores are recomputed first."""
+Masks = list[torch.Tensor]
+"""Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping(ABC):
+    """How scores become spans."""
+
+    def take(
+        self,
+        scores: Scores,
+        count: int,
+        *,
+        first: Scores | None = None,
+        among: Scores | None = None,
+    ) -> Masks:
+        """At most ``count`` tokens of all chunks.
+
+        Args:
+            first: per chunk a bool mask of tokens that are taken before all others, within ``count``.
+            among: per chunk a bool mask of candidates, default all. Other tokens are removed before windows are formed,
+                so that the tokens on both sides of them become neighbours.
+        """
+        if not among:
+            return self._take(scores, count, first)
+        chosen = self._take(_only(scores, among), count, None if first is None else _only(first, among))
+        kept = _joined(among)
+        return list(torch.zeros_like(kept).masked_scatter(kept, _joined(chosen)).split([len(a) for a in among]))
+
+    @abstractmethod
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens(Grouping):
+    """Single tokens by their own score; the budget is spent exactly."""
+
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
+        return _top_tokens(scores, count, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows(Grouping):
+    """Whole spans by their mean score; the budget is spent exactly. The default.
+
+    A window is a run of ``size`` tokens inside a chunk, scored by the mean of its tokens. Tokens are ordered by the
+    best window that contains them, then by their own score. So spans stay together, and a larger budget never drops a
+    token. Departure from the paper: dropped tokens are replaced.
+    """
+
+    size: int = 8
+    """Tokens of a window."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("size", self.size, least=1, of="tokens")
+
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
+        runs = _Runs(scores, self.size)
+        means = runs.means(_joined(scores))
+        rank = torch.empty(len(means), dtype=torch.int64)  # of each window, over all chunks
+        rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
+        return _take_first(scores, runs.smallest(rank), count, first)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedWindows(Grouping):
+    """The paper's grouping as written: the top tokens, except in aligned windows with ``threshold`` or fewer of them.
+
+    Windows are aligned to the start of each chunk. Dropped tokens are not replaced, so that much less than the budget
+    may be spent.
+    """
+
+    size: int = 8
+    """Tokens of a window."""
+    threshold: int = 5
+    """A window is kept if more than this many of its tokens are among the top tokens."""
+
+    def __post_init__(self) -> None:
+        check_whole_number("size", self.size, least=1, of="tokens")
+        check_whole_number("threshold", self.threshold, of="tokens")
+        if self.threshold >= self.size:
+            raise ConfigurationError(
+                f"threshold must be below the window size, got threshold={self.threshold} and size={self.size}. Lower "
+                f"it: a window cannot contain more than {self.size} chosen tokens."
+            )
+
+    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
+        masks = _top_tokens(scores, count, first)
+        for number, mask in enumerate(masks):
+            for start in range(0, len(mask), self.size):
+                part = mask[start : start + self.size]
+                if int(part.sum()) <= self.threshold:
+                    part &= first[number][start : start + self.size] if first else False
+        return masks
+
+
+def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
+    kept = _joined(among)
+    sums = np.append(0, kept.numpy().cumsum(dtype=np.int64))
+    stops = np.array([len(a) for a in among], np.int64).cumsum()
+    counts = np.diff(sums[stops], prepend=0)
+    return list(_joined(values)[kept].split(counts.tolist()))
+
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+def _joined(values: Scores) -> torch.Tensor:
+    return torch.cat(list(values)) if values else torch.empty(0)
+
+
+class _Runs:
+    """All windows of some chunks: every run of ``size`` consecutive tokens, and each shorter chunk as a whole. All
+    chunks are computed at once, because one by one they would cost hundreds of small operations."""
+
+    def __init__(self, scores: Scores, size: int) -> None:
+        lengths = np.array([len(s) for s in scores], np.int64)
+        starts = lengths.cumsum() - lengths
+        self._size, self._num_tokens = size, int(lengths.sum())
+        self._short = [(n, starts[lengths == n]) for n in sorted({*lengths.tolist()}) if 0 < n < size]
+        counts = np.where(lengths >= size, lengths - size + 1, (lengths > 0).astype(np.int64))
+        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        self._first = starts.repeat(counts) + within  # token at which each window begins, in order
+        self._is_long = (lengths >= size).repeat(counts)
+
+    def means(self, flat: torch.Tensor) -> torch.Tensor:
+        """``(num_windows,)`` mean values of ``(num_tokens,)`` values, in order of chunks and tokens."""
+        found: torch.Tensor | None = None
+        if self._is_long.any():
+            means = flat.unfold(0, self._size, 1).mean(-1)
+            found = means[torch.from_numpy(np.where(self._is_long, self._first, 0))]
+        for length, starts in self._short:
+            values = flat[torch.from_numpy(starts[:, None] + np.arange(length))].mean(-1)
+            if found is None:
+                found = values.new_zeros(len(self._first))
+            found[torch.from_numpy(np.searchsorted(self._first, starts))] = values
+        return flat.new_zeros(0) if found is None else found
+
+    def smallest(self, values: torch.Tensor) -> torch.Tensor:
+        """``(num_tokens,)``: smallest value, int64, among the windows that contain each token."""
+        others = self._size - 1
+        padded = torch.full((self._num_tokens + others,), _NEVER, dtype=torch.int64)
+        padded[torch.from_numpy(self._first[self._is_long] + others)] = values[torch.from_numpy(self._is_long)]
+        found = padded.unfold(0, self._size, 1).amin(-1) if self._num_tokens else padded[:0]
+        for length, starts in self._short:
+            own = values[torch.from_numpy(np.searchsorted(self._first, starts))]
+            found[torch.from_numpy(starts[:, None] + np.arange(length))] = own[:, None].expand(-1, length)
+        return found
+
+
+def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:
+    return _take_first(scores, torch.zeros(sum(map(len, scores)), dtype=torch.int64), budget, first)
+
+
+def _take_first(scores: Scores, rank: torch.Tensor, budget: int, first: Scores | None) -> Masks:
+    """The first ``budget`` tokens by (those of ``first``, rank ascending, score descending, index ascending)."""
+    lengths = [len(s) for s in scores]
+    if not lengths:
+        return []
+    if first:
+        rank = rank.masked_fill(_joined(first), -1)
+    flat_scores = _joined(scores)
+    by_score = flat_scores.argsort(descending=True, stable=True)
+    order = by_score[rank[by_score].argsort(stable=True)]
+    mask = torch.zeros(len(flat_scores), dtype=torch.bool)
+    mask[order[: max(0, budget)]] = True
+    return list(mask.split(lengths))
+
 
 _MOST_START_TOKENS = 16
 """Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
@@ -39,7 +214,7 @@ class Budget(TokenBudget):
     ratio: float = 0.2
     """Share of all reused chunk tokens to recompute."""
     grouping: Grouping = field(default_factory=Windows)
-    """How scores become spans; see :mod:`cacheclip_rag.selection.grouping`."""
+    """How scores become spans."""
     chunk_starts: float = 0.0
     """Share of the budget that is spent first, on chunk starts: the same number of first tokens of each chunk, at most
     16."""

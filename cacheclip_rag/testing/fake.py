@@ -28,15 +28,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.errors import ConfigurationError
-from ..fusion.fused import Fused
+from ..fusion.answer import Fused
 from ..runtime.base import Runtime, TokenizedText
 from ..runtime.transformers.text import check_encodable
 
 if TYPE_CHECKING:
     from ..base.clock import PhaseClock
     from ..engine import CacheClipEngine
-    from ..plan.kv_sources import KVSources
-    from ..plan.plan import Plan
+    from ..plan.plan import KVSources, Plan
     from ..prompt.layout import Span
     from ..runtime.base import Message
 

@@ -25,7 +25,7 @@ from ..engine import CacheClipEngine
 from ..methods import preset
 from ..methods.base import Method
 from ..methods.settings import describe, vary
-from ..runtime.transformers.row_filter import RowFilter
+from ..runtime.transformers.attention_pattern import RowFilter
 from ..selection.views import CacheView, PromptView
 from .tiny import SENTENCES, TINY_MODELS, build_auxiliary, build_model
 

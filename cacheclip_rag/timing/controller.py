@@ -32,10 +32,9 @@ from ..base.errors import ConfigurationError
 from ..base.keys import json_digest
 from ..base.paths import cache_home, write_json
 from ..fusion.answer import FusionStats
-from ..plan.kv_sources import KVSources
-from ..plan.plan import PayloadRead, Plan, Prediction, ReadTime
+from ..plan.plan import KVSources, PayloadRead, Plan, Prediction, ReadTime
 from ..prompt.known_kv import known_kv
-from ..runtime.kept_kv import KVRun, KVSource
+from ..runtime.base import KVRun, KVSource
 from ..store import PAGE_CACHE
 
 logger = logging.getLogger(__name__)

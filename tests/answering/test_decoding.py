@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from cacheclip_rag import SamplingParams
-from cacheclip_rag.answering.decoding import _logprobs
-from cacheclip_rag.answering.sampler import Sampler, room_for
+from cacheclip_rag.answering.decoding import Sampler, _logprobs, room_for
 from cacheclip_rag.answering.text import TextStream
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.base.sampling import GREEDY_BELOW, LEAST_PENALTY, is_greedy

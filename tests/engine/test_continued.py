@@ -18,7 +18,7 @@ from cacheclip_rag.guards.fidelity import kl_divergence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE
-from cacheclip_rag.runtime.kept_kv import KVMatch, KVSource
+from cacheclip_rag.runtime.base import KVMatch, KVSource
 from cacheclip_rag.timing.controller import Controller, Cost, Profile
 from tests.conftest import SENTENCES
 from tests.engine.asking import SHORT, check_sums, logits, rag

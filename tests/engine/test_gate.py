@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cacheclip_rag import CacheClipEngine
-from cacheclip_rag.answering.sampler import confidence
+from cacheclip_rag.answering.prefill import confidence
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.base import Method

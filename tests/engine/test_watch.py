@@ -11,7 +11,7 @@ import torch
 from cacheclip_lab.evaluation.reference import Reference
 
 from cacheclip_rag import Answer, CacheClipEngine, SamplingParams
-from cacheclip_rag.answering.sampler import confidence
+from cacheclip_rag.answering.prefill import confidence
 from cacheclip_rag.methods import preset
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.kept_kv import KVMatch
+from cacheclip_rag.runtime.base import KVMatch
 from cacheclip_rag.runtime.transformers import prefix_cache as blocks
 from cacheclip_rag.runtime.transformers.cache import FusedCache, FusedLayer
 from cacheclip_rag.runtime.transformers.prefix_cache import PrefixCache

@@ -72,7 +72,7 @@ class TestTwins:
     @pytest.mark.parametrize("primary", SLIDING, indirect=True)
     def test_window_forgotten(self, case: Case) -> None:
         """A mask without the window: what one 4-D mask for all layers does in transformers."""
-        import cacheclip_rag.runtime.transformers.model as runtime
+        import cacheclip_rag.runtime.transformers.attention as runtime
 
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)
@@ -84,7 +84,7 @@ class TestTwins:
 
     @pytest.mark.parametrize("primary", ["gemma2", "gpt-oss"], indirect=True)
     def test_soft_cap_or_sinks_forgotten(self, case: Case) -> None:
-        import cacheclip_rag.runtime.transformers.model as runtime
+        import cacheclip_rag.runtime.transformers.attention as runtime
 
         rows = case.rows(1.0)
         expected = reference_logits(case.folder, case.layout.ids)

@@ -13,15 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheclip_rag import CacheClipEngine, SamplingParams
-from cacheclip_rag.methods.correction import install_correction
+from cacheclip_rag.methods.recompute import install_correction
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.prompt.segments import Chunk
 from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.transformers.attention_pattern import Geometry
+from cacheclip_rag.runtime.transformers.cache import Geometry
 from cacheclip_rag.runtime.transformers.rotary import rotate, unrotate
+from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from cacheclip_rag.selection.heads import HeadSet
-from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.store import KV, StoredKV, decode_frame, encode_frame, join, part_of
 from tests.conftest import SENTENCES, rag_prompt, some_of
 from tests.fusion.cases import gap, make_engine

@@ -13,7 +13,8 @@ from cacheclip_rag.guards.fidelity import greedy
 from cacheclip_rag.methods import preset
 from cacheclip_rag.prompt.known_kv import known_kv
 from cacheclip_rag.runtime.transformers.attention import block_attention
-from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Geometry, causal_pattern
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, causal_pattern
+from cacheclip_rag.runtime.transformers.cache import Geometry
 from tests.fusion.cases import BROKEN, EXACT, Case, gap
 from tests.methods.spying import few, plain, run
 from tests.methods.test_own_positions import assembled

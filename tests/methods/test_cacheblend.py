@@ -12,9 +12,8 @@ from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.cacheblend import CacheBlend, DeviationFilter, _warn_unaffordable
 from cacheclip_rag.prompt.known_kv import known_kv
-from cacheclip_rag.runtime.transformers.row_filter import RowFilter
-from cacheclip_rag.selection.budget import Budget
-from cacheclip_rag.selection.grouping import Tokens, Windows
+from cacheclip_rag.runtime.transformers.attention_pattern import RowFilter
+from cacheclip_rag.selection.budget import Budget, Tokens, Windows
 from tests.conftest import CHUNKS
 from tests.fusion.cases import EXACT, Case, gap, make_case, reference_logits
 from tests.methods.spying import few, made, plain, run, spied

@@ -10,9 +10,8 @@ import torch
 
 from cacheclip_rag import Chunk, Fresh
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.selection.auxiliary_pass import map_scores
-from cacheclip_rag.selection.grouping import Windows
-from cacheclip_rag.selection.packed_chunks import score_chunks
+from cacheclip_rag.selection.auxiliary_pass import map_scores, score_chunks
+from cacheclip_rag.selection.budget import Windows
 from cacheclip_rag.selection.scorers import QueryAttention
 from cacheclip_rag.selection.scorers.base import pick_layers
 from cacheclip_rag.testing.methods import Observed

@@ -16,8 +16,7 @@ from cacheclip_rag.methods.cacheblend import CacheBlend
 from cacheclip_rag.methods.presets import PRESET_NOTES, PRESETS
 from cacheclip_rag.methods.recompute import Recompute
 from cacheclip_rag.methods.settings import describe, vary
-from cacheclip_rag.selection.budget import Budget, FixedStarts
-from cacheclip_rag.selection.grouping import AlignedWindows, Tokens
+from cacheclip_rag.selection.budget import AlignedWindows, Budget, FixedStarts, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, PromptScorer, QueryAttention
 from cacheclip_rag.testing.methods import MethodConformance, PromptCase
 from tests.methods.spying import made

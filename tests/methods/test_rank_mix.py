@@ -11,8 +11,7 @@ import torch
 from cacheclip_rag import CacheClipEngine, SamplingParams
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.methods.recompute import Recompute
-from cacheclip_rag.selection.budget import Budget
-from cacheclip_rag.selection.grouping import Tokens
+from cacheclip_rag.selection.budget import Budget, Tokens
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, Oracle, QueryAttention, RankMix, Scorer
 from tests.conftest import CHUNKS, rag_prompt
 from tests.fusion.cases import Case, gap

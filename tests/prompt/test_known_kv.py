@@ -11,8 +11,7 @@ import pytest
 from cacheclip_rag.prompt.known_kv import FOLLOW_UP_SHARE, known_kv
 from cacheclip_rag.prompt.layout import Layout, Span
 from cacheclip_rag.prompt.segments import Chunk, Fresh
-from cacheclip_rag.runtime.base import TokenizedText
-from cacheclip_rag.runtime.kept_kv import KVRun, KVSource
+from cacheclip_rag.runtime.base import KVRun, KVSource, TokenizedText
 
 
 def layout_of(lengths: Sequence[tuple[bool, int]], num_prefix: int = 0, exact_from: int | None = None) -> Layout:

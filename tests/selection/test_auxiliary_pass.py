@@ -11,8 +11,7 @@ from cacheclip_rag import CacheClipEngine, Chunk, EngineConfig
 from cacheclip_rag.base.clock import PhaseClock
 from cacheclip_rag.prompt.layout import Span
 from cacheclip_rag.selection import auxiliary_pass as module
-from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, AuxiliaryPass, question_ids
-from cacheclip_rag.selection.packed_chunks import score_chunks
+from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, AuxiliaryPass, question_ids, score_chunks
 from cacheclip_rag.selection.scorers import AuxiliaryAttention
 from tests.conftest import CHUNKS, QUESTION, lose
 

@@ -9,7 +9,7 @@ import torch
 
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
-from cacheclip_rag.selection.packed_chunks import score_chunks
+from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from tests.fusion.cases import reference_model
 
 PREFIX = "You answer questions about lighthouses."

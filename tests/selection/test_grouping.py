@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from cacheclip_rag.base.errors import ConfigurationError
-from cacheclip_rag.selection.grouping import AlignedWindows, Grouping, Tokens, Windows
+from cacheclip_rag.selection.budget import AlignedWindows, Grouping, Tokens, Windows
 
 FIXED = settings(max_examples=150, deadline=None)
 

@@ -21,6 +21,7 @@ from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import weights_digest
 from cacheclip_rag.selection import heads as module
+from cacheclip_rag.selection.auxiliary_pass import score_chunks
 from cacheclip_rag.selection.heads import (
     HeadSet,
     check_head_set_name,
@@ -29,7 +30,6 @@ from cacheclip_rag.selection.heads import (
     load_named,
     model_digest,
 )
-from cacheclip_rag.selection.packed_chunks import score_chunks
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, ChunkStart, RankMix, Scorer
 from tests.conftest import CACHECLIP, CHUNKS
 from tests.fusion.cases import reference_model

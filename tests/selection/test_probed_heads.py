@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cacheclip_rag.models.load import load_model
-from cacheclip_rag.runtime.transformers import model as runtime_module
+from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention import query_attention
-from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Block, Geometry, SideBySide
+from cacheclip_rag.runtime.transformers.attention_pattern import AttentionRule, Block, SideBySide
+from cacheclip_rag.runtime.transformers.cache import Geometry
 from cacheclip_rag.selection.heads import HeadSet
 from tests.conftest import CHUNKS, QUESTION
 from tests.selection.test_auxiliary_scores import Scored
@@ -100,7 +101,7 @@ def test_scores_are_those_of_all_heads(
         counted.append(found.shape[1])
         return found
 
-    monkeypatch.setattr(runtime_module, "query_attention", counting)
+    monkeypatch.setattr(attention, "query_attention", counting)
     found = scores(scored, heads)
     assert set(counted) == {1, 2} < {num_heads, 1, 2}, "not for heads that the head set does not name"
     for ours, right in zip(found, expected, strict=True):

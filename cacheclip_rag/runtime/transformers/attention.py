@@ -1,4 +1,5 @@
-"""Exact attention over the rows and keys of a pattern's blocks (:mod:`.attention_pattern`)."""
+"""Exact attention over the rows and keys of a pattern's blocks (:mod:`.attention_pattern`), in the place of a model's
+own."""
 
 from __future__ import annotations
 
@@ -6,13 +7,17 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .attention_pattern import AttentionRule, Block, Geometry, SideBySide
+from .attention_pattern import AttentionPattern, AttentionRule, Block, PassEnded, SideBySide, causal_pattern
+from .cache import Geometry
 
+ATTENTION_NAME = "cacheclip"
 _UNMASKED = 1024
 """Keys that every row of a block sees, from which on they are multiplied apart, without a mask. For fewer keys, two
 products cost more than the mask."""
@@ -20,6 +25,51 @@ _FLASH_WIDTH = 256
 """The widest heads of FlashAttention's kernel."""
 _ALIGNED = 8
 """Of whose multiples a mask is wide for CUDA's kernels."""
+
+
+def pattern_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+    """The attention function that models are given: follows the pattern if there is one, else attends causally."""
+    pattern: AttentionPattern | None = kwargs.pop("cacheclip_pattern", None)
+    rule = AttentionRule(
+        scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    if (caches := kwargs.pop("cacheclip_steps", None)) is not None:  # a decoded token of each
+        rows = query.split(1, dim=2)
+        layers = [cache.layers[module.layer_idx] for cache in caches]
+        each = [row_attention(row, own.keys, own.values, rule) for row, own in zip(rows, layers, strict=True)]
+        return torch.cat(each, dim=1), None
+    if pattern is None and query.shape[2] == 1:  # a decoded token
+        return row_attention(query, key, value, rule), None
+    if pattern is None:
+        return _causal_attention(module, query, key, value, rule, kwargs), None
+    probe = pattern.probe
+    layer = module.layer_idx
+    if probe is not None and layer in probe.layers:
+        for number, block in enumerate(probe.blocks):
+            rows, keys = query[0, :, block.rows], key[0, :, block.keys]
+            heads = None if probe.heads is None else probe.heads[layer]
+            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
+        if layer == probe.stop:
+            raise PassEnded
+    if pattern.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
+        raise PassEnded
+    return block_attention(query, key, value, pattern.blocks, rule), None
+
+
+def _causal_attention(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
+) -> Any:
+    """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
+    num_rows, num_keys = query.shape[2], key.shape[2]
+    assert num_rows == num_keys, "several rows on a partly filled cache need a pattern"
+    if rule.is_dense and rule.covers(num_keys):
+        with sdpa_backends(query.device):
+            return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
+    pattern = causal_pattern(torch.arange(num_keys), query.device)
+    return block_attention(query, key, value, pattern.blocks, rule)
 
 
 def block_attention(

@@ -1,4 +1,4 @@
-"""Which keys each row of a pass sees: blocks of rows, each with a slice of the keys.
+"""A pass: which keys each row sees, in blocks of rows with a slice of the keys each, and which rows run in each layer.
 
 Transformers' mask functions assume that the queries are the last tokens of the sequence. Recomputed tokens can be
 anywhere. Each sees keys at its own position and before, within the layer's sliding window if there is one, and no other
@@ -8,17 +8,20 @@ with later keys, sliding layers skip keys before the window, and chunks that the
 not multiplied with each other.
 
 Some methods use other positions (gaps, shared positions) or another attention over the chunks. They return a
-:class:`Geometry`, and the cache carries it from prefill to the last decoded token.
+:class:`~.cache.Geometry`, and the cache carries it from prefill to the last decoded token.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from .cache import FusedCache, Geometry
 from .rotary import Tables
 
 _OF_ROWS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
@@ -57,36 +60,6 @@ class AttentionRule:
     def covers(self, num_keys: int) -> bool:
         """Whether the window covers ``num_keys`` keys and hides none of them."""
         return self.window is None or self.window >= num_keys
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Positions of the tokens of a fused cache, if they differ from the slots.
-
-    Slots decide visibility: a row sees its own slot and earlier slots. Positions decide rotation and sliding windows.
-    """
-
-    positions: torch.Tensor
-    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Generated tokens follow the
-    largest of these positions."""
-    contexts: torch.Tensor | None = None
-    """``(num_prompt_tokens,)`` bool: slots of contexts (APE's word for chunks). All other rows attend to the contexts
-    in parallel. None: ordinary attention."""
-    temperature: float = 1.0
-    """Divides the attention logits within the contexts."""
-    scale: float = 1.0
-    """Weighs the contexts against the other keys: the contexts' mass is ``Z ** (scale * temperature)``."""
-
-    def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Positions of slots, including slots of generated tokens."""
-        num_tokens = len(self.positions)
-        known = self.positions[slots.clamp(max=num_tokens - 1)]
-        return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
-
-    def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """``(num_slots,)`` bool: whether each slot belongs to a context."""
-        assert self.contexts is not None
-        return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
 
 
 @dataclass(slots=True)
@@ -234,8 +207,8 @@ class AttentionPattern:
     before_layer: Callable[[int], None] | None = None
     """Called with each layer's number before the layer runs, for instance to write its stored KV; None: nothing to
     do."""
-    row_filter: Any = None
-    """A :class:`~cacheclip_rag.runtime.transformers.row_filter.RowFilter`; None: all rows run in all layers."""
+    row_filter: RowFilter | None = None
+    """None: all rows run in all layers."""
     last_rows: int | None = None
     """How many of the last rows need the last layer's output; the others need its KV only. 0: the pass ends when the
     last layer's KV is written. None: all rows need it."""
@@ -249,7 +222,7 @@ def causal_pattern(
     device: torch.device | None = None,
     geometry: Geometry | None = None,
 ) -> AttentionPattern:
-    """Plan in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
+    """Pattern in which each row sees its own slot and earlier slots. ``slots``: ``(num_rows,)`` int64, strictly
     increasing, best on the CPU; ``device``: where the attention will run. Without ``geometry``, slot = position."""
     blocks, masks = [], Masks()
     placed = _placed(slots, device, geometry)  # one copy to an accelerator for all blocks
@@ -287,3 +260,96 @@ def _cut(value: Any, rows: torch.Tensor, dim: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_cut(part, rows, dim) for part in value)
     return value.index_select(dim, rows.to(value.device)) if isinstance(value, torch.Tensor) else value
+
+
+class RowFilter(ABC):
+    """Decides before each layer which rows stay in the pass. One object serves one pass.
+
+    A method such as CacheBlend looks at a layer's fresh KV before it decides which tokens the next layers compute.
+    """
+
+    charged: int = 0
+    """(Layer, chunk token) pairs that got fresh KV so far; the pass's cost in the statistics."""
+
+    def __init__(self, cache: FusedCache, slots: torch.Tensor) -> None:
+        """``slots``: ``(num_rows,)`` int64, slots of all rows at the start of the pass, strictly increasing."""
+        self.cache = cache
+        self.slots = slots
+        self.alive = torch.arange(len(slots))
+        """Rows that are still in the pass, as increasing indices into ``slots``."""
+        self._pattern: AttentionPattern | None = None
+
+    @abstractmethod
+    def before_layer(self, layer: int) -> torch.Tensor | None:
+        """Rows (a subset of ``alive``) that run from ``layer`` on; None keeps all of them.
+
+        The cache already holds fresh KV of the layers below, and still holds stored KV of this layer.
+        """
+
+    def enter(self, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Hidden states ``(1, num_alive, hidden_size)`` and arguments of a layer, cut to the rows that stay."""
+        kept = self.before_layer(layer)
+        if kept is not None and len(kept) < len(self.alive):
+            stays = torch.isin(self.alive, kept)
+            hidden = hidden.index_select(1, stays.nonzero().flatten().to(hidden.device))
+            self.alive = self.alive[stays]
+            slots = self.slots[self.alive]
+            self.cache.scatter(slots)
+            old: AttentionPattern = kwargs["cacheclip_pattern"]
+            first = old.blocks[0]
+            assert isinstance(first, Block), "rows are removed from causal patterns only"
+            self._pattern = causal_pattern(slots, first.positions.device, self.cache.geometry)
+            self._pattern.last_rows = old.last_rows
+        if self._pattern is None:
+            return hidden, kwargs
+        return hidden, {**rows_of(kwargs, self.alive), "cacheclip_pattern": self._pattern}
+
+
+def install_layer_hooks(layers: Sequence[torch.nn.Module]) -> None:
+    """Let the patterns of passes act on these layers of an unmodified model, whose own loop over layers stays in use.
+
+    Before each layer, its stored KV is written, rotary tables that are there already are handed on, and the row filter
+    is asked, if the pattern has them. Before the last layer, rows whose output nobody needs leave the pass.
+    """
+
+    def hook(number: int) -> Any:
+        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            pattern: AttentionPattern | None = kwargs.get("cacheclip_pattern")
+            if pattern is None:
+                return None
+            if pattern.before_layer is not None:
+                pattern.before_layer(number)
+            if pattern.position_embeddings is not None:
+                kwargs = {**kwargs, "position_embeddings": pattern.position_embeddings[number], "position_ids": None}
+            hidden, row_filter = args[0], pattern.row_filter
+            if row_filter is not None:
+                hidden, kwargs = row_filter.enter(number, hidden, kwargs)
+            if number == len(layers) - 1:
+                hidden, kwargs = _enter_last(module, hidden, kwargs)
+            return (hidden, *args[1:]), kwargs
+
+        return enter
+
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(hook(number), with_kwargs=True)
+
+
+def _enter_last(
+    layer: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Write the last layer's KV of all rows in a run that ends at its attention, then leave only the rows whose output
+    is needed."""
+    pattern: AttentionPattern = kwargs["cacheclip_pattern"]
+    needed, num_rows = pattern.last_rows, hidden.shape[1]
+    last = pattern.blocks[-1] if pattern.blocks else None
+    if not needed or needed >= num_rows or not isinstance(last, Block):
+        return hidden, kwargs
+    with suppress(PassEnded):
+        layer.forward(hidden, **{**kwargs, "cacheclip_pattern": replace(pattern, last_rows=0)})
+    cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))  # see cache_argument
+    slots = cache.layers[-1].slots_on_cpu[-needed:]
+    cache.scatter(slots)
+    rows = torch.arange(num_rows - needed, num_rows)
+    positions = slots - last.keys.start
+    block = Block.of(slice(0, needed), last.keys, positions, hidden.device, last.geometry)
+    return hidden[:, -needed:], {**rows_of(kwargs, rows), "cacheclip_pattern": AttentionPattern([block])}

@@ -1,17 +1,47 @@
-"""The KV of a whole prompt, as a transformers ``Cache``."""
+"""The KV of a whole prompt, as a transformers ``Cache``, and the positions of its tokens."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from .attention_pattern import Geometry
 from .rotary import Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Positions of the tokens of a fused cache, if they differ from the slots.
+
+    Slots decide visibility: a row sees its own slot and earlier slots. Positions decide rotation and sliding windows.
+    """
+
+    positions: torch.Tensor
+    """``(num_prompt_tokens,)`` int64 on the CPU: position of each slot of the prompt. Generated tokens follow the
+    largest of these positions."""
+    contexts: torch.Tensor | None = None
+    """``(num_prompt_tokens,)`` bool: slots of contexts (APE's word for chunks). All other rows attend to the contexts
+    in parallel. None: ordinary attention."""
+    temperature: float = 1.0
+    """Divides the attention logits within the contexts."""
+    scale: float = 1.0
+    """Weighs the contexts against the other keys: the contexts' mass is ``Z ** (scale * temperature)``."""
+
+    def positions_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Positions of slots, including slots of generated tokens."""
+        num_tokens = len(self.positions)
+        known = self.positions[slots.clamp(max=num_tokens - 1)]
+        return torch.where(slots < num_tokens, known, self.positions.max() + 1 + slots - num_tokens)
+
+    def contexts_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """``(num_slots,)`` bool: whether each slot belongs to a context."""
+        assert self.contexts is not None
+        return self.contexts[slots.clamp(max=len(self.contexts) - 1)] & (slots < len(self.contexts))
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:

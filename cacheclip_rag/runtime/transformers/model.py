@@ -18,70 +18,20 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ...base.clock import PhaseClock
 from ...base.errors import ModelError
 from ...store import KV, join, layer_of
-from ..kept_kv import KVMatch
+from ..base import KVMatch
 from .architectures import SUPPORTED, has_pinned_rope, reuse_tokens, rope_pin
-from .attention import block_attention, query_attention, row_attention, sdpa_backends
-from .attention_pattern import AttentionPattern, AttentionRule, Geometry, PassEnded, Probe, causal_pattern
+from .attention import ATTENTION_NAME, pattern_attention
+from .attention_pattern import AttentionPattern, PassEnded, Probe, RowFilter, causal_pattern, install_layer_hooks
 from .batched_encoding import batches_of, encode_batch
-from .cache import FusedCache, FusedLayer, StepLayer, cache_argument
-from .layer_hooks import install_layer_hooks
+from .cache import FusedCache, FusedLayer, Geometry, StepLayer, cache_argument
 from .rotary import Tables, changed, rotate, unrotate
-from .row_filter import RowFilter
 from .text import TextModel, check_process
 
 logger = logging.getLogger(__name__)
-
-ATTENTION_NAME = "cacheclip"
-
-
-def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-    """The registered attention function: follows the pattern if there is one, else attends causally."""
-    pattern: AttentionPattern | None = kwargs.pop("cacheclip_pattern", None)
-    rule = AttentionRule(
-        scaling=kwargs.get("scaling") or query.shape[-1] ** -0.5,
-        window=kwargs.get("sliding_window"),
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
-    if (caches := kwargs.pop("cacheclip_steps", None)) is not None:  # a decoded token of each
-        rows = query.split(1, dim=2)
-        layers = [cache.layers[module.layer_idx] for cache in caches]
-        each = [row_attention(row, own.keys, own.values, rule) for row, own in zip(rows, layers, strict=True)]
-        return torch.cat(each, dim=1), None
-    if pattern is None and query.shape[2] == 1:  # a decoded token
-        return row_attention(query, key, value, rule), None
-    if pattern is None:
-        return _causal_attention(module, query, key, value, rule, kwargs), None
-    probe = pattern.probe
-    layer = module.layer_idx
-    if probe is not None and layer in probe.layers:
-        for number, block in enumerate(probe.blocks):
-            rows, keys = query[0, :, block.rows], key[0, :, block.keys]
-            heads = None if probe.heads is None else probe.heads[layer]
-            probe.record(layer, number, query_attention(rows, keys, block, rule, logits=probe.logits, heads=heads))
-        if layer == probe.stop:
-            raise PassEnded
-    if pattern.last_rows == 0 and layer == module.config.num_hidden_layers - 1:
-        raise PassEnded
-    return block_attention(query, key, value, pattern.blocks, rule), None
-
-
-def _causal_attention(
-    module: torch.nn.Module, query: Any, key: Any, value: Any, rule: AttentionRule, kwargs: dict[str, Any]
-) -> Any:
-    """Plain prefill from an empty cache. Uses SDPA without a mask if that is exact."""
-    num_rows, num_keys = query.shape[2], key.shape[2]
-    assert num_rows == num_keys, "several rows on a partly filled cache need a pattern"
-    if rule.is_dense and rule.covers(num_keys):
-        with sdpa_backends(query.device):
-            return sdpa_attention_forward(module, query, key, value, None, **kwargs)[0]
-    pattern = causal_pattern(torch.arange(num_keys), query.device)
-    return block_attention(query, key, value, pattern.blocks, rule)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
@@ -118,7 +68,7 @@ class ModelRuntime(TextModel):
         fuse: Callable[..., Any] | None = None,
     ) -> None:
         """``fuse``: :func:`cacheclip_rag.fusion.fuse.fuse`; None for a runtime that is never asked to fuse."""
-        AttentionInterface.register(ATTENTION_NAME, _attention)
+        AttentionInterface.register(ATTENTION_NAME, pattern_attention)
         model.set_attn_implementation(ATTENTION_NAME)
         super().__init__(model, tokenizer, name)
         config = model.config

@@ -33,7 +33,7 @@ from cacheclip_rag.methods import preset
 from cacheclip_rag.methods.settings import vary
 from cacheclip_rag.models.load import load_model
 from cacheclip_rag.runtime.base import weights_digest
-from cacheclip_rag.runtime.transformers import model as runtime_module
+from cacheclip_rag.runtime.transformers import attention
 from cacheclip_rag.runtime.transformers.attention_pattern import AttentionPattern, Block
 from cacheclip_rag.runtime.transformers.model import ModelRuntime
 from cacheclip_rag.selection.heads import HeadSet
@@ -123,8 +123,8 @@ class TestExactness:
     def test_twin_window_forgotten(
         self, primary: str, tiny_models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        rule = runtime_module.AttentionRule
-        monkeypatch.setattr(runtime_module, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
+        rule = attention.AttentionRule
+        monkeypatch.setattr(attention, "AttentionRule", lambda **given: rule(**{**given, "window": None}))
         checks = check_exactness(engine_for(primary, tiny_models["auxiliary"]), PROMPT)["checks"]
         assert not checks["full_prefill"]["passed"] and not checks["ratio_1"]["passed"]
 
@@ -139,7 +139,7 @@ class TestExactness:
             answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)
         answers.append(engine.generate(PROMPT.text, SamplingParams(max_tokens=8)).token_ids)  # after the last check
         assert len(answers) > 1 and set(answers) == {expected}
-        assert engine.primary.model.config._attn_implementation == runtime_module.ATTENTION_NAME
+        assert engine.primary.model.config._attn_implementation == attention.ATTENTION_NAME
 
 
 class TestHalfPrecision:

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from cacheclip_rag.base.errors import ConfigurationError
 from cacheclip_rag.cli import app
 from cacheclip_rag.methods import preset
-from cacheclip_rag.selection.budget import Budget, FixedStarts
-from cacheclip_rag.selection.grouping import AlignedWindows
+from cacheclip_rag.selection.budget import AlignedWindows, Budget, FixedStarts
 from cacheclip_rag.selection.scorers import AuxiliaryAttention, QueryAttention
 
 FILE = """

@@ -12,9 +12,8 @@ from cacheclip_lab.training.finetune import finetune
 from training.planted import PLANTED, build_planted
 
 from cacheclip_rag import CacheClipEngine, EngineConfig
-from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS
+from cacheclip_rag.selection.auxiliary_pass import MAX_QUESTION_TOKENS, score_chunks
 from cacheclip_rag.selection.heads import HeadSet
-from cacheclip_rag.selection.packed_chunks import score_chunks
 
 pytestmark = pytest.mark.usefixtures("with_short_samples")
 
