@@ -85,7 +85,9 @@ CALLER: ContextVar[Waiter | None] = ContextVar("cacheclip_caller", default=None)
 def turns_of(runtime: Runtime) -> Turns:
     """The turns of a loaded model, the same for all engines that use it."""
     with _turns_lock:
-        return _turns.setdefault(runtime, Turns())
+        if runtime not in _turns:
+            _turns[runtime] = Turns()
+        return _turns[runtime]
 
 
 _turns: WeakKeyDictionary[Runtime, Turns] = WeakKeyDictionary()

@@ -25,23 +25,16 @@ class PhaseClock:
     """Seconds for which the store was read, whether anybody waited for it or not."""
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - begin
-
-    @contextmanager
-    def phase_within(self, name: str, outer: str) -> Iterator[None]:
-        """A phase inside a running one: its time counts for ``name`` and not for ``outer``."""
+    def phase(self, name: str, *, within: str | None = None) -> Iterator[None]:
+        """The block's time counts for ``name``, and not for the running phase ``within`` which it is."""
         begin = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - begin
             self.seconds[name] += seconds
-            self.seconds[outer] -= seconds
+            if within is not None:
+                self.seconds[within] -= seconds
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.started

@@ -129,13 +129,13 @@ class _FusedPass(_Choice):
             reused, pieces = self._pieces(reading, numbers)
             if not reused:
                 return None
-            kept = plan.reusing(reused)
-            is_changed = len(reused) < len(plan.reused) and self.geometry is not None
+            kept = plan if len(reused) == len(plan.reused) else plan.reusing(reused)
+            is_changed = kept is not plan and self.geometry is not None
             cache.tables = self.runtime.tables_of(cache, torch.arange(layout.num_tokens))
             fill = self.runtime.filling(cache, pieces)
 
             def write(layer: int) -> None:
-                with clock.phase_within("read", "assemble"):
+                with clock.phase("read", within="assemble"):
                     reading.wait(layer)
                 fill(layer)
                 reading.done(layer)
@@ -151,7 +151,7 @@ class _FusedPass(_Choice):
 
         def before_layer(layer: int) -> None:
             began.append(reading.busy_s())
-            with clock.phase_within("assemble", "recompute"):
+            with clock.phase("assemble", within="recompute"):
                 write(layer)
 
         scored = [span for span in scores if span in reused]
@@ -221,7 +221,7 @@ class _FusedPass(_Choice):
             if known.is_held(span):
                 reused.append(span)
                 continue
-            with self.clock.phase_within("read", "assemble"):
+            with self.clock.phase("read", within="assemble"):
                 whole = reading.kv(numbers[span.whole])
             if whole is not None:
                 reused.append(span)

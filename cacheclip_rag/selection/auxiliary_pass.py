@@ -124,14 +124,14 @@ class AuxiliaryPass:
 
         def chunks() -> Iterator[KV]:
             for number, piece in enumerate(pieces):
-                with clock.phase_within("read", "select"):
+                with clock.phase("read", within="select"):
                     kv: KV | None = reading.kv(number)
                 if kv is None:  # damaged or evicted since the look-up: the auxiliary is small, so compute it here
                     kv = runtime.encode(caches.tokenize(piece.text).ids, caches.prefix_kv)
                 yield part_of(kv, piece.first, piece.first + len(piece.tokens))
 
         def before_layer(layer: int) -> None:
-            with clock.phase_within("read", "select"):
+            with clock.phase("read", within="select"):
                 reading.wait(layer)
 
         return score_chunks(
@@ -257,7 +257,7 @@ def score_chunks(
     """
     chosen = frozenset(heads.layers if heads else [auxiliary.num_layers - 1] if layers is None else layers)
     packed = pack_chunks(auxiliary, prefix, chunks, question_ids, lengths)
-    hidden = packed.sinks(0 if heads is None else heads.sinks)
+    hidden = None if heads is None else packed.sinks(heads.sinks)
     scores = torch.zeros(sum(packed.lengths), device=auxiliary.device)
     waiting: list[torch.Tensor] = []
 
@@ -267,7 +267,7 @@ def score_chunks(
             return
         weights = torch.cat(waiting, dim=-1)  # (num_heads, num_question_tokens, num_tokens of all chunks)
         waiting.clear()
-        if heads is None:
+        if heads is None or hidden is None:
             reduced = weights.mean(0) / len(chosen)
         else:
             weights = weights.masked_fill_(hidden.to(weights.device), float("-inf")).softmax(-1)
@@ -291,14 +291,13 @@ class PackedChunks:
     cache: FusedCache
     blocks: list[SideBySide]
     """Neighbouring chunks of similar length: they are padded to one width."""
+    places: list[torch.Tensor]
+    """Of each block ``(num_tokens,)`` int64: where the tokens of its chunks stand among its keys."""
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     lengths: list[int]
     """Tokens of each chunk."""
-    num_prefix: int
-    num_question: int
-
     fill: Callable[[int], None]
     """Writes the KV of one layer into the cache. :meth:`run` does so."""
 
@@ -324,13 +323,8 @@ class PackedChunks:
 
     def of_tokens(self, number: int, found: torch.Tensor) -> torch.Tensor:
         """The chunks' tokens of a block's attention, ``(num_heads, num_question_tokens, num_tokens)``."""
-        block = self.blocks[number]
-        first = sum(each.count for each in self.blocks[:number])
-        ends = block.width * np.arange(1, block.count + 1) - self.num_question
-        runs = zip(ends, self.lengths[first : first + block.count], strict=True)
-        where = np.concatenate([np.arange(end - length, end) for end, length in runs])
         flat = found.permute(1, 2, 0, 3).flatten(2)
-        return flat.index_select(2, torch.from_numpy(where).to(flat.device))
+        return flat.index_select(2, self.places[number].to(flat.device))
 
     def sinks(self, count: int) -> torch.Tensor:
         """``(num_tokens,)`` bool over all chunks: the first ``count`` tokens of each that has others."""
@@ -353,15 +347,18 @@ def pack_chunks(
         lengths = [chunk.shape[3] for chunk in chunks]
     sizes = np.array(lengths)
     around = num_prefix + num_question
-    blocks, stops, start, row = [], [], 0, 0
+    blocks, places, stops, start, row = [], [], [], 0, 0
     for first, stop in _alike([around + length for length in lengths]):
         count, width = stop - first, int(sizes[first:stop].max()) + around
         rows = slice(row, row := row + count * num_question)
-        stops.append(start + width * np.arange(1, count + 1))
+        stops_within = width * np.arange(1, count + 1) - num_question
+        stops.append(start + stops_within)
+        tokens = zip(stops_within, sizes[first:stop], strict=True)
+        places.append(torch.from_numpy(np.concatenate([np.arange(end - length, end) for end, length in tokens])))
         padding = torch.from_numpy(width - around - sizes[first:stop])
         blocks.append(SideBySide(rows, slice(start, start := start + count * width), padding))
     cache = auxiliary.new_cache(start, one_layer=True)
-    ends = np.concatenate(stops) - num_question
+    ends = np.concatenate(stops)
     begins = ends - sizes  # slots of the chunks' first tokens
 
     position_of_slot = np.zeros(start, np.int64)
@@ -380,13 +377,15 @@ def pack_chunks(
         fill_chunks(layer)
         fill_prefixes(layer)
         if len(empty):
-            cache.layers[layer].clear(unused[cache.layers[layer].device])
+            of_layer = cache.layers[layer]
+            for kv in (of_layer.keys, of_layer.values):
+                kv.index_fill_(2, unused[of_layer.device], 0)
 
     ids = torch.tensor(list(question_ids) * len(lengths))
-    places = np.arange(num_question)
-    positions = torch.from_numpy((sizes[:, None] + num_prefix + places).flatten())
-    slots = torch.from_numpy((ends[:, None] + places).flatten())
-    return PackedChunks(cache, blocks, ids, positions, slots, list(lengths), num_prefix, num_question, fill)
+    of_question = np.arange(num_question)
+    positions = torch.from_numpy((sizes[:, None] + num_prefix + of_question).flatten())
+    slots = torch.from_numpy((ends[:, None] + of_question).flatten())
+    return PackedChunks(cache, blocks, places, ids, positions, slots, list(lengths), fill)
 
 
 def _alike(widths: Sequence[int]) -> Iterator[tuple[int, int]]:

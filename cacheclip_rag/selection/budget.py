@@ -24,6 +24,11 @@ Masks = list[torch.Tensor]
 """Per chunk ``(num_tokens,)`` bool, True where the token is recomputed."""
 
 
+_NEVER = torch.iinfo(torch.int64).max
+_MOST_START_TOKENS = 16
+"""Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grouping(ABC):
     """How scores become spans."""
@@ -43,22 +48,34 @@ class Grouping(ABC):
             among: per chunk a bool mask of candidates, default all. Other tokens are removed before windows are formed,
                 so that the tokens on both sides of them become neighbours.
         """
+        if not scores:
+            return []
+        lengths = [len(each) for each in scores]
+        flat, early = torch.cat([*scores]), torch.cat([*first]) if first else None
         if not among:
-            return self._take(scores, count, first)
-        chosen = self._take(_only(scores, among), count, None if first is None else _only(first, among))
-        kept = _joined(among)
-        return list(torch.zeros_like(kept).masked_scatter(kept, _joined(chosen)).split([len(a) for a in among]))
+            return list(self._take(flat, lengths, count, early).split(lengths))
+        kept = torch.cat([*among])
+        sums = np.append(0, kept.numpy().cumsum(dtype=np.int64))
+        counts = np.diff(sums[np.cumsum(lengths)], prepend=0).tolist()
+        chosen = self._take(flat[kept], counts, count, None if early is None else early[kept])
+        return list(torch.zeros_like(kept).masked_scatter(kept, chosen).split(lengths))
 
     @abstractmethod
-    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks: ...
+    def _take(
+        self, scores: torch.Tensor, lengths: Sequence[int], count: int, first: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A ``(num_tokens,)`` bool mask over all chunks, which have these ``lengths``, one after the other. ``first``:
+        bool mask of the tokens that are taken before all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Grouping):
     """Single tokens by their own score; the budget is spent exactly."""
 
-    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
-        return _top_tokens(scores, count, first)
+    def _take(
+        self, scores: torch.Tensor, lengths: Sequence[int], count: int, first: torch.Tensor | None
+    ) -> torch.Tensor:
+        return _best(scores, None, count, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +93,14 @@ class Windows(Grouping):
     def __post_init__(self) -> None:
         check_whole_number("size", self.size, least=1, of="tokens")
 
-    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
-        runs = _Runs(scores, self.size)
-        means = runs.means(_joined(scores))
+    def _take(
+        self, scores: torch.Tensor, lengths: Sequence[int], count: int, first: torch.Tensor | None
+    ) -> torch.Tensor:
+        runs = _Runs(lengths, self.size)
+        means = runs.means(scores)
         rank = torch.empty(len(means), dtype=torch.int64)  # of each window, over all chunks
         rank[means.argsort(descending=True, stable=True)] = torch.arange(len(means))
-        return _take_first(scores, runs.smallest(rank), count, first)
+        return _best(scores, runs.smallest(rank), count, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,37 +125,24 @@ class AlignedWindows(Grouping):
                 f"it: a window cannot contain more than {self.size} chosen tokens."
             )
 
-    def _take(self, scores: Scores, count: int, first: Scores | None) -> Masks:
-        masks = _top_tokens(scores, count, first)
-        for number, mask in enumerate(masks):
-            for start in range(0, len(mask), self.size):
-                part = mask[start : start + self.size]
-                if int(part.sum()) <= self.threshold:
-                    part &= first[number][start : start + self.size] if first else False
-        return masks
-
-
-def _only(values: Scores, among: Scores) -> list[torch.Tensor]:
-    kept = _joined(among)
-    sums = np.append(0, kept.numpy().cumsum(dtype=np.int64))
-    stops = np.array([len(a) for a in among], np.int64).cumsum()
-    counts = np.diff(sums[stops], prepend=0)
-    return list(_joined(values)[kept].split(counts.tolist()))
-
-
-_NEVER = torch.iinfo(torch.int64).max
-
-
-def _joined(values: Scores) -> torch.Tensor:
-    return torch.cat(list(values)) if values else torch.empty(0)
+    def _take(
+        self, scores: torch.Tensor, lengths: Sequence[int], count: int, first: torch.Tensor | None
+    ) -> torch.Tensor:
+        mask = _best(scores, None, count, first)
+        for stop, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
+            for start in range(stop - length, stop, self.size):
+                window = slice(start, min(start + self.size, stop))
+                if int(mask[window].sum()) <= self.threshold:
+                    mask[window] &= False if first is None else first[window]
+        return mask
 
 
 class _Runs:
     """All windows of some chunks: every run of ``size`` consecutive tokens, and each shorter chunk as a whole. All
     chunks are computed at once, because one by one they would cost hundreds of small operations."""
 
-    def __init__(self, scores: Scores, size: int) -> None:
-        lengths = np.array([len(s) for s in scores], np.int64)
+    def __init__(self, of_chunks: Sequence[int], size: int) -> None:
+        lengths = np.array(of_chunks, np.int64)
         starts = lengths.cumsum() - lengths
         self._size, self._num_tokens = size, int(lengths.sum())
         self._short = [(n, starts[lengths == n]) for n in sorted({*lengths.tolist()}) if 0 < n < size]
@@ -170,27 +176,17 @@ class _Runs:
         return found
 
 
-def _top_tokens(scores: Scores, budget: int, first: Scores | None) -> Masks:
-    return _take_first(scores, torch.zeros(sum(map(len, scores)), dtype=torch.int64), budget, first)
-
-
-def _take_first(scores: Scores, rank: torch.Tensor, budget: int, first: Scores | None) -> Masks:
-    """The first ``budget`` tokens by (those of ``first``, rank ascending, score descending, index ascending)."""
-    lengths = [len(s) for s in scores]
-    if not lengths:
-        return []
-    if first:
-        rank = rank.masked_fill(_joined(first), -1)
-    flat_scores = _joined(scores)
-    by_score = flat_scores.argsort(descending=True, stable=True)
+def _best(scores: torch.Tensor, rank: torch.Tensor | None, count: int, first: torch.Tensor | None) -> torch.Tensor:
+    """``(num_tokens,)`` bool: the first ``count`` tokens by (those of ``first``, rank ascending, score descending,
+    index ascending). ``rank``: default all alike."""
+    rank = torch.zeros(len(scores), dtype=torch.int64) if rank is None else rank
+    if first is not None:
+        rank = rank.masked_fill(first, -1)
+    by_score = scores.argsort(descending=True, stable=True)
     order = by_score[rank[by_score].argsort(stable=True)]
-    mask = torch.zeros(len(flat_scores), dtype=torch.bool)
-    mask[order[: max(0, budget)]] = True
-    return list(mask.split(lengths))
-
-
-_MOST_START_TOKENS = 16
-"""Most first tokens of a chunk that the share for chunk starts pays for: later positions say little."""
+    mask = torch.zeros(len(scores), dtype=torch.bool)
+    mask[order[: max(0, count)]] = True
+    return mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,8 @@ class ReadAhead:
         self._idle_s = 0.0
 
     def start(self) -> None:
-        """Begin to read. A second call does nothing.
+        """Begin to read: take what is in memory, and start the thread if anything else is to be read. A second call
+        does nothing.
 
         Raises:
             RuntimeError: the system allows no more threads. :meth:`kv` and :meth:`wait` raise it as well.
@@ -117,7 +118,16 @@ class ReadAhead:
                 return
             self._started, self._began_at = True, time.perf_counter()
             try:
-                self._begin()
+                in_memory = [backend for backend in self._store.chunk_store.tiers.backends if backend.in_memory]
+                near = [key for key in self._ready if any(backend.get_many([key]) for backend in in_memory)]
+                for key, stored in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
+                    self._settle(key, stored)
+                if len(near) < len(self._ready):
+                    # in this context: the thread may wait for the catalog as long as its request
+                    run = contextvars.copy_context().run
+                    thread = threading.Thread(target=run, args=(self._run,), name="cacheclip-read", daemon=True)
+                    thread.start()  # fails where the system allows no more threads
+                    self._thread = thread
             except BaseException as error:  # this may be another reading's thread: whoever waits for KV must see it
                 self._fail(error)
                 raise
@@ -131,7 +141,8 @@ class ReadAhead:
         key = self._keys[number]
         with self._changed:
             self._changed.wait_for(lambda: key in self._found or self._error is not None)
-            self._check()
+            if self._error is not None:
+                raise self._error
             self._given.add(key)
             found = self._found[key]
         # an engine with this model as auxiliary may have stored it with a coarser codec
@@ -150,7 +161,8 @@ class ReadAhead:
             self._changed.wait_for(
                 lambda: self._is_stale or self._error is not None or min(self._ready.values(), default=_ALL) > layer
             )
-            self._check()
+            if self._error is not None:
+                raise self._error
             if self._is_stale:
                 self._is_stale = False
                 raise ReadAgain
@@ -174,9 +186,14 @@ class ReadAhead:
         with self._changed:
             self._done = layer + 1
             self._changed.notify_all()
-            opened = [*self._opened.values()]
-        for stored in opened:
-            LayerReads.give_back(stored, layer)
+            frames = [stored.frame for stored in self._opened.values()]
+        for frame in frames:
+            memory = frame.data.obj
+            if isinstance(memory, mmap.mmap):
+                begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
+                begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE  # shares a page with the next one
+                if begin < end:
+                    memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def busy_s(self) -> float:
         """Seconds for which the thread has been reading, without those in which it was far enough ahead."""
@@ -204,23 +221,6 @@ class ReadAhead:
     @cached_property
     def _layers(self) -> LayerReads:
         return LayerReads(self._store)
-
-    def _begin(self) -> None:
-        """Take what is in memory, and start the thread if anything else is to be read."""
-        in_memory = [backend for backend in self._store.chunk_store.tiers.backends if backend.in_memory]
-        near = [key for key in self._ready if any(backend.get_many([key]) for backend in in_memory)]
-        for key, found in zip(near, self._store.get_each(near, shapes=self._shapes), strict=True):
-            self._settle(key, found)
-        if len(near) < len(self._ready):
-            # in this context: the thread may wait for the catalog as long as its request
-            run = contextvars.copy_context().run
-            thread = threading.Thread(target=run, args=(self._run,), name="cacheclip-read", daemon=True)
-            thread.start()  # fails where the system allows no more threads
-            self._thread = thread
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _fail(self, error: BaseException) -> None:
         """Make whoever waits for KV raise an error."""
@@ -381,16 +381,6 @@ class LayerReads:
         except FAILURES:
             return False
         return True
-
-    @staticmethod
-    def give_back(stored: StoredKV, layer: int) -> None:
-        """Return the memory of a layer that :meth:`read` read, and of those before it, to the system."""
-        frame, memory = stored.frame, stored.frame.data.obj
-        if isinstance(memory, mmap.mmap):
-            begin, end = (frame.start + number * frame.layer_size for number in (layer, layer + 1))
-            begin, end = begin - begin % mmap.PAGESIZE, end - end % mmap.PAGESIZE
-            if begin < end:
-                memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def count(self, stored: StoredKV, *, is_whole: bool) -> None:
         """Count a payload of which :meth:`read` read all layers that are used; if they are the whole, faster

@@ -331,6 +331,8 @@ class Frame:
     heads: tuple[str, ...] = ()
     """xxh3 of each head, in one text a layer, so that a part of the heads can be read alone. Empty: there is one head,
     or the payload is of an older version."""
+    layer_size: int = 0
+    """Bytes of each layer, by codec and shape. :meth:`parse` sets it."""
 
     @classmethod
     def parse(cls, data: Buffer, key: str, *, num_bytes: int | None = None) -> Frame:
@@ -366,7 +368,7 @@ class Frame:
                 frame.text is not None and frame.text.digest != frame.digest
             ):
                 raise FrameError("its header contradicts itself")
-            expected = start + frame.shape[0] * CODECS[frame.codec].num_bytes(frame.shape[1:])
+            frame = replace(frame, layer_size=CODECS[frame.codec].num_bytes(frame.shape[1:]))
         except (
             ConfigurationError,
             KeyError,
@@ -382,8 +384,8 @@ class Frame:
         if frame.key != key:
             raise FrameError("it belongs to another entry")
         found = view.nbytes if num_bytes is None else num_bytes
-        if found != expected:
-            raise FrameError(f"it has {found} bytes, not {expected}")
+        if found != frame.num_bytes:
+            raise FrameError(f"it has {found} bytes, not {frame.num_bytes}")
         return frame
 
     @staticmethod
@@ -417,7 +419,8 @@ class Frame:
         by where they begin. Then it must be compared by :meth:`verify_heads`."""
         codec, (num_layers, two, _, *rest) = CODECS[self.codec], self.shape
         shape = (num_layers, two, heads.stop - heads.start, *rest)
-        memory = new_memory(num_layers * codec.num_bytes(shape[1:]))
+        layer_size = codec.num_bytes(shape[1:])
+        memory = new_memory(num_layers * layer_size)
         places, done = [*codec.head_ranges(self.shape[1:], heads)], 0
         ranges = list[tuple[int, memoryview]]()
         for number, place in product(range(num_layers), places):
@@ -426,7 +429,9 @@ class Frame:
             done += size
         own = slice(16 * heads.start, 16 * heads.stop)
         checksums = tuple(of_layer[own] for of_layer in self.heads)
-        return replace(self, data=memory, shape=shape, checksums=(), start=0, heads=checksums), ranges
+        return replace(
+            self, data=memory, shape=shape, checksums=(), start=0, heads=checksums, layer_size=layer_size
+        ), ranges
 
     def verify_heads(self) -> None:
         """Compare the layers of :meth:`of_heads` with their checksums. Raises FrameError if one is damaged."""
@@ -439,10 +444,6 @@ class Frame:
     @property
     def num_bytes(self) -> int:
         return self.start + self.shape[0] * self.layer_size
-
-    @property
-    def layer_size(self) -> int:
-        return CODECS[self.codec].num_bytes(self.shape[1:])
 
 
 class FrameSink(Sink):

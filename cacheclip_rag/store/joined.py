@@ -10,10 +10,8 @@ side by side, and the other layers need not be there yet.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,29 +23,19 @@ COPIES_BESIDE = ("cuda",)
 """Kinds of devices that copy from page-locked memory while they compute."""
 
 
-@dataclass(frozen=True)
 class Joined:
     """Pieces of one kind, side by side."""
 
-    starts: tuple[int, ...]
-    """Of each piece, where its first token belongs, as in :func:`join`."""
-    pieces: tuple[KV, ...]
-    _arrays: list[list[np.ndarray[Any, Any]]] = field(init=False, repr=False)
-    """Of each stored piece, its codec's arrays, cut to its tokens."""
-
-    def __post_init__(self) -> None:
-        stored = [kv for kv in self.pieces if isinstance(kv, StoredKV)]
-        object.__setattr__(self, "_arrays", [kv.arrays() for kv in stored])
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(kv.shape[3] for kv in self.pieces)
-
-    @property
-    def places(self) -> torch.Tensor:
-        """``(num_tokens,)`` int64: where each token belongs."""
+    def __init__(self, placed: Sequence[tuple[int, KV]]) -> None:
+        """``placed``: each piece with where its first token belongs, as in :func:`join`; at least one."""
+        self.starts = [start for start, _ in placed]
+        self.pieces = [kv for _, kv in placed]
+        self.lengths = [kv.shape[3] for kv in self.pieces]
         runs = [np.arange(start, start + n) for start, n in zip(self.starts, self.lengths, strict=True)]
-        return torch.from_numpy(np.concatenate(runs))
+        self.places = torch.from_numpy(np.concatenate(runs))
+        """``(num_tokens,)`` int64: where each token belongs."""
+        self._arrays = [kv.arrays() for kv in self.pieces if isinstance(kv, StoredKV)]
+        """Of each stored piece, its codec's arrays, cut to its tokens."""
 
     @cached_property
     def _piece_of_token(self) -> torch.Tensor:
@@ -57,8 +45,8 @@ class Joined:
     def in_blocks(self, num_tokens: int) -> list[Joined]:
         """The same pieces, so many tokens together or one piece more."""
         placed = zip(accumulate(self.lengths), self.starts, self.pieces, strict=True)
-        groups = ([*group] for _, group in groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens))
-        return [Joined(tuple(start for _, start, _ in each), tuple(kv for *_, kv in each)) for each in groups]
+        groups = groupby(placed, key=lambda piece: (piece[0] - 1) // num_tokens)
+        return [Joined([(start, kv) for _, start, kv in group]) for _, group in groups]
 
     def layer(self, number: int, device: torch.device | str, heads: slice = _ALL_HEADS) -> LayerKV:
         """KV of one layer, ``(num_kv_heads, num_tokens, head_dim)``, of all heads or some."""
@@ -121,4 +109,4 @@ def join(pieces: Iterable[tuple[int, KV]]) -> list[Joined]:
             ),
         )
     )
-    return [Joined(tuple(start for start, _ in group), tuple(kv for _, kv in group)) for group in groups]
+    return [Joined(group) for group in groups]

@@ -134,29 +134,14 @@ class SideBySide:
     masks: dict[Any, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     """Masks that were computed already, because layers share them."""
 
-    @property
-    def count(self) -> int:
-        """Number of sequences."""
-        return len(self.padding)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of one sequence."""
-        return int(self.rows.stop - self.rows.start) // self.count
-
-    @property
-    def width(self) -> int:
-        """Slots of one sequence."""
-        return int(self.keys.stop - self.keys.start) // self.count
-
     def split_rows(self, query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         """``(num_heads, num_all_rows, head_dim)`` to ``(num_sequences, num_kv_heads, groups, num_rows, head_dim)``."""
-        by_head: torch.Tensor = query.unflatten(0, (num_kv_heads, -1)).unflatten(2, (self.count, self.num_rows))
+        by_head: torch.Tensor = query.unflatten(0, (num_kv_heads, -1)).unflatten(2, (len(self.padding), -1))
         return by_head.permute(2, 0, 1, 3, 4)
 
     def split_keys(self, key: torch.Tensor) -> torch.Tensor:
         """``(num_kv_heads, num_slots, head_dim)`` to ``(num_sequences, num_kv_heads, width, head_dim)``."""
-        by_sequence: torch.Tensor = key.unflatten(1, (self.count, self.width))
+        by_sequence: torch.Tensor = key.unflatten(1, (len(self.padding), -1))
         return by_sequence.transpose(0, 1)
 
     def mask(self, rule: AttentionRule, like: torch.Tensor, repeats: int = 1) -> torch.Tensor:
@@ -164,8 +149,9 @@ class SideBySide:
         other, with dtype and device of ``like``."""
         known = rule.window, repeats, like.dtype, like.device
         if known not in self.masks:
-            slots = torch.arange(self.width)
-            own = slots[-self.num_rows :, None]
+            num_rows, width = ((each.stop - each.start) // len(self.padding) for each in (self.rows, self.keys))
+            slots = torch.arange(width)
+            own = slots[-num_rows:, None]
             hidden = slots > own
             if rule.window is not None:
                 hidden = hidden | (slots <= own - rule.window)

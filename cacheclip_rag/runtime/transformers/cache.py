@@ -112,25 +112,15 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
         torch.index_select(values, 1, source, out=self._values[0, :, start:stop])
         self._resize(max(self.length, stop))
 
-    def copy_to(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write KV ``(num_kv_heads, num_slots, head_dim)`` of the layer's dtype to slots within :attr:`length`."""
-        self._keys[0].index_copy_(1, slots, keys)
-        self._values[0].index_copy_(1, slots, values)
-
-    def clear(self, slots: torch.Tensor) -> None:
-        self._keys.index_fill_(2, slots, 0)
-        self._values.index_fill_(2, slots, 0)
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Called by the model's attention with KV after RoPE, ``(1, num_kv_heads, num_rows, head_dim)``."""
+        stop = self.length + key_states.shape[-2] if self.slots is None else max(self.length, self.last_slot + 1)
+        if stop > self._keys.shape[2]:
+            self._grow(stop)
         if self.slots is None:
-            stop = self.length + key_states.shape[-2]
-            self._reserve(stop)
             self._keys[:, :, self.length : stop] = key_states
             self._values[:, :, self.length : stop] = value_states
         else:
-            stop = max(self.length, self.last_slot + 1)
-            self._reserve(stop)
             if self.before_scatter is not None:
                 self.before_scatter(self, key_states, value_states)
             self._keys.index_copy_(2, self.slots, key_states)
@@ -141,10 +131,8 @@ class FusedLayer(DynamicLayer):  # type: ignore[misc]
     def cut(self, length: int) -> None:
         self._resize(min(length, self.length))
 
-    def _reserve(self, length: int) -> None:
+    def _grow(self, length: int) -> None:
         capacity = self._keys.shape[2]
-        if length <= capacity:
-            return
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             new = old.new_empty(1, old.shape[1], max(length, capacity + capacity // 4), old.shape[3])

@@ -239,10 +239,12 @@ class ModelRuntime(TextModel):
 
         def write(number: int) -> None:
             layer = cache.layers[number]
-            keys, values, _ = layer_of(kv, number, layer.device)
-            keys = rotate(keys, tables[number]).to(self.dtype)
-            copies = (1, len(slots), 1)
-            layer.copy_to(places[layer.device], keys.repeat(copies), values.to(self.dtype).repeat(copies))
+            keys, values = kv[number].to(layer.device)
+            for target, each in ((layer.keys, rotate(keys, tables[number])), (layer.values, values)):
+                copies = each.to(self.dtype).repeat(
+                    1, len(slots), 1
+                )  # (num_kv_heads, num_copies * num_tokens, head_dim)
+                target[0].index_copy_(1, places[layer.device], copies)
 
         return write
 

@@ -9,6 +9,7 @@ only the last 96 tokens of a long question score.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,6 +22,8 @@ from .base import PromptScorer, pick_layers
 @dataclass(frozen=True, slots=True)
 class AuxiliaryAttention(PromptScorer):
     """Attention of the question's tokens, in the auxiliary model, on each chunk token."""
+
+    needs_auxiliary: ClassVar[bool] = True
 
     layers: str = "tuned"
     """Layers of the auxiliary whose attention scores: ``tuned`` (the heads of a head set; ``last`` without a head set),
@@ -40,10 +43,6 @@ class AuxiliaryAttention(PromptScorer):
                 f"heads={self.heads} names a head set, which only layers=tuned uses, but layers={self.layers} is set. "
                 "Leave one of the two out."
             )
-
-    @property
-    def needs_auxiliary(self) -> bool:
-        return True
 
     @property
     def head_sets(self) -> tuple[str, ...]:

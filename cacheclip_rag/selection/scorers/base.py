@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -21,15 +22,10 @@ class Scorer(ABC):
     """Gives every token of every span a score; tokens with higher scores are recomputed first. Scorers are frozen, so
     that they can be compared, hashed and serialised."""
 
-    @property
-    def needs_auxiliary(self) -> bool:
-        """Whether chunks must be stored for the auxiliary model too."""
-        return False
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether :meth:`after_read` looks at the KV in the assembled cache."""
-        return True
+    needs_auxiliary: ClassVar[bool] = False
+    """Whether chunks must be stored for the auxiliary model too."""
+    reads_cache: ClassVar[bool] = True
+    """Whether :meth:`after_read` looks at the KV in the assembled cache."""
 
     @property
     def head_sets(self) -> tuple[str, ...]:
@@ -49,9 +45,7 @@ class Scorer(ABC):
 class PromptScorer(Scorer):
     """Base of scorers that need no KV of the primary."""
 
-    @property
-    def reads_cache(self) -> bool:
-        return False
+    reads_cache: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, view: PromptView) -> list[torch.Tensor]:

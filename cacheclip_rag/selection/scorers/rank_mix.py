@@ -30,11 +30,11 @@ class RankMix(Scorer):
         check_share("weight", self.weight, "the ranking")
 
     @property
-    def needs_auxiliary(self) -> bool:
+    def needs_auxiliary(self) -> bool:  # type: ignore[override]
         return self.first.needs_auxiliary or self.second.needs_auxiliary
 
     @property
-    def reads_cache(self) -> bool:
+    def reads_cache(self) -> bool:  # type: ignore[override]
         return self.first.reads_cache or self.second.reads_cache
 
     @property
