@@ -104,7 +104,9 @@ class Workers:
 def workers(folder: Path) -> Iterator[Workers]:
     """Processes on the store ``folder``."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.store.worker", str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # helpers of tests
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
         started = Workers(process)
         try:
             yield started
