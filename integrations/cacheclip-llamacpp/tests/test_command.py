@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from cacheclip_ingest.commands.settings import given_settings
 from cacheclip_lab.evaluation.exactness import DIRECT, check_exactness
 from cacheclip_lab.evaluation.prompts import EvaluationPrompt
 from cacheclip_lab.training.finetune import open_engine
-from cacheclip_rag.cli.settings import given_settings
 from tiny_gguf import MakeEngine
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, EngineConfig
