@@ -19,7 +19,7 @@ from cacheclip_rag.fusion import in_order
 from cacheclip_rag.fusion.in_order import PlacedKV
 from cacheclip_rag.models.load import loader_of
 from cacheclip_rag.testing.plugin import CHUNKS, QUESTION
-from tests.cli.test_cli import cacheclip, embedding_models
+from test_ingest_commands import embedding_models  # noqa: F401
 
 __all__ = ["cacheclip", "embedding_models"]
 
