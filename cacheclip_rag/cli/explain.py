@@ -31,8 +31,7 @@ def explain_miss(
     words with the prompt. Exit code 1 if a text is not reused."""
     store = existing_folder(settings.store)
 
-    from cacheclip_rag.adapters.explain import explain_miss as explain, plausible
-
+    from ..adapters.explain import explain_miss as explain, plausible
     from ..engine import CacheClipEngine
     from ..store import is_store
 

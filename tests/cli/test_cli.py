@@ -17,9 +17,12 @@ from cacheclip_lab.commands.common import measured
 
 from cacheclip_rag import CacheClipEngine, __version__
 from cacheclip_rag.base.errors import ConfigurationError, MissingExtraError, UnknownModelError
+from cacheclip_rag.base.guests import guests, load_guest
 from cacheclip_rag.cli import app, options
 from cacheclip_rag.cli.common import parse_bytes
 from cacheclip_rag.cli.options import CommandSettings, _help_of, engine_options
+from cacheclip_rag.cli.plugins import GROUP
+from cacheclip_rag.cli.tables import BROUGHT
 from cacheclip_rag.config import EngineConfig
 from cacheclip_rag.testing import run_without_torch
 from tests.store.samples import failing
@@ -226,6 +229,24 @@ class TestWithoutGuests:
         done = self.run(*command.split(), "--help")
         assert (done.returncode, done.stdout) == (1, "")
         assert f"cacheclip {command} is not installed" in done.stderr and "cacheclip-rag[ingest]" in done.stderr
+
+    def test_no_command_of_one_is_forgotten(self) -> None:
+        """Each that the distributions of this repository bring is known with what installs it."""
+
+        class Named:
+            def __init__(self) -> None:
+                self.names: set[str] = set()
+
+            def add(self, name: str, *_: object, **__: object) -> None:
+                self.names.add(name)
+
+            def keep_beside(self, companion: object) -> None:
+                pass
+
+        brought = Named()
+        for name in guests(GROUP):
+            load_guest(GROUP, name)(brought)
+        assert len(brought.names) > 10 and brought.names == {*BROUGHT}
 
     def test_a_table_of_one_says_what_to_install(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(options, "TABLES", {})
