@@ -64,14 +64,13 @@ if TYPE_CHECKING:
         print_json as print_json,
         print_names as print_names,
     )
-    from .cli.companions import COMPANIONS as COMPANIONS, Companion as Companion
+    from .cli.companions import Companion as Companion
     from .cli.options import (
         CommandSettings as CommandSettings,
         checked_model as checked_model,
         engine_options as engine_options,
         existing_folder as existing_folder,
         model_place as model_place,
-        no_store as no_store,
     )
     from .cli.plugins import Commands as Commands
     from .cli.store import look_after as look_after
@@ -97,8 +96,8 @@ __getattr__, _LATE = late_names(
             "ExistingStoreOption JsonOption NamespaceOption check_backend format_bytes parse_bytes print_json "
             "print_names"
         ),
-        "..cli.companions": "COMPANIONS Companion",
-        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place no_store",
+        "..cli.companions": "Companion",
+        "..cli.options": "CommandSettings checked_model engine_options existing_folder model_place",
         "..cli.plugins": "Commands",
         "..cli.store": "look_after",
         "..cli.tables": "Table",

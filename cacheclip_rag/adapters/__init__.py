@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ..fusion.answer import last_answer as last_answer
     from ..prompt.messages import check_template_kwargs as check_template_kwargs
     from ..prompt.segments import (
-        check_messages as check_messages,
         chunk_texts as chunk_texts,
         normalise_chunk as normalise_chunk,
     )
@@ -62,7 +61,7 @@ __getattr__, __all__ = late_names(
         "..base.sampling": "FINISH_MODES LEAST_PENALTY",
         "..fusion.answer": "last_answer",
         "..prompt.messages": "check_template_kwargs",
-        "..prompt.segments": "check_messages chunk_texts normalise_chunk",
+        "..prompt.segments": "chunk_texts normalise_chunk",
         "..prompt.tools": "as_name as_object check_tools past_calls with_whole_characters",
         "aio": "answer_in_thread iterate_in_thread",
         "finishing": "final_events",

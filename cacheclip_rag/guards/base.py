@@ -78,7 +78,8 @@ def brought_observers(config: EngineConfig) -> list[Observer]:
     observers = []
     for name in guests(GROUP):
         observer = load_guest(GROUP, name)(config)
-        if observer is not None and not isinstance(observer, Observer):
+        if isinstance(observer, Observer):
+            observers.append(observer)
+        elif observer is not None:
             raise ConfigurationError(f"expected an Observer or None of {name!r} ({GROUP}), got {observer!r}.")
-        observers.append(observer)
-    return [observer for observer in observers if observer is not None]
+    return observers

@@ -14,21 +14,18 @@ from ..base.late import late_names
 if TYPE_CHECKING:
     from ..answering.prefill import Prefilled as Prefilled, confidence as confidence
     from ..base.clock import PHASES as PHASES
-    from ..base.machine import processor_name as processor_name, unit_name as unit_name
+    from ..base.machine import processor_name as processor_name
     from ..chunks.caches import ChunkCaches as ChunkCaches
-    from ..chunks.context import CONTEXTS as CONTEXTS, context_name as context_name
-    from ..finding.common_parts import WINDOW as WINDOW, standing_in as standing_in
     from ..fusion.fuse import choose_rows as choose_rows
     from ..guards.fidelity import greedy as greedy, kl_divergence as kl_divergence, read_along as read_along
     from ..guards.identity import Identity as Identity, differences as differences
     from ..prompt.known_kv import known_kv as known_kv
-    from ..prompt.layout import MOST_PARTIAL as MOST_PARTIAL, Span as Span, lay_out as lay_out, share_of as share_of
+    from ..prompt.layout import lay_out as lay_out
     from ..prompt.segments import segment_text as segment_text
     from ..runtime.transformers.attention_pattern import Probe as Probe
     from ..runtime.transformers.cache import FusedCache as FusedCache, cache_argument as cache_argument
     from ..runtime.transformers.model import ModelRuntime as ModelRuntime
     from ..selection.auxiliary_pass import pack_chunks as pack_chunks, question_ids as question_ids
-    from ..store.disk import CAN_DROP_PAGE_CACHE as CAN_DROP_PAGE_CACHE
     from ..timing.controller import (
         Controller as Controller,
         Cost as Cost,
@@ -50,21 +47,18 @@ __getattr__, __all__ = late_names(
     {
         "..answering.prefill": "Prefilled confidence",
         "..base.clock": "PHASES",
-        "..base.machine": "processor_name unit_name",
+        "..base.machine": "processor_name",
         "..chunks.caches": "ChunkCaches",
-        "..chunks.context": "CONTEXTS context_name",
-        "..finding.common_parts": "WINDOW standing_in",
         "..fusion.fuse": "choose_rows",
         "..guards.fidelity": "greedy kl_divergence read_along",
         "..guards.identity": "Identity differences",
         "..prompt.known_kv": "known_kv",
-        "..prompt.layout": "MOST_PARTIAL Span lay_out share_of",
+        "..prompt.layout": "lay_out",
         "..prompt.segments": "segment_text",
         "..runtime.transformers.attention_pattern": "Probe",
         "..runtime.transformers.cache": "FusedCache cache_argument",
         "..runtime.transformers.model": "ModelRuntime",
         "..selection.auxiliary_pass": "pack_chunks question_ids",
-        "..store.disk": "CAN_DROP_PAGE_CACHE",
         "..timing.controller": "Controller Cost Profile Work find_profile",
         "engines": ("auxiliary_caches identity_of prefix_caches stock_attention use_heads"),
     },
