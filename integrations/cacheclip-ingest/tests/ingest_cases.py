@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import gc
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from cacheclip_ingest.embedding import Embedder, Vectors
 from cacheclip_ingest.job import IngestReport, ingest
 from cacheclip_ingest.library import Library, LibrarySettings
@@ -51,3 +55,22 @@ class Workshop:
             embedder=LetterEmbedder("letters"),
             settings=settings,
         )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def embedding_models() -> Iterator[None]:
+    """Each command makes an embedder of its own; the weights behind them are read once."""
+    loaded: dict[str, Any] = {}
+    load: Any = Embedder._model.func  # type: ignore[attr-defined]
+
+    def model(self: Embedder) -> Any:
+        if self.name in loaded:
+            self._process = os.getpid()
+        else:
+            loaded[self.name] = load(self)
+            gc.freeze()  # `cacheclip ask` collects garbage, and need not search what was imported here
+        return loaded[self.name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Embedder, "_model", property(model))
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import os
 import sqlite3
@@ -14,30 +13,11 @@ from typing import Any
 import pytest
 from cacheclip_ingest.commands.settings import given_settings
 from cacheclip_ingest.commands.tables import AskTable
-from cacheclip_ingest.embedding import Embedder
+from ingest_cases import embedding_models  # noqa: F401
 from pdf_cases import pdf
 
 from cacheclip_rag import CacheClipEngine, ConfigurationError, Event
 from cacheclip_rag.testing import run_without_torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def embedding_models() -> Iterator[None]:
-    """Each command makes an embedder of its own; the weights behind them are read once."""
-    loaded: dict[str, Any] = {}
-    load: Any = Embedder._model.func  # type: ignore[attr-defined]
-
-    def model(self: Embedder) -> Any:
-        if self.name in loaded:
-            self._process = os.getpid()
-        else:
-            loaded[self.name] = load(self)
-            gc.freeze()  # `cacheclip ask` collects garbage, and need not search what was imported here
-        return loaded[self.name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Embedder, "_model", property(model))
-        yield
 
 
 @pytest.fixture
