@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import textwrap
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
@@ -169,70 +168,6 @@ class TestParts:
         assert plausible(texts, asked(SENTENCES[4])) == [texts[4]]
         assert plausible(texts, asked(self.HEADER)) == []
         assert plausible([], asked("x")) == [] and plausible(["", "?!"], asked("x")) == []
-
-
-class TestStatistics:
-    def test_stored_for_other_settings(self, engine: CacheClipEngine, config: EngineConfig) -> None:
-        other = CacheClipEngine(replace(config, system_prompt="Another system prompt."))
-        answer = other.generate(asked(TEXT), SamplingParams(max_tokens=1))
-        assert (answer.stats.hits, answer.stats.misses, answer.stats.unusable) == (0, 1, 1)
-        assert "for another model, dtype, system prompt" in str(answer.stats.fallback)
-        assert other.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats.unusable == 0, "it was stored meanwhile"
-
-    def test_given_and_not_in_the_prompt(self, engine: CacheClipEngine) -> None:
-        given = [TEXT, "A text that this prompt does not hold, of some length.", " "]
-        answer = engine.generate(asked(TEXT), SamplingParams(max_tokens=1), documents=given)
-        assert (answer.stats.hits, answer.stats.misses, answer.stats.not_found) == (1, 0, 1)
-
-    def test_given_and_a_part_of_a_stored_text(self, engine: CacheClipEngine) -> None:
-        engine.precompute([TestParts.LONG])
-        for given, absent in ((" ".join(SENTENCES[2:4]), 0), (SENTENCES[4], 0), (SENTENCES[7], 1)):
-            assert engine.plan(asked(TestParts.LONG), documents=[given]).not_found == absent
-        quoted = "\n".join(f"> {line}" for line in textwrap.wrap(TestParts.LONG[:300], 100))
-        assert engine.plan(asked(quoted), documents=[SENTENCES[1]]).not_found == 0
-        assert engine.plan(asked(quoted), documents=[SENTENCES[5]]).not_found == 1
-
-    def test_partial_hits(self, engine: CacheClipEngine) -> None:
-        engine.precompute([TestParts.LONG])
-        stats = engine.generate(asked(TestParts.LONG[:300]), SamplingParams(max_tokens=1)).stats
-        assert (stats.hits, stats.partial_hits) == (1, 1) and 0.4 < (stats.partial_share or 0) < 0.7
-        stats = engine.generate(asked(TEXT), SamplingParams(max_tokens=1)).stats
-        assert (stats.hits, stats.partial_hits, stats.partial_share) == (1, 0, None)
-
-    def test_a_store_of_no_use_is_said_once(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
-        for _ in range(2):
-            engine.generate("What was logged?", SamplingParams(max_tokens=1), documents=["Something else altogether."])
-        assert caplog.text.count("reuses nothing of this store") == 1
-        assert "no stored chunk found in the prompt, and 1 given documents are not in it" in caplog.text
-
-    def test_a_greeting_is_not(self, engine: CacheClipEngine, caplog: pytest.LogCaptureFixture) -> None:
-        """Nor does it use up the one warning."""
-        said = "reuses nothing of this store"
-        engine.generate("Hello", SamplingParams(max_tokens=1))
-        assert said not in caplog.text
-        engine.generate("Something else altogether, which is new. " * 40, SamplingParams(max_tokens=1))
-        assert caplog.text.count(said) == 1
-
-    def test_what_is_stored_for_other_settings_is(self, engine: CacheClipEngine, caplog: Any) -> None:
-        other = CacheClipEngine(replace(engine.config, system_prompt="Another system prompt."))
-        other.generate("Hello", SamplingParams(max_tokens=1))
-        other.generate(asked(TEXT), SamplingParams(max_tokens=1))
-        assert caplog.text.count("reuses nothing of this store") == 1 and "1 are for another model" in caplog.text
-
-    def test_an_empty_store_names_what_fills_it(self, config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-        long = "Something else altogether, which is new. " * 40
-        for method, said in (("full", 0), ("direct", 1)):
-            engine = CacheClipEngine(config, method=method)
-            for prompt in ("What was logged?", long, long):
-                engine.generate(prompt, SamplingParams(max_tokens=1))
-            assert caplog.text.count("nothing is precomputed") == said, method
-        for hook in ("CacheClipTransform.from_llm(llm)", "CacheClipVectorStore(store, llm)", "cacheclip ingest"):
-            assert hook in caplog.text
-
-    def test_an_empty_store_that_the_answer_fills_is_not(self, config: EngineConfig, caplog: Any) -> None:
-        engine = CacheClipEngine(config, method="direct")
-        engine.generate(asked(TestParts.LONG), SamplingParams(max_tokens=1), documents=[TestParts.LONG])
-        assert "nothing is precomputed" not in caplog.text
 
 
 class TestCommand:
